@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Set-up and the project's verbs, with the standard library alone.
+
+    python3.11 dev.py run      make .venv, install, start a ready fleet of one real model
+    python3.11 dev.py test     make .venv, install, run the tests
+    python3.11 dev.py check    format, lint, types, import layers, freshness of generated code
+    python3.11 dev.py fix      format and safe fixes
+    python3.11 dev.py proto    regenerate src/teimgr/pb
+    python3.11 dev.py bench X  run the benchmark X
+    python3.11 dev.py gpu      GPU tests and the GPU benchmark
+    python3.11 dev.py setup    make .venv and install, nothing else
+
+Arguments after the verb go to what it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / "bin"
+PYTHON = BIN / "python"
+PROTOS = ("tei/v1/tei.proto", "tei_multiplexer/v1/multiplexer.proto")
+PYTHON_TREES = ("src", "tests", "bench", "dev.py")
+
+
+def main(argv: list[str]) -> int:
+    """Carry out the verb; the exit status is that of what it ran."""
+    verbs = {
+        "run": run,
+        "test": test,
+        "check": check,
+        "fix": fix,
+        "proto": proto,
+        "bench": bench,
+        "gpu": gpu,
+        "setup": lambda _: install("test", "check"),
+    }
+    if len(argv) < 2 or argv[1] not in verbs:
+        print(__doc__)
+        return 2
+    return verbs[argv[1]](argv[2:])
+
+
+def run(arguments: list[str]) -> int:
+    """A daemon with one ready instance of the real all-MiniLM-L6-v2."""
+    return install("demo") or call(BIN / "teimgr", "quickstart", *arguments)
+
+
+def test(arguments: list[str]) -> int:
+    """The whole suite, or the part that the arguments name."""
+    return install("test", "check") or call(PYTHON, "-m", "pytest", *arguments)
+
+
+def check(arguments: list[str]) -> int:
+    """Everything that can be said without running the program; all of it, then the verdict."""
+    if status := install("test", "check"):
+        return status
+    steps = [
+        (BIN / "ruff", "format", "--check", *PYTHON_TREES),
+        (BIN / "ruff", "check", *PYTHON_TREES),
+        (PYTHON, "-m", "mypy"),
+        (BIN / "lint-imports",),
+        (PYTHON, __file__, "proto", "--check"),
+    ]
+    return max(call(*step) for step in steps)
+
+
+def fix(arguments: list[str]) -> int:
+    """Format, and the fixes ruff calls safe."""
+    return (
+        install("test", "check")
+        or call(BIN / "ruff", "check", "--fix", *PYTHON_TREES)
+        or call(BIN / "ruff", "format", *PYTHON_TREES)
+    )
+
+
+def bench(arguments: list[str]) -> int:
+    """One named scenario of bench/."""
+    return install("test", "check") or call(PYTHON, "-m", "bench", *arguments)
+
+
+def gpu(arguments: list[str]) -> int:
+    """The tests marked gpu, then the GPU benchmark; the interpreter may come from TEIMGR_PYTHON."""
+    python = os.environ.get("TEIMGR_PYTHON")
+    if python is None:
+        if status := install("test", "check"):
+            return status
+        python = str(PYTHON)
+    return call(python, "-m", "pytest", "-m", "gpu", "tests/gpu") or call(python, "-m", "bench", "gpu", *arguments)
+
+
+def proto(arguments: list[str]) -> int:
+    """Generate `src/teimgr/pb`; with --check, only say whether it is stale."""
+    target = ROOT / "src" / "teimgr" / "pb"
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder)
+        outputs = [f"--python_out={fresh}", f"--pyi_out={fresh}"]
+        if status := call(PYTHON, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}", *outputs, *PROTOS):
+            return status
+        stale = False
+        for file in sorted(fresh.rglob("*_pb2.py*")):
+            text = relocate(file.read_text())
+            kept = target / file.relative_to(fresh)
+            if "--check" in arguments:
+                stale |= not kept.exists() or kept.read_text() != text
+                continue
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(text)
+    if stale:
+        print("src/teimgr/pb is stale: run `just proto`")
+    return int(stale)
+
+
+def relocate(code: str) -> str:
+    """Generated imports name the proto's folder; here that folder lies under teimgr.pb."""
+    return re.sub(r"^from (tei(?:_multiplexer)?)\.v1 import", r"from teimgr.pb.\1.v1 import", code, flags=re.MULTILINE)
+
+
+def install(*extras: str) -> int:
+    """Make .venv and install the project with `extras`, unless that is already so."""
+    stamp = VENV / f".installed-{'-'.join(extras)}"
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return 0
+    if sys.version_info < (3, 11):  # noqa: UP036  a newcomer may start this with an older interpreter
+        print(f"teimgr needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+        return 1
+    if not PYTHON.exists():
+        venv.create(VENV, with_pip=True)
+    status = call(PYTHON, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[{','.join(extras)}]")
+    if status == 0:
+        stamp.write_text(wanted)
+    return status
+
+
+def call(*command: str | Path) -> int:
+    """Run a command from the checkout; an interrupt is the command's to answer."""
+    process = subprocess.Popen([str(part) for part in command], cwd=ROOT)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

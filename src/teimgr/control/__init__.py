@@ -1,0 +1,1 @@
+"""Wanted against actual: the manager, the supervisors, the store."""

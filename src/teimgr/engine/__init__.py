@@ -1,0 +1,1 @@
+"""Tensors: tokenizer, queue, packed batches, models. Knows no protocol and no server."""

@@ -1,0 +1,1 @@
+"""From a target to a worker: leases and links."""

@@ -1,0 +1,167 @@
+"""The frozen values that every part of teimgr shares: what is wanted, what is running, where it answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from teimgr.errors import InvalidInstanceName
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class State(str, Enum):
+    """Where an instance is in its life, as REST says it."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+def check_name(name: str) -> str:
+    """`name` itself, when it may name an instance, a log file and a run file.
+
+    Raises:
+        InvalidInstanceName: it may not.
+    """
+    if not name:
+        raise InvalidInstanceName(name, "Instance name cannot be empty")
+    if "/" in name or "\\" in name:
+        raise InvalidInstanceName(name, "it cannot contain path separators")
+    if not _NAME.fullmatch(name):
+        raise InvalidInstanceName(name, "use a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSpec:
+    """What a user wants under one name. An edit is a new spec.
+
+    The keys are those of the contract's create body, seed and state file; `dtype`, `revision` and `threads` are
+    teimgr's own. `port` and `prometheus_port` are resolved before a spec is stored; 0 and None ask for one.
+    `wanted_running` is the user's last word: a stop survives a restart of the daemon.
+    """
+
+    name: str
+    model_id: str
+    port: int = 0
+    max_batch_tokens: int = 16384
+    max_concurrent_requests: int = 512
+    pooling: str | None = None
+    gpu_id: int | None = None
+    prometheus_port: int | None = None
+    startup_timeout_secs: int | None = None
+    extra_args: tuple[str, ...] = ()
+    created_at: str | None = None
+    dtype: str = "auto"
+    revision: str | None = None
+    threads: int | None = None
+    wanted_running: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything one worker process is told, as the JSON object it is launched with.
+
+    `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID, so that NVML's and CUDA's orders cannot disagree)
+    or None for the CPU. Times are seconds.
+    """
+
+    name: str
+    model_id: str
+    revision: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    pooling: str | None = None
+    gpu: str | None = None
+    threads: int = 1
+    instance_host: str = "127.0.0.1"
+    port: int = 0
+    max_batch_tokens: int = 16384
+    max_batch_requests: int | None = None
+    max_concurrent_requests: int = 512
+    max_client_batch_size: int = 32
+    max_message_bytes: int = 40 * 1024 * 1024
+    payload_limit_bytes: int = 2_000_000
+    auto_truncate: bool = True
+    default_prompt_name: str | None = None
+    default_prompt: str | None = None
+    arrow_output_dtype: str = "f32"
+    orphan_grace_s: float = 300.0
+    nice: int = 0
+    log_level: str = "info"
+    log_format: str = "json"
+
+    def to_json(self) -> str:
+        """The object as one line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSpec:
+        """The inverse of `to_json`; unknown keys of a newer daemon are an error."""
+        return cls(**json.loads(text))
+
+    @property
+    def hash(self) -> str:
+        """Sixteen hex digits that change whenever a running worker would have to be replaced.
+
+        `threads` is left out: it is changed in place while the fleet grows and shrinks.
+        """
+        facts = {key: value for key, value in asdict(self).items() if key != "threads"}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a ready worker says of its model. Lengths are tokens.
+
+    `batching` is "packed" where one padding-free row passed the load-time probe, else "equal-length".
+    """
+
+    model_id: str
+    model_sha: str | None
+    dtype: str
+    device: str
+    kind: str
+    pooling: str
+    dimension: int
+    max_input_length: int
+    max_batch_tokens: int
+    batching: str
+    prompts: tuple[str, ...] = ()
+    tokenization_workers: int = 1
+    load_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"prompts": list(self.prompts)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelInfo:
+        """The inverse of `to_dict`."""
+        return cls(**{**values, "prompts": tuple(values.get("prompts", ()))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceView:
+    """A snapshot of one instance for display; it may inform a decision and never gates one.
+
+    Timestamps are RFC 3339 in UTC.
+    """
+
+    spec: InstanceSpec
+    state: State
+    pid: int | None = None
+    uptime_secs: int | None = None
+    restarts: int = 0
+    health_check_failures: int = 0
+    last_health_check: str | None = None
+    reason: str | None = None
+    model: ModelInfo | None = None
+    threads: int | None = None

@@ -1,0 +1,130 @@
+"""The frame: what travels on a link between two processes of one host.
+
+A frame is a fixed little-endian header of 24 bytes and a payload that is never looked into:
+
+    offset  size  field
+    0       4     length       bytes of payload
+    4       1     type         `FrameType`
+    5       1     method       `Method`
+    6       2     flags        `Flag`
+    8       8     id           chosen by the requester, echoed by every answer
+    16      4     deadline_ms  remaining time of a request, 0 = none
+    20      4     reserved     0
+
+A requester sends REQUEST and may send CANCEL with the same id; the worker answers a request with exactly one
+REPLY or ERROR, except WATCH, which is answered by a REPLY per event until the link closes. The payload of an ERROR
+is one byte `Code` and a UTF-8 sentence.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+from teimgr.errors import TeimgrError, error_from_code
+
+HEADER = struct.Struct("<IBBHQII")
+TIMINGS = struct.Struct("<IIQQQQ")
+
+
+class FrameType(IntEnum):
+    """Who says what: REQUEST and CANCEL go to the worker, REPLY and ERROR come back."""
+
+    REQUEST = 1
+    REPLY = 2
+    ERROR = 3
+    CANCEL = 4
+
+
+class Method(IntEnum):
+    """What a request asks for. The comment gives request payload → reply payload."""
+
+    INFO = 1  # empty → tei.v1.InfoResponse
+    EMBED = 2  # tei.v1.EmbedRequest → tei.v1.EmbedResponse
+    EMBED_SPARSE = 3  # tei.v1.EmbedSparseRequest → tei.v1.EmbedSparseResponse
+    EMBED_ALL = 4  # tei.v1.EmbedAllRequest → tei.v1.EmbedAllResponse
+    PREDICT = 5  # tei.v1.PredictRequest → tei.v1.PredictResponse
+    PREDICT_PAIR = 6  # tei.v1.PredictPairRequest → tei.v1.PredictResponse
+    RERANK = 7  # tei.v1.RerankRequest → tei.v1.RerankResponse
+    TOKENIZE = 8  # tei.v1.EncodeRequest → tei.v1.EncodeResponse
+    DECODE = 9  # tei.v1.DecodeRequest → tei.v1.DecodeResponse
+    EMBED_ARROW = 10  # tei_multiplexer.v1.EmbedArrowRequest → EmbedArrowResponse
+    EMBED_SPARSE_ARROW = 11  # tei_multiplexer.v1.EmbedSparseArrowRequest → EmbedSparseArrowResponse
+    WATCH = 64  # empty → one JSON object per event: {"state": "loading" | "ready" | "failed", …}
+    PROBE = 65  # empty → empty, after the known text went through the device
+    STATS = 66  # empty → JSON object of counters
+    THREADS = 67  # JSON {"threads": n} → empty
+    DRAIN = 68  # JSON {"grace_s": x} → empty; the worker finishes what it has and exits 0
+
+
+class Flag(IntFlag):
+    """Bits of the header."""
+
+    NONE = 0
+    BULK = 1  # request: the bulk lane, else the interactive one
+    WAIT = 2  # request: wait for room in the worker instead of OVERLOADED (messages of a stream)
+    TIMINGS = 4  # reply: the payload starts with a `Timings` block
+
+
+class Header(NamedTuple):
+    """The parsed header; `length` counts the payload only."""
+
+    length: int
+    type: int
+    method: int
+    flags: int
+    id: int
+    deadline_ms: int
+    reserved: int
+
+
+class Timings(NamedTuple):
+    """What one answer cost: characters, tokens, and nanoseconds since the worker had the request.
+
+    The order is that of `tei.v1.Metadata`, fields 1 to 6.
+    """
+
+    chars: int
+    tokens: int
+    total_ns: int
+    tokenization_ns: int
+    queue_ns: int
+    inference_ns: int
+
+    def pack(self) -> bytes:
+        """The block of 40 bytes that a reply flagged TIMINGS starts with."""
+        return TIMINGS.pack(*self)
+
+
+def pack_header(
+    length: int,
+    type: FrameType,
+    method: int,
+    id: int,
+    flags: int = 0,
+    deadline_ms: int = 0,
+) -> bytes:
+    """The 24 bytes before a payload of `length` bytes."""
+    return HEADER.pack(length, type, method, flags, id, deadline_ms, 0)
+
+
+def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+    """The header at `offset`; the buffer must hold 24 bytes from there."""
+    return Header._make(HEADER.unpack_from(buffer, offset))
+
+
+def split_timings(payload: bytes) -> tuple[Timings, bytes]:
+    """The timings a reply flagged TIMINGS starts with, and the rest of it."""
+    return Timings._make(TIMINGS.unpack_from(payload)), payload[TIMINGS.size :]
+
+
+def pack_error(error: TeimgrError) -> bytes:
+    """The payload of an ERROR frame."""
+    return bytes((error.code,)) + error.message.encode("utf-8", "replace")
+
+
+def unpack_error(payload: bytes) -> TeimgrError:
+    """The exception an ERROR frame carries."""
+    code = payload[0] if payload else 0
+    return error_from_code(code, payload[1:].decode("utf-8", "replace"))

@@ -1,0 +1,153 @@
+"""Frames on an asyncio transport: reads without copying large payloads, writes once per loop tick."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from teimgr.wire.frames import HEADER, FrameType, Header, pack_header, unpack_header
+
+Payload = bytes | bytearray | memoryview
+
+# A payload above this size is received straight into a buffer of its own instead of through the shared one.
+_OWN_BUFFER_BYTES = 64 * 1024
+_SHARED_BUFFER_BYTES = 256 * 1024
+
+
+class FrameProtocol(asyncio.BufferedProtocol):
+    """One end of a link. Subclasses implement `frame_received` and `link_lost`.
+
+    Sending never blocks: frames of one loop tick leave in one write. `unsent_bytes` tells what the peer has not
+    taken yet, so that whoever produces can stop. A frame longer than `max_frame_bytes` breaks the link: there
+    is no way to skip it without reading it.
+    """
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._outgoing: list[Payload] = []
+        self._flush_scheduled = False
+        self._shared = bytearray(_SHARED_BUFFER_BYTES)
+        self._filled = 0
+        self._header: Header | None = None
+        self._own = bytearray()
+        self._own_filled = 0
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        """A whole frame arrived."""
+        raise NotImplementedError
+
+    def link_lost(self, error: Exception | None) -> None:
+        """The peer is gone; called once."""
+        raise NotImplementedError
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes accepted by `send` that the socket has not taken."""
+        waiting = sum(len(part) for part in self._outgoing)
+        return waiting + (self._transport.get_write_buffer_size() if self._transport else 0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether frames can still be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(
+        self,
+        type: FrameType,
+        method: int,
+        id: int,
+        payload: Payload = b"",
+        *,
+        flags: int = 0,
+        deadline_ms: int = 0,
+    ) -> None:
+        """Queue one frame; it leaves at the end of this loop tick. On a closed link it is dropped."""
+        if not self.is_open:
+            return
+        self._outgoing.append(pack_header(len(payload), type, method, id, flags, deadline_ms))
+        if payload:
+            self._outgoing.append(payload)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(outgoing)
+
+    # asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._outgoing.clear()
+        self.link_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._own:
+            return memoryview(self._own)[self._own_filled :]
+        return memoryview(self._shared)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._own:
+            self._own_filled += nbytes
+            if self._own_filled == len(self._own):
+                self._finish_own()
+            return
+        self._filled += nbytes
+        self._parse()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def _parse(self) -> None:
+        offset = 0
+        shared = self._shared
+        while self._filled - offset >= HEADER.size:
+            header = unpack_header(shared, offset)
+            if header.length > self._max_frame_bytes:
+                self._refuse(header)
+                return
+            end = offset + HEADER.size + header.length
+            if end > self._filled:
+                if header.length > _OWN_BUFFER_BYTES:
+                    self._start_own(header, offset + HEADER.size)
+                    return
+                break
+            payload = bytes(memoryview(shared)[offset + HEADER.size : end])
+            offset = end
+            self.frame_received(header, payload)
+        remaining = self._filled - offset
+        if offset and remaining:
+            shared[:remaining] = shared[offset : self._filled]
+        self._filled = remaining
+
+    def _start_own(self, header: Header, start: int) -> None:
+        self._header = header
+        self._own = bytearray(header.length)
+        self._own_filled = self._filled - start
+        self._own[: self._own_filled] = memoryview(self._shared)[start : self._filled]
+        self._filled = 0
+
+    def _finish_own(self) -> None:
+        assert self._header is not None
+        header, payload = self._header, bytes(self._own)
+        self._header, self._own, self._own_filled = None, bytearray(), 0
+        self.frame_received(header, payload)
+
+    def _refuse(self, header: Header) -> None:
+        self._filled = 0
+        if self._transport is not None:
+            self._transport.abort()
