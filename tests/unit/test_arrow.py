@@ -1,0 +1,182 @@
+"""Arrow in and out: what clients send is understood, what is broken is refused before it can hurt."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teimgr.errors import InvalidInput, TeimgrError, TooLarge
+from teimgr.wire.arrow import read_texts, write_vectors
+from teimgr.wire.arrow_limits import decoded_bytes
+
+LIMIT = 1 << 24
+
+
+def stream(*batches: pa.RecordBatch, compression: str | None = None) -> bytes:
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, batches[0].schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def texts_batch(texts: list[str | None], kind: pa.DataType | None = None, name: str = "text") -> pa.RecordBatch:
+    return pa.record_batch([pa.array(texts, kind or pa.string())], names=[name])
+
+
+def string_of_one(stop: int, data: bytes) -> pa.Array:
+    return pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(struct.pack("<ii", 0, stop)), pa.py_buffer(data)])
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+    ids=str,
+)
+def test_every_string_type_and_codec_is_read(kind: pa.DataType, compression: str | None) -> None:
+    array = pa.array(["eins", None, "zwei"] * 50)
+    array = array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
+    batch = pa.record_batch([array], names=["text"])
+
+    read = read_texts(stream(batch, compression=compression), LIMIT)
+
+    assert read.texts == ["eins", None, "zwei"] * 50
+    assert read.rows == [150]
+
+
+def test_all_batches_are_read_and_counted() -> None:
+    read = read_texts(stream(texts_batch(["a", "b"]), texts_batch([]), texts_batch(["c"])), LIMIT)
+
+    assert (read.texts, read.rows) == (["a", "b", "c"], [2, 0, 1])
+
+
+def test_the_column_named_text_wins_over_an_earlier_string_column() -> None:
+    batch = pa.record_batch([pa.array([1]), pa.array(["id-1"]), pa.array(["hello"])], names=["n", "id", "text"])
+
+    assert read_texts(stream(batch), LIMIT).texts == ["hello"]
+
+
+def test_without_a_column_named_text_the_first_string_column_is_taken() -> None:
+    batch = pa.record_batch([pa.array([1]), pa.array(["hello"]), pa.array(["other"])], names=["n", "a", "b"])
+
+    assert read_texts(stream(batch), LIMIT).texts == ["hello"]
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", b"\xff" * 64, b"ARROW1\0\0" + b"\0" * 64, b"\0" * 4096])
+def test_garbage_is_refused(garbage: bytes) -> None:
+    with pytest.raises(InvalidInput, match=r"Invalid Arrow IPC|No RecordBatch"):
+        read_texts(garbage, LIMIT)
+
+
+def test_a_stream_without_a_batch_is_refused() -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema([("text", pa.string())])):
+        pass
+
+    with pytest.raises(InvalidInput, match="No RecordBatch in stream"):
+        read_texts(sink.getvalue().to_pybytes(), LIMIT)
+
+
+def test_a_stream_without_a_string_column_is_refused_naming_what_it_has() -> None:
+    batch = pa.record_batch([pa.array([1, 2])], names=["numbers"])
+
+    with pytest.raises(InvalidInput, match=r"numbers.*StringArray"):
+        read_texts(stream(batch), LIMIT)
+
+
+def test_broken_utf8_is_refused() -> None:
+    column = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(struct.pack("<ii", 0, 2)), pa.py_buffer(b"\xff\xfe")]
+    )
+
+    with pytest.raises(InvalidInput, match="Invalid Arrow IPC"):
+        read_texts(stream(pa.record_batch([column], names=["text"])), LIMIT)
+
+
+def test_offsets_outside_the_data_are_refused() -> None:
+    honest = stream(pa.record_batch([string_of_one(stop=77, data=b"a" * 77)], names=["text"]))
+    lying = honest.replace(struct.pack("<ii", 0, 77), struct.pack("<ii", 0, 900))
+    assert lying != honest
+
+    with pytest.raises(InvalidInput, match="Invalid Arrow IPC"):
+        read_texts(lying, LIMIT)
+
+
+def test_a_small_body_that_would_decode_to_more_than_the_limit_is_refused_unread() -> None:
+    bomb = stream(texts_batch(["a" * 5_000_000]), compression="zstd")
+    assert len(bomb) < 100_000
+
+    with pytest.raises(TooLarge, match="the limit is 1000000 bytes"):
+        read_texts(bomb, 1_000_000)
+
+
+def test_decoded_size_of_plain_and_compressed_streams_agree_within_padding() -> None:
+    batch = texts_batch(["some text"] * 1000)
+
+    plain, compressed = decoded_bytes(stream(batch)), decoded_bytes(stream(batch, compression="lz4"))
+
+    assert abs(plain - compressed) <= 256
+    assert compressed >= 9000
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=8))
+def test_a_corrupted_stream_is_read_or_refused_and_never_worse(position: int, noise: bytes) -> None:
+    intact = bytearray(stream(texts_batch(["eins", None, "drei"] * 20), compression="lz4"))
+    position %= len(intact)
+    intact[position : position + len(noise)] = noise
+
+    try:
+        read_texts(bytes(intact), LIMIT)
+    except TeimgrError as error:
+        assert isinstance(error, InvalidInput | TooLarge)
+
+
+def test_vectors_come_back_as_rows_with_the_batches_of_the_request() -> None:
+    vectors = np.arange(15, dtype=np.float32).reshape(5, 3)
+
+    with pa.ipc.open_stream(write_vectors(vectors, {}, [2, 0, 3])) as reader:
+        batches = list(reader)
+
+    assert [batch.num_rows for batch in batches] == [2, 0, 3]
+    assert batches[0].schema.field("embeddings").type == pa.list_(pa.field("item", pa.float32(), nullable=False), 3)
+    assert batches[0].schema.names == ["embeddings", "error"]
+    assert np.array_equal(np.concatenate([_values(batch) for batch in batches]).reshape(5, 3), vectors)
+
+
+def test_a_failed_row_is_null_with_its_reason_and_keeps_its_place() -> None:
+    vectors = np.ones((3, 2), np.float32)
+
+    with pa.ipc.open_stream(write_vectors(vectors, {1: InvalidInput("too long")}, [3])) as reader:
+        batch = reader.read_next_batch()
+
+    assert batch.column("embeddings").to_pylist() == [[1, 1], None, [1, 1]]
+    assert batch.column("error").to_pylist() == [None, "too long", None]
+
+
+def test_no_rows_still_carry_the_dimension() -> None:
+    with pa.ipc.open_stream(write_vectors(np.empty((0, 384), np.float32), {}, [0])) as reader:
+        assert reader.schema.field("embeddings").type.list_size == 384
+        assert reader.read_next_batch().num_rows == 0
+
+
+@pytest.mark.parametrize("lz4", [False, True])
+def test_half_precision_and_compression_are_as_asked(lz4: bool) -> None:
+    vectors = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+
+    with pa.ipc.open_stream(write_vectors(vectors, {}, [3], half=True, lz4=lz4)) as reader:
+        batch = reader.read_next_batch()
+
+    assert batch.schema.field("embeddings").type.value_type == pa.float16()
+    assert np.allclose(_values(batch).reshape(3, 4), vectors, atol=1e-3)
+
+
+def _values(batch: pa.RecordBatch) -> np.ndarray:
+    return batch.column("embeddings").flatten().to_numpy(zero_copy_only=False)
