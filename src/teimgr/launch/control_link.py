@@ -1,0 +1,155 @@
+"""The daemon's control link to one worker: what it says of itself, and the calls that supervision makes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable
+from teimgr.spec import ModelInfo
+from teimgr.wire.frames import FrameType, Header, Method, unpack_error
+from teimgr.wire.stream import FrameProtocol
+
+CONNECT_LIMIT_S = 5.0
+_FRAME_LIMIT_BYTES = 1 << 20
+_WATCH_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a worker says on WATCH, at once and at every change."""
+
+    state: str
+    pid: int
+    incarnation: str
+    spec_hash: str
+    model: ModelInfo | None = None
+    reason: str | None = None
+    code: int | None = None
+    permanent: bool = False
+    threads: int = 0
+
+    @classmethod
+    def from_json(cls, payload: bytes) -> WorkerStatus:
+        """The value of one WATCH reply.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            said: dict[str, Any] = json.loads(payload)
+            model = said.pop("model", None)
+            return cls(**said, model=ModelInfo.from_dict(model) if model else None)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a worker's status: {error}") from error
+
+
+class ControlLink(FrameProtocol):
+    """One connection. `on_status` is called in the loop for every status, `on_lost` once, after the last."""
+
+    def __init__(self, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> None:
+        super().__init__(_FRAME_LIMIT_BYTES)
+        self._on_status = on_status
+        self._on_lost = on_lost
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._ids = count(_WATCH_ID + 1)
+
+    @classmethod
+    async def open(
+        cls, socket: Path, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]
+    ) -> ControlLink:
+        """Connect to the worker's socket and watch it.
+
+        Raises:
+            Unavailable: nobody accepts connections there.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                _, link = await asyncio.get_running_loop().create_unix_connection(
+                    lambda: cls(on_status, on_lost), str(socket)
+                )
+        except OSError as error:  # TimeoutError is one of them
+            raise Unavailable(f"no connection to the worker: {error}") from error
+        link.send(FrameType.REQUEST, Method.WATCH, _WATCH_ID)
+        return link
+
+    async def call(self, method: Method, payload: bytes = b"", *, timeout_s: float) -> bytes:
+        """The reply to one request.
+
+        Raises:
+            DeadlineExceeded: there was none in time.
+            Unavailable: the link is or becomes closed.
+            TeimgrError: the worker answered with an error.
+        """
+        if not self.is_open:
+            raise Unavailable("the link to the worker is closed")
+        id = next(self._ids)
+        reply = self._calls[id] = self._loop.create_future()
+        self.send(FrameType.REQUEST, method, id, payload, deadline_ms=round(timeout_s * 1000))
+        try:
+            return await asyncio.wait_for(reply, timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer to {method.name} within {timeout_s:g} s") from None
+        finally:
+            del self._calls[id]
+
+    def tell(self, method: Method, **values: object) -> bool:
+        """Send a request whose reply does not matter; whether the link was open."""
+        if self.is_open:
+            self.send(FrameType.REQUEST, method, next(self._ids), json.dumps(values).encode())
+            return True
+        return False
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        """A status, or the answer to a call."""
+        if header.id == _WATCH_ID:
+            self._watched(header, payload)
+            return
+        reply = self._calls.get(header.id)
+        if reply is None or reply.done():
+            return
+        if header.type == FrameType.ERROR:
+            reply.set_exception(unpack_error(payload))
+        else:
+            reply.set_result(payload)
+
+    def link_lost(self, error: Exception | None) -> None:
+        """No reply will come any more."""
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(Unavailable("the worker closed the link"))
+        self._on_lost()
+
+    def _watched(self, header: Header, payload: bytes) -> None:
+        try:
+            status = WorkerStatus.from_json(payload)
+        except ValueError:
+            self.close()  # not a worker, or one of a version that we cannot supervise
+            return
+        if header.type == FrameType.REPLY:
+            self._on_status(status)
+
+
+async def identify(socket: Path, timeout_s: float) -> WorkerStatus | None:
+    """What the worker at `socket` says of itself now; None when nobody answers in time."""
+    first: asyncio.Future[WorkerStatus | None] = asyncio.get_running_loop().create_future()
+
+    def settle(status: WorkerStatus | None) -> None:
+        if not first.done():
+            first.set_result(status)
+
+    try:
+        link = await ControlLink.open(socket, settle, lambda: settle(None))
+    except TeimgrError:
+        return None
+    try:
+        return await asyncio.wait_for(first, timeout_s)
+    except TimeoutError:
+        return None
+    finally:
+        link.close()

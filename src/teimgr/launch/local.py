@@ -1,0 +1,263 @@
+"""Workers as processes of this host: forked from the nursery, found again after a crash of the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from teimgr.errors import InvalidConfig
+from teimgr.launch import nursery
+from teimgr.launch.base import KILL_LIMIT_S, Exit, LaunchFailed
+from teimgr.launch.control_link import identify
+from teimgr.launch.logfile import last_line, open_log, shrink
+from teimgr.launch.nursery_link import NurseryLink
+from teimgr.launch.processes import open_pidfd
+from teimgr.launch.runfile import RunFile, Traces, all_traces, new_incarnation, socket_fits
+from teimgr.spec import WorkerSpec
+
+IDENTITY_LIMIT_S = 5.0
+LEFTOVER_GRACE_S = 5.0
+LOG_CHECK_INTERVAL_S = 30.0
+_STATUS_LIMIT_S = 2.0
+_BACKLOG = 128
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """Where things lie, how large a log may grow, and what the nursery imports and runs."""
+
+    run_dir: Path
+    log_dir: Path
+    log_max_bytes: int = 10 << 20
+    log_keep: int = 3
+    entry: str = nursery.ENTRY
+    preload: tuple[str, ...] = nursery.PRELOAD
+
+
+class LocalLauncher:
+    """`Launcher` for this host. One per run directory, which a lock sees to."""
+
+    def __init__(self, options: LocalOptions) -> None:
+        self._options = options
+        self._run_dir = options.run_dir.absolute()
+        self._log_dir = options.log_dir.absolute()
+        arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
+        self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
+        self._handles: set[LocalHandle] = set()
+        self._lock: int | None = None
+        self._log_keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Take the run directory and start the nursery."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._run_dir.chmod(0o700)
+        if not socket_fits(self._run_dir):
+            raise InvalidConfig(f"run_dir: a unix socket in {self._run_dir} would have too long a path")
+        self._lock = _take_lock(self._run_dir / "daemon.lock")
+        self._log_keeper = asyncio.create_task(self._keep_logs(), name="log keeper")
+        try:
+            self.nursery.start()
+        except LaunchFailed as error:
+            log.error("nursery not started; every launch tries again", extra={"reason": str(error)})
+
+    async def launch(self, spec: WorkerSpec) -> LocalHandle:
+        """Bind the socket, fork, hand the socket over."""
+        traces = Traces(self._run_dir, new_incarnation())
+        request = {"incarnation": traces.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
+        log_path = self.log_path(spec.name)
+        try:
+            log_fd = open_log(log_path, self._options.log_max_bytes, self._options.log_keep)
+            with ExitStack() as held:
+                held.callback(os.close, log_fd)
+                listener = held.enter_context(_listen(traces.socket))
+                forked = await self.nursery.fork(request, listener.fileno(), log_fd)
+        except (OSError, LaunchFailed) as error:
+            traces.remove()
+            raise LaunchFailed(str(error)) from error
+        return self._keep(LocalHandle(spec, traces, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
+
+    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[LocalHandle]:
+        """See who lives, keep whom we want, end the others."""
+        adopted: dict[str, LocalHandle] = {}
+        others = []
+        for traces, handle in [(traces, self._find(traces)) for traces in all_traces(self._run_dir)]:
+            if handle is None:
+                traces.remove()
+            elif handle.spec.name not in adopted and accepts(handle.spec):
+                adopted[handle.spec.name] = handle
+            else:
+                others.append(handle)
+        known = await asyncio.gather(*map(_is_itself, adopted.values()))
+        strangers = [handle for handle, itself in zip(adopted.values(), known, strict=True) if not itself]
+        await asyncio.gather(*map(_end_leftover, others + strangers))
+        return [handle for handle in adopted.values() if handle not in strangers]
+
+    def log_path(self, name: str) -> Path:
+        """`<log_dir>/<name>.log`."""
+        return self._log_dir / f"{name}.log"
+
+    async def close(self) -> None:
+        """Stop watching, let the nursery end, give the run directory back."""
+        for handle in tuple(self._handles):
+            await handle.release()
+        self._handles.clear()
+        await self.nursery.close()
+        if self._log_keeper is not None:
+            self._log_keeper.cancel()
+            await asyncio.wait({self._log_keeper})
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _find(self, traces: Traces) -> LocalHandle | None:
+        """The live worker that `traces` speak of; an unreadable spec gives one that nobody will want."""
+        found = RunFile.read(traces.run_file)
+        process = found.process if found else None
+        pidfd = open_pidfd(process) if process else None
+        if found is None or process is None or pidfd is None:
+            return None
+        spec = found.worker_spec() or WorkerSpec(name=found.instance, model_id="")
+        path = self.log_path(found.instance)
+        return self._keep(LocalHandle(spec, traces, process.pid, pidfd, process.started_at, path, None))
+
+    def _keep(self, handle: LocalHandle) -> LocalHandle:
+        self._handles.add(handle)
+        handle.on_gone(self._handles.discard)
+        return handle
+
+    async def _keep_logs(self) -> None:
+        limit_bytes, keep = self._options.log_max_bytes, self._options.log_keep
+        while True:
+            await asyncio.sleep(LOG_CHECK_INTERVAL_S)
+            for path in {handle.log_path for handle in self._handles}:
+                try:
+                    await asyncio.to_thread(shrink, path, limit_bytes, keep)
+                except OSError as error:
+                    log.warning("log not rotated", extra={"path": str(path), "reason": str(error)})
+
+
+class LocalHandle:
+    """`WorkerHandle` of a process on this host; `status` is absent for an adopted one, which is not our child."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        traces: Traces,
+        pid: int,
+        pidfd: int,
+        started_at: float,
+        log_path: Path,
+        status: asyncio.Future[int | None] | None,
+    ) -> None:
+        self.spec = spec
+        self.incarnation = traces.incarnation
+        self.socket = traces.socket
+        self.pid = pid
+        self.started_at = started_at
+        self.log_path = log_path
+        self._traces = traces
+        self._pidfd = pidfd
+        self._status = status
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pidfd, self._ended.set)
+        self._exit = asyncio.create_task(self._conclude(), name=f"exit of worker {pid}")
+
+    async def wait(self) -> Exit:
+        """As the protocol says."""
+        return await asyncio.shield(self._exit)
+
+    async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
+        """As the protocol says."""
+        if ask and grace_s > 0 and not self._ended.is_set():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+        if not await self._gone_within(grace_s):
+            if not self._ended.is_set():
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)  # every worker leads a group of its own
+            if not await self._gone_within(KILL_LIMIT_S):
+                raise LaunchFailed(f"process {self.pid} is still there {KILL_LIMIT_S:g} s after SIGKILL")
+        return await self.wait()
+
+    def on_gone(self, call: Callable[[LocalHandle], None]) -> None:
+        """Call this once when the process is gone, or released."""
+        self._exit.add_done_callback(lambda _: call(self))
+
+    async def release(self) -> None:
+        """Forget the process; it goes on."""
+        self._exit.cancel()
+        await asyncio.wait({self._exit})
+
+    async def _gone_within(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait({self._exit}, timeout=timeout_s)
+        return bool(done)
+
+    async def _conclude(self) -> Exit:
+        try:
+            await self._ended.wait()
+        finally:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        exit = Exit(await self._exit_status(), self._traces.read_last_words(), last_line(self.log_path))
+        self._traces.remove()
+        return exit
+
+    async def _exit_status(self) -> int | None:
+        if self._status is None:
+            return None
+        done, _ = await asyncio.wait({self._status}, timeout=_STATUS_LIMIT_S)
+        return self._status.result() if done else None
+
+
+async def _is_itself(handle: LocalHandle) -> bool:
+    """Whether the process answers on its socket as what its run file says it is."""
+    said = await identify(handle.socket, IDENTITY_LIMIT_S)
+    return said is not None and (said.incarnation, said.spec_hash) == (handle.incarnation, handle.spec.hash)
+
+
+async def _end_leftover(handle: LocalHandle) -> None:
+    log.info("ending a worker of an earlier daemon", extra={"instance": handle.spec.name, "pid": handle.pid})
+    try:
+        await handle.stop(LEFTOVER_GRACE_S)
+    except LaunchFailed as error:
+        log.error("leftover worker does not die", extra={"reason": str(error)})
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _take_lock(path: Path) -> int:
+    """Hold `path` until this process ends.
+
+    Raises:
+        InvalidConfig: another process holds it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InvalidConfig(f"run_dir: another daemon uses {path.parent}") from None
+    return descriptor

@@ -1,0 +1,64 @@
+"""Log files of bounded size: `name.log`, and `name.log.1` (newest) to `name.log.<keep>`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+_TAIL_BYTES = 4096
+_TAIL_CHARS = 300
+
+
+def open_log(path: Path, limit_bytes: int, keep: int) -> int:
+    """A descriptor that appends to `path`, which is rotated first when it is over the limit.
+
+    Nobody else may be writing to it.
+    """
+    if _size(path) > limit_bytes:
+        _shift(path, keep)
+        path.replace(_old(path, 1)) if keep else path.unlink()
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+
+def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
+    """Rotate a file that a worker has open, by copy and truncation; whether that was due.
+
+    A writer that appends goes on at the new end. A line that arrives between copy and truncation is lost: the price of
+    not having every library in a worker reopen its log.
+    """
+    if _size(path) <= limit_bytes:
+        return False
+    _shift(path, keep)
+    if keep:
+        shutil.copyfile(path, _old(path, 1))
+    os.truncate(path, 0)
+    return True
+
+
+def last_line(path: Path) -> str:
+    """The last line that says something, cut to a few hundred characters; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[:_TAIL_CHARS] for line in reversed(lines) if line.strip()), "")
+
+
+def _shift(path: Path, keep: int) -> None:
+    for number in range(keep, 1, -1):
+        if _old(path, number - 1).exists():
+            _old(path, number - 1).replace(_old(path, number))
+
+
+def _old(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,246 @@
+"""The nursery: a process that has imported everything a worker needs, and forks workers.
+
+    python -m teimgr.launch.nursery CONTROL_FD [--entry module:function] [--preload module,module…]
+
+It imports and forks, and does nothing else: one thread, no tensor op (a parallel one leaves a pool of threads that a
+child believes in and does not have), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
+per message:
+
+    in    {"id", "incarnation", "run_dir", "spec"}   with two descriptors: the worker's listener, its log
+    out   {"threads", "missing"}                     once, when the imports are done
+          {"id", "pid"}                              with one descriptor: a pidfd of the new worker
+          {"id", "error"}
+          {"pid", "status"}                          a worker ended; negative: by that signal
+
+It ends when the control socket closes. The workers, each in a session of its own, go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import NoReturn, cast
+
+from teimgr.launch.processes import boot_id, look_up, thread_count
+from teimgr.launch.runfile import RunFile, Traces
+from teimgr.spec import WorkerSpec
+
+MESSAGE_LIMIT_BYTES = 128 * 1024
+ENTRY = "teimgr.worker.process:main"
+PRELOAD = (
+    "torch",
+    "transformers",
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet")
+    ),
+)
+# Libraries that make threads when they are loaded read these then; a worker sets its own number later.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+# Memory runs out: better the one worker whose weights are loaded again than the daemon or the multiplexer.
+_OOM_SCORE_ADJ = "300"
+
+Entry = Callable[[int, str, str, str], int]
+"""Listener descriptor, incarnation, run directory, spec as JSON → exit status."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Import, then serve the control socket until it closes."""
+    parser = argparse.ArgumentParser(prog="teimgr.launch.nursery")
+    parser.add_argument("control_fd", type=int)
+    parser.add_argument("--entry", default=ENTRY)
+    parser.add_argument("--preload", default=",".join(PRELOAD))
+    options = parser.parse_args(arguments)
+    os.environ.update(ONE_THREAD)
+    _name_process("teimgr-nursery")
+    missing = preload(filter(None, options.preload.split(",")))
+    nursery = Nursery(socket.socket(fileno=options.control_fd), find_entry(options.entry))
+    gc.collect()
+    gc.disable()
+    gc.freeze()  # a collection in a child would write to, and so copy, every page that holds an object of ours
+    nursery.serve(missing)
+    return 0
+
+
+def preload(modules: Sequence[str] | filter[str]) -> list[str]:
+    """Import `modules`; the result names those that could not be, for a worker may never need them."""
+    missing = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name}: {error}")
+    return missing
+
+
+def find_entry(path: str) -> Entry:
+    """The function that `module:function` names."""
+    module, _, function = path.partition(":")
+    return cast(Entry, getattr(importlib.import_module(module), function))
+
+
+class Nursery:
+    """The control socket, and the children that are not reaped yet."""
+
+    def __init__(self, control: socket.socket, entry: Entry) -> None:
+        self._control = control
+        self._entry = entry
+        self._threads = thread_count()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._pids: dict[int, int] = {}  # pidfd → pid
+
+    def serve(self, missing: list[str]) -> None:
+        """Answer requests and report ends until the daemon closes the control socket, or is gone."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._say({"threads": self._threads, "missing": missing})
+            while self._turn():
+                pass
+
+    def _turn(self) -> bool:
+        for key, _ in self._selector.select():
+            if key.fileobj is not self._control:
+                self._reap(key.fd)
+            elif not self._answer():
+                return False
+        return True
+
+    def _answer(self) -> bool:
+        message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 2)
+        if not message:
+            return False
+        request = json.loads(message)
+        try:
+            listener, log = descriptors
+            pid = os.fork()
+        except (OSError, ValueError) as error:
+            self._say({"id": request["id"], "error": f"fork: {error}"})
+        else:
+            if pid == 0:
+                self._become_worker(request, listener, log)
+            self._keep(request["id"], pid)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
+
+    def _keep(self, id: int, pid: int) -> None:
+        # Nobody reaps the child but us, so its number is its own until `_reap`.
+        pidfd = os.pidfd_open(pid)
+        self._pids[pidfd] = pid
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        self._say({"id": id, "pid": pid}, pidfd)
+
+    def _reap(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        pid = self._pids.pop(pidfd)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # what it started; the group's number is safe while it is not reaped
+        _, status = os.waitpid(pid, 0)
+        self._say({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _say(self, message: dict[str, object], *descriptors: int) -> None:
+        socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
+
+    def _become_worker(self, request: dict[str, str], listener: int, log: int) -> NoReturn:
+        """In the child: leave the nursery behind, run the entry, end."""
+        status = 1
+        try:
+            self._control.close()
+            self._selector.close()
+            spec = WorkerSpec.from_json(request["spec"])
+            settle(spec, listener, log)
+            write_run_file(spec, request)
+            told = (request["incarnation"], request["run_dir"], request["spec"])
+            if self._threads > 1:
+                start_afresh(self._entry, listener, *told)
+            status = self._entry(listener, *told)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)  # the nursery's own clean-up is none of the worker's business
+
+
+def settle(spec: WorkerSpec, listener: int, log: int) -> None:
+    """Make the forked process a worker's: session, signals, streams, descriptors, device, priority."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _wire_streams(log)
+    _close_all_but(listener)
+    os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu or ""
+    if spec.nice > 0:
+        os.nice(spec.nice)
+    _name_process(f"tei:{spec.name}")
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
+    gc.enable()
+    faulthandler.enable()
+
+
+def start_afresh(entry: Entry, listener: int, *told: str) -> NoReturn:
+    """Run the entry in a new interpreter: seconds slower, and right where a fork of several threads is not."""
+    imports = f"import sys; from {entry.__module__} import {entry.__name__} as entry"
+    code = f"{imports}; sys.exit(entry(int(sys.argv[1]), *sys.argv[2:]))"
+    os.set_inheritable(listener, True)
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(listener), *told])
+
+
+def write_run_file(spec: WorkerSpec, request: dict[str, str]) -> None:
+    """Say in the run directory which process this is."""
+    me = look_up(os.getpid())
+    if me is None:
+        raise RuntimeError("/proc does not show this process")
+    traces = Traces(Path(request["run_dir"]), request["incarnation"])
+    RunFile(
+        pid=me.pid,
+        start_time=me.start_time,
+        boot_id=boot_id(),
+        socket=str(traces.socket),
+        incarnation=traces.incarnation,
+        instance=spec.name,
+        spec_hash=spec.hash,
+        spec=request["spec"],
+    ).write(traces.run_file)
+
+
+def _wire_streams(log: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # a log that is read while it grows
+
+
+def _close_all_but(listener: int) -> None:
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  names are enough
+        if int(name) > 2 and int(name) != listener:
+            with suppress(OSError):
+                os.close(int(name))
+
+
+def _name_process(name: str) -> None:
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name[:15])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

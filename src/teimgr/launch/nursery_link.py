@@ -1,0 +1,230 @@
+"""The daemon's end of the nursery: starts it, starts it again when it dies, asks it for workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.launch.base import LaunchFailed
+from teimgr.launch.logfile import last_line, open_log
+from teimgr.launch.nursery import MESSAGE_LIMIT_BYTES
+
+IMPORT_LIMIT_S = 120.0
+FORK_LIMIT_S = 30.0
+_LOG_LIMIT_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+class NurseryDied(LaunchFailed):
+    """The nursery ended before it answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A new worker. `pidfd` belongs to the receiver; `status` becomes None when nobody can tell any more."""
+
+    pid: int
+    pidfd: int
+    status: asyncio.Future[int | None]
+
+
+class NurseryLink:
+    """Keeps one nursery process; `options` are the arguments after its control descriptor."""
+
+    def __init__(self, options: Sequence[str], log_path: Path) -> None:
+        self._options = options
+        self._log_path = log_path
+        self._life: _Life | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The nursery's process, while there is one."""
+        return self._life.process.pid if self._life else None
+
+    def start(self) -> None:
+        """Make the process, if there is none; it imports while we go on.
+
+        Raises:
+            LaunchFailed: the system has no process for us.
+        """
+        if self._life is None:
+            self._life = _Life(self._spawn(), self._died)
+
+    async def fork(self, request: dict[str, str], listener: int, log_fd: int) -> Forked:
+        """A worker that owns copies of both descriptors.
+
+        Raises:
+            LaunchFailed: the nursery could not make it, or died.
+        """
+        async with self._turn:
+            try:
+                return await self._living().fork(request, listener, log_fd)
+            except NurseryDied:  # no worker was made: a fresh nursery may do better, once
+                return await self._living().fork(request, listener, log_fd)
+
+    def _living(self) -> _Life:
+        if self._closed:
+            raise LaunchFailed("the daemon is ending")
+        self.start()
+        assert self._life is not None
+        return self._life
+
+    async def close(self) -> None:
+        """Let the nursery end; the workers go on."""
+        self._closed = True
+        if self._life is not None:
+            await self._life.end()
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-P", "-m", "teimgr.launch.nursery", str(theirs.fileno()), *self._options]
+        output = open_log(self._log_path, _LOG_LIMIT_BYTES, 1)
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C in our terminal is not meant for it
+            )
+        except OSError as error:
+            ours.close()
+            raise LaunchFailed(f"the nursery cannot be started: {error}") from error
+        finally:
+            theirs.close()
+            os.close(output)
+        ours.setblocking(False)
+        return process, ours
+
+    def _died(self, was_ready: bool) -> str:
+        """Why, in a sentence. One that was ready is replaced at once, so that the next launch need not wait."""
+        self._life = None
+        reason = f"the nursery died: {last_line(self._log_path) or 'it left no message'}"
+        if not self._closed:
+            log.error("nursery died", extra={"reason": reason})
+            if was_ready:
+                self._start_early()
+        return reason
+
+    def _start_early(self) -> None:
+        try:
+            self.start()
+        except LaunchFailed as error:
+            log.error("nursery cannot be started again yet", extra={"reason": str(error)})
+
+
+class _Life:
+    """One nursery process, from its start to the end of its control socket."""
+
+    def __init__(self, spawned: tuple[subprocess.Popen[bytes], socket.socket], died: Callable[[bool], str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.process, self._control = spawned
+        self._died = died
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._reply: asyncio.Future[tuple[int, int]] | None = None
+        self._request = 0
+        self._statuses: dict[int, asyncio.Future[int | None]] = {}
+        self._gone = asyncio.Event()
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+        self._loop.add_reader(self._control.fileno(), self._readable)
+
+    async def fork(self, request: dict[str, str], listener: int, log_fd: int) -> Forked:
+        """As `NurseryLink.fork`; one at a time."""
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ready), IMPORT_LIMIT_S)
+            self._request += 1
+            self._reply = self._loop.create_future()
+            message = json.dumps({"id": self._request, **request}).encode()
+            if len(message) > MESSAGE_LIMIT_BYTES:
+                raise LaunchFailed(f"the spec is {len(message)} bytes long, over {MESSAGE_LIMIT_BYTES}")
+            socket.send_fds(self._control, [message], [listener, log_fd])
+            pid, pidfd = await asyncio.wait_for(self._reply, FORK_LIMIT_S)
+        except TimeoutError:
+            self.process.kill()  # it is stuck; the end of its socket does the rest
+            raise LaunchFailed("the nursery does not answer") from None
+        except OSError as error:
+            raise LaunchFailed(f"the nursery cannot be asked: {error}") from error
+        finally:
+            self._reply = None
+        return Forked(pid, pidfd, self._statuses[pid])
+
+    async def end(self) -> None:
+        """Close the socket and see the process out."""
+        self._control.shutdown(socket.SHUT_RDWR)
+        await self._gone.wait()
+
+    def _readable(self) -> None:
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                message, descriptors = b"", []
+            if not message:
+                self._loop.remove_reader(self._control.fileno())
+                self.process.kill()  # without the socket it is of no use, whatever it is doing
+                return
+            self._take(json.loads(message), *descriptors)
+
+    def _take(self, said: dict[str, Any], pidfd: int | None = None) -> None:
+        if "threads" in said:
+            self._started(said["threads"], said["missing"])
+        elif "status" in said:
+            status = self._statuses.pop(said["pid"], None)
+            if status is not None and not status.done():
+                status.set_result(said["status"])
+        elif self._reply is None or said["id"] != self._request or self._reply.done():
+            _disown(pidfd)
+        elif pidfd is None:
+            self._reply.set_exception(LaunchFailed(said["error"]))
+        else:
+            self._statuses[said["pid"]] = self._loop.create_future()
+            self._reply.set_result((said["pid"], pidfd))
+
+    def _started(self, threads: int, missing: list[str]) -> None:
+        if not self._ready.done():
+            self._ready.set_result(None)
+        if threads != 1:
+            log.warning("nursery has several threads; workers start slowly", extra={"threads": threads})
+        for problem in missing:
+            log.warning("nursery could not import", extra={"problem": problem})
+
+    def _ended(self) -> None:
+        self._readable()  # the last ends it reported
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._control.close()
+        self.process.wait()
+        self._fail(NurseryDied(self._died(self._ready.done())))
+        self._gone.set()
+
+    def _fail(self, error: LaunchFailed) -> None:
+        for future in (self._ready, self._reply):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # it may be that nobody waits
+        for status in self._statuses.values():
+            status.set_result(None)
+
+
+def _disown(pidfd: int | None) -> None:
+    """Nobody waits for this worker any more: the launch that asked for it was abandoned."""
+    if pidfd is not None:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)

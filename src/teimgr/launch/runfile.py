@@ -1,0 +1,122 @@
+"""The run directory: one run file, one socket and perhaps last words per worker.
+
+    <incarnation>.sock   where the worker answers
+    <incarnation>.json   the run file: which process it is, for which spec
+    <incarnation>.exit   its last words, when it had any
+
+The run file is written by the process it describes, before anything else happens there: so it is present however
+suddenly the daemon that launched it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from teimgr.errors import Code
+from teimgr.launch.base import LastWords
+from teimgr.launch.processes import Process, boot_id
+from teimgr.spec import WorkerSpec
+
+# The kernel's limit on a unix socket's path is 108 bytes with the final zero.
+_SOCKET_PATH_BYTES = 107
+_OURS = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
+
+
+def new_incarnation() -> str:
+    """A name for one process, never used twice."""
+    return secrets.token_hex(6)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """Which process a worker is. `spec` is kept as text: that of another version may not parse."""
+
+    pid: int
+    start_time: int
+    boot_id: str
+    socket: str
+    incarnation: str
+    instance: str
+    spec_hash: str
+    spec: str
+
+    @property
+    def process(self) -> Process | None:
+        """The process, when it was of this boot."""
+        return Process(self.pid, self.start_time) if self.boot_id == boot_id() else None
+
+    def write(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        temporary = path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> RunFile | None:
+        """The inverse of `write`; None when the file does not say which process it means."""
+        try:
+            found = cls(**json.loads(path.read_text()))
+            return found if isinstance(found.pid, int) and isinstance(found.start_time, int) else None
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def worker_spec(self) -> WorkerSpec | None:
+        """The spec, when this version understands it."""
+        try:
+            return WorkerSpec.from_json(self.spec)
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """The files of one worker in the run directory."""
+
+    folder: Path
+    incarnation: str
+
+    @property
+    def socket(self) -> Path:
+        """Where the worker answers."""
+        return self.folder / f"{self.incarnation}.sock"
+
+    @property
+    def run_file(self) -> Path:
+        """The run file."""
+        return self.folder / f"{self.incarnation}.json"
+
+    @property
+    def last_words(self) -> Path:
+        """What a worker that failed for a reason it knows leaves behind."""
+        return self.folder / f"{self.incarnation}.exit"
+
+    def read_last_words(self) -> LastWords | None:
+        """The last words, when the worker left any that can be understood."""
+        try:
+            said = json.loads(self.last_words.read_text())
+            code = int(said["code"] or Code.INTERNAL_ERROR)
+            return LastWords(code, str(said["reason"] or "no reason given"), bool(said["permanent"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        for path in (self.socket, self.run_file, self.last_words, self.run_file.with_suffix(".json.tmp")):
+            path.unlink(missing_ok=True)
+
+
+def all_traces(folder: Path) -> Iterator[Traces]:
+    """Every worker that has left a file in `folder`; files of other parts of teimgr are not touched."""
+    found = {match[1] for entry in os.scandir(folder) if (match := _OURS.fullmatch(entry.name))}
+    return (Traces(folder, incarnation) for incarnation in sorted(found))
+
+
+def socket_fits(folder: Path) -> bool:
+    """Whether a worker's socket in `folder` has a path that the kernel takes."""
+    return len(os.fsencode(Traces(folder, new_incarnation()).socket)) <= _SOCKET_PATH_BYTES

@@ -1,0 +1,226 @@
+"""A scripted stand-in for a worker: it speaks the frames of supervision, loads nothing, misbehaves on request.
+
+Its model id is `fake` or `fake:flag,flag=value,…`; the flags are the names of `_FLAGS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from teimgr.errors import Code, Internal, Unavailable
+from teimgr.launch.runfile import Traces
+from teimgr.spec import ModelInfo, WorkerSpec
+from teimgr.wire.frames import FrameType, Header, Method, pack_error
+from teimgr.wire.stream import FrameProtocol
+
+_FLAGS = {
+    "first-only": "the other flags hold for the first worker of this instance alone",
+    "exit-at-once": "exit with this status before anything else",
+    "raise": "end with an exception",
+    "never-ready": "stay in `loading`",
+    "slow-start": "say ready after so many seconds",
+    "fail-permanent": "say failed, permanent, with this code; exit 3",
+    "fail-transient": "say failed, not permanent, with this code; exit 4",
+    "crash-after-ready": "exit with this status right after saying ready",
+    "ignore-term": "neither SIGTERM nor DRAIN ends it",
+    "hang-probe": "never answer a PROBE",
+    "fail-probe": "answer each PROBE with an error",
+    "fail-probes": "answer so many PROBEs with an error, then well",
+    "busy": "count a batch at every STATS",
+    "unhealthy": "say unhealthy after saying ready",
+    "drain-itself": "say draining after saying ready, then exit 0",
+    "deaf": "accept no connection, answer nothing",
+    "grandchild": "start a child of its own that sleeps; its pid goes to <run_dir>/grandchild",
+}
+
+
+def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str) -> int:
+    """The entry the nursery runs."""
+    spec = WorkerSpec.from_json(spec_json)
+    flags = _flags(spec, Path(run_dir))
+    print(f"worker {incarnation} of {spec.name}: {sorted(flags)}")
+    if "exit-at-once" in flags:
+        print("leaving at once", file=sys.stderr)
+        return int(flags["exit-at-once"])
+    if "raise" in flags:
+        raise RuntimeError("asked to raise")
+    if "grandchild" in flags:
+        _have_grandchild(Path(run_dir))
+    worker = FakeWorker(spec, flags, Traces(Path(run_dir), incarnation))
+    return asyncio.run(worker.run(socket.socket(fileno=listener_fd)))
+
+
+def _flags(spec: WorkerSpec, run_dir: Path) -> dict[str, str]:
+    words = spec.model_id.partition(":")[2].split(",")
+    flags = dict(word.partition("=")[::2] for word in words if word)
+    if unknown := flags.keys() - _FLAGS:
+        raise ValueError(f"unknown flags {unknown}")
+    if "first-only" in flags:
+        seen = run_dir / f"{spec.name}.seen"
+        if seen.exists():
+            return {}
+        seen.touch()
+    return flags
+
+
+def _have_grandchild(run_dir: Path) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    (run_dir / "grandchild").write_text(str(child.pid))
+
+
+class FakeWorker:
+    """State, links, and the clock that ends an orphan."""
+
+    def __init__(self, spec: WorkerSpec, flags: dict[str, str], traces: Traces) -> None:
+        self.spec = spec
+        self.flags = flags
+        self.traces = traces
+        self.links: set[Link] = set()
+        self.watchers: set[Link] = set()
+        self.status: dict[str, object] = {
+            "state": "loading",
+            "pid": os.getpid(),
+            "incarnation": traces.incarnation,
+            "spec_hash": spec.hash,
+            "model": None,
+            "reason": None,
+            "code": None,
+            "permanent": False,
+            "threads": spec.threads,
+        }
+        self.batches = 0
+        self.probes = 0
+
+    async def run(self, listener: socket.socket) -> int:
+        self.loop = asyncio.get_running_loop()
+        self.end: asyncio.Future[int] = self.loop.create_future()
+        self.loop.add_signal_handler(signal.SIGTERM, self.drain)
+        self.no_watcher_since = time.monotonic()
+        if "deaf" not in self.flags:
+            await self.loop.create_unix_server(lambda: Link(self), sock=listener)
+        begin = float(self.flags.get("slow-start") or 0)
+        self.loop.call_later(begin, self.started)
+        self.check_orphan()
+        status = await self.end
+        for link in self.links:
+            link.close()
+        return status
+
+    def started(self) -> None:
+        for flag, permanent in (("fail-permanent", True), ("fail-transient", False)):
+            if flag in self.flags:
+                return self.fail(int(self.flags[flag] or Code.MODEL_LOAD_FAILED), permanent)
+        if "never-ready" in self.flags:
+            return None
+        self.say(state="ready", model=self.model())
+        if "unhealthy" in self.flags:
+            self.say(state="unhealthy", reason="a vector had NaN in it")
+        if "drain-itself" in self.flags:
+            self.drain()
+        if "crash-after-ready" in self.flags:
+            self.leave(int(self.flags["crash-after-ready"]))
+        return None
+
+    def model(self) -> dict[str, object]:
+        return ModelInfo(
+            model_id=self.spec.model_id,
+            model_sha=None,
+            dtype="float32",
+            device="cpu",
+            kind="embedding",
+            pooling="mean",
+            dimension=4,
+            max_input_length=16,
+            max_batch_tokens=self.spec.max_batch_tokens,
+            batching="packed",
+        ).to_dict()
+
+    def fail(self, code: int, permanent: bool) -> None:
+        self.say(state="failed", code=code, permanent=permanent, reason="scripted failure")
+        self.traces.last_words.write_text(json.dumps(self.status))
+        self.leave(3 if permanent else 4)
+
+    def say(self, **change: object) -> None:
+        self.status |= change
+        for watcher in self.watchers:
+            watcher.tell(self.status)
+
+    def drain(self) -> None:
+        if "ignore-term" not in self.flags:
+            self.say(state="draining")
+            self.leave(0)
+
+    def leave(self, status: int) -> None:
+        if not self.end.done():
+            self.loop.call_soon(lambda: self.end.done() or self.end.set_result(status))
+
+    def check_orphan(self) -> None:
+        now = time.monotonic()
+        if self.watchers:
+            self.no_watcher_since = now
+        elif now - self.no_watcher_since > self.spec.orphan_grace_s:
+            return self.leave(0)
+        self.loop.call_later(0.2, self.check_orphan)
+        return None
+
+
+class Link(FrameProtocol):
+    """One connection to the fake."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        super().__init__(1 << 20)
+        self.worker = worker
+        worker.links.add(self)
+
+    def tell(self, status: dict[str, object]) -> None:
+        self.send(FrameType.REPLY, Method.WATCH, self.watch_id, json.dumps(status).encode())
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        worker = self.worker
+        if header.method == Method.WATCH:
+            self.watch_id = header.id
+            worker.watchers.add(self)
+            self.tell(worker.status)
+        elif header.method == Method.PROBE:
+            self.probe(header)
+        elif header.method == Method.STATS:
+            worker.batches += "busy" in worker.flags
+            self.answer(header, json.dumps({"batches": worker.batches}).encode())
+        elif header.method == Method.THREADS:
+            worker.say(threads=json.loads(payload)["threads"])
+            self.answer(header)
+        elif header.method == Method.DRAIN:
+            self.answer(header)
+            worker.drain()
+        else:
+            self.send(FrameType.ERROR, header.method, header.id, pack_error(Internal("not scripted")))
+
+    def probe(self, header: Header) -> None:
+        flags = self.worker.flags
+        self.worker.probes += 1
+        if "hang-probe" in flags:
+            return
+        if "fail-probe" in flags or self.worker.probes <= int(flags.get("fail-probes", 0)):
+            error = Unavailable("the engine does not answer")
+            self.send(FrameType.ERROR, header.method, header.id, pack_error(error))
+            return
+        self.answer(header)
+
+    def answer(self, header: Header, payload: bytes = b"") -> None:
+        self.send(FrameType.REPLY, header.method, header.id, payload)
+
+    def link_lost(self, error: Exception | None) -> None:
+        self.worker.links.discard(self)
+        self.worker.watchers.discard(self)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))
