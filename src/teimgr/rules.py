@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from teimgr import logs
 from teimgr.errors import InvalidConfig, InvalidInstanceName
 from teimgr.spec import InstanceSpec, check_name
 
@@ -27,6 +28,7 @@ def check(settings: Settings) -> None:
     _listeners_differ(settings)
     _port_range(settings)
     _backoff(settings)
+    logs.parse_levels(settings.log_level)
     for index, seed in enumerate(settings.instances):
         _seed(settings, seed, f"instances[{index}]", settings.instances[:index])
     if settings.auth is not None and settings.auth.enabled:

@@ -143,11 +143,16 @@ def unknown(name: str, value: object, known: Collection[str]) -> str:
 
     A table is compared by its first key too, so that `[grpc] port` finds `grpc_port`.
     """
-    table = isinstance(value, Mapping)
-    wanted = f"{name}_{next(iter(value), '')}" if isinstance(value, Mapping) else name
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-    return f"unknown {'table' if table else 'key'} {name!r}; {hint}"
+    if isinstance(value, Mapping):
+        first = next(iter(value), "")
+        return f"unknown table {name!r}; {nearest(f'{name}_{first}', known)}"
+    return f"unknown key {name!r}; {nearest(name, known)}"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known name that `name` may have meant, or all of them, as a clause."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def join(path: str, name: str) -> str:

@@ -1,0 +1,94 @@
+"""The command line: arguments to settings, settings to the daemon. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from teimgr import __version__
+
+COMMANDS = ("serve", "config", "quickstart")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Carry out what the arguments (by default those of the process) say; the result is the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(_with_command(given))
+    from teimgr.errors import InvalidConfig
+
+    try:
+        status: int = options.run(options)
+    except InvalidConfig as error:
+        print(f"teimgr: {error.message}", file=sys.stderr)
+        return 1
+    return status
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Run the daemon until it is asked to stop."""
+    from teimgr import logs
+    from teimgr.settings import load
+
+    keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
+    settings = load(options.config, overrides=keys)
+    logs.setup(settings.log_level, settings.log_format)
+    for warning in settings.warnings():
+        logging.getLogger("teimgr").warning(warning)
+    settings.prepare_folders()
+    from teimgr import daemon
+
+    return daemon.main(settings)
+
+
+def config_check(options: argparse.Namespace) -> int:
+    """Say what is wrong in a configuration, and where; or that it is good."""
+    from teimgr.settings import load
+
+    settings = load(options.file)
+    for warning in settings.warnings():
+        print(f"{options.file}: warning: {warning}")
+    print(f"{options.file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")
+    return 0
+
+
+def quickstart(options: argparse.Namespace) -> int:
+    """Start a daemon with one ready instance of a real small model."""
+    from teimgr import quickstart
+
+    return quickstart.main(once=options.once)
+
+
+def _with_command(arguments: list[str]) -> list[str]:
+    """Put `serve` before bare flags, as tei-manager was called."""
+    flags = ("-h", "--help", "-V", "--version")
+    if arguments and arguments[0].startswith("-") and arguments[0] not in flags:
+        return ["serve", *arguments]
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="teimgr", description="One daemon for a fleet of embedding and reranking models."
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"teimgr {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands)
+    check = commands.add_parser("config", help="look at a configuration").add_subparsers(metavar="WHAT", required=True)
+    checking = check.add_parser("check", help="say what is wrong in a file, and where")
+    checking.add_argument("file", type=Path, metavar="FILE")
+    checking.set_defaults(run=config_check)
+    quick = commands.add_parser("quickstart", help="a daemon with one ready instance of a real small model")
+    quick.add_argument("--once", action="store_true", help="embed one text, show the answer, and stop")
+    quick.set_defaults(run=quickstart)
+    return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("serve", help="run the daemon (also: teimgr -c FILE)")
+    parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="settings in TOML; default: none")
+    parser.add_argument("--port", type=int, help="port of the REST listener, stronger than file and environment")
+    parser.add_argument("--log-level", metavar="LEVEL", help="such as info, or warn,teimgr.mux=debug")
+    parser.add_argument("--log-format", choices=("json", "pretty"), help="json: one object per line")
+    parser.set_defaults(run=serve)

@@ -1,0 +1,118 @@
+"""How REST says yes and no: JSON by orjson, and one shape for every failure.
+
+A failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}` whatever went wrong: a domain error, a body that
+is no JSON, an unknown route, a defect of ours. Only the last hides its text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Match
+
+from teimgr.errors import Broken, Code, Internal, TeimgrError
+from teimgr.wire.status import STATUS
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+_HTTP_CODES = {
+    400: Code.VALIDATION_ERROR.name,
+    401: "UNAUTHENTICATED",
+    403: "FORBIDDEN",
+    404: "NOT_FOUND",
+    405: "METHOD_NOT_ALLOWED",
+    413: Code.MESSAGE_TOO_LARGE.name,
+    415: "UNSUPPORTED_MEDIA_TYPE",
+    422: Code.VALIDATION_ERROR.name,
+}
+
+
+def answer(value: object, status: int = 200) -> Response:
+    """`value` as a JSON response."""
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def refusal(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The one shape of a failure."""
+    response = answer({"error": message, "code": code, "timestamp": now()}, status)
+    response.headers.update(headers or {})
+    return response
+
+
+def error_response(error: TeimgrError) -> Response:
+    """A domain error as its row of the status table says; those of the moment say when to come back."""
+    status = STATUS[error.code].http
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    return refusal(status, error.code.name, error.message, headers)
+
+
+def now() -> str:
+    """The time in UTC as RFC 3339 with `Z`."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def install(app: FastAPI) -> None:
+    """Give `app` one handler per family of failures."""
+    app.add_exception_handler(TeimgrError, _domain)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _parameters)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _defect)
+
+
+async def _domain(request: Request, error: Exception) -> Response:
+    if not isinstance(error, TeimgrError):
+        raise error
+    if isinstance(error, Broken):
+        log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
+    return error_response(error)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    headers, message = dict(error.headers or {}), str(error.detail)
+    if error.status_code == 404:
+        message = f"No route {request.url.path}"
+    elif error.status_code == 405:
+        allowed = ", ".join(_verbs_of(request))
+        headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
+    return refusal(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
+
+
+async def _parameters(request: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    problems = "; ".join(f"{problem['loc'][-1]}: {problem['msg']}" for problem in error.errors())
+    return refusal(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return refusal(STATUS[Code.CANCELLED].http, Code.CANCELLED.name, "The caller went away")
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
+    return error_response(Internal("Internal error: the log of the daemon says more"))
+
+
+def _verbs_of(request: Request) -> list[str]:
+    """The verbs that this path does answer; HEAD goes with GET."""
+
+    def answers(verb: str) -> bool:
+        scope: dict[str, Any] = dict(request.scope, method="GET" if verb == "HEAD" else verb)
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [verb for verb in VERBS if answers(verb)]

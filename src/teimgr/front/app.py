@@ -1,0 +1,50 @@
+"""The REST application: routers, failures, and what surrounds every request."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from teimgr import __version__
+from teimgr.front import answers, docs_page, instances, logs_route, probes
+from teimgr.front.manager import Manager
+from teimgr.front.middleware import HeadAsGet, Observe, WholeNames
+from teimgr.front.probes import Alarms
+from teimgr.front.tls import CertifiedCallers
+from teimgr.metrics import Metrics
+from teimgr.settings import Settings
+
+ROUTERS = (instances.router, logs_route.router, probes.router, docs_page.router)
+
+
+def create_app(manager: Manager, settings: Settings, metrics: Metrics, alarms: Alarms = tuple) -> FastAPI:
+    """The application over `manager`. `alarms` gives the alarms of everything but the store.
+
+    More routers may be included afterwards; failures they raise get the same shape.
+    """
+    app = FastAPI(
+        title="teimgr",
+        version=__version__,
+        description="A fleet of embedding and reranking models behind one daemon.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.manager, app.state.metrics, app.state.alarms = manager, metrics, alarms
+    for router in ROUTERS:
+        app.include_router(router)
+    answers.install(app)
+    _surround(app, settings, metrics)
+    return app
+
+
+def _surround(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
+    """Add the middleware, innermost first."""
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(WholeNames)
+    if settings.mtls is not None:
+        app.add_middleware(CertifiedCallers, mtls=settings.mtls)
+    app.add_middleware(
+        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+    )
+    app.add_middleware(Observe, metrics=metrics)

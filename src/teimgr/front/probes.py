@@ -1,0 +1,54 @@
+"""What watches the daemon: /health (it is alive), /ready (what should run runs), /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from teimgr import __version__
+from teimgr.front.answers import answer, now
+from teimgr.front.instances import TheManager
+from teimgr.front.manager import Manager
+from teimgr.front.schemas import Health, Readiness
+from teimgr.metrics import CONTENT_TYPE, Metrics
+from teimgr.spec import InstanceView, State
+
+router = APIRouter(tags=["probes"])
+
+Alarms = Callable[[], Sequence[str]]
+"""Sentences about what needs a person, as they are now."""
+
+
+@router.get("/health", response_model=Health)
+async def health(request: Request, manager: TheManager) -> Response:
+    """200 while the daemon is alive, whatever its instances do."""
+    alarms = all_alarms(manager, request.app.state.alarms)
+    return answer({"status": "healthy", "timestamp": now(), "version": __version__, "alarms": alarms})
+
+
+@router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})
+async def ready(manager: TheManager) -> Response:
+    """200 when every instance that should run does, else 503 with those that do not."""
+    waiting = [_waiting(view) for view in manager.list() if view.spec.wanted_running and view.state != State.RUNNING]
+    body = {"ready": not waiting, "timestamp": now(), "waiting": waiting}
+    return answer(body, 503 if waiting else 200)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request, manager: TheManager) -> Response:
+    """Prometheus' text format."""
+    figures: Metrics = request.app.state.metrics
+    figures.fleet(manager.list())
+    figures.alarms(len(all_alarms(manager, request.app.state.alarms)))
+    return Response(figures.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def all_alarms(manager: Manager, others: Alarms) -> list[str]:
+    """The alarm of the store first, then those of the rest of the daemon."""
+    return [alarm for alarm in (manager.store_alarm, *others()) if alarm]
+
+
+def _waiting(view: InstanceView) -> dict[str, str | None]:
+    return {"name": view.spec.name, "status": view.state.value, "reason": view.reason}

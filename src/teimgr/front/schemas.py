@@ -1,0 +1,167 @@
+"""The bodies of the REST API; the OpenAPI document is made from them.
+
+Requests are strict: no unknown field, no text where a number is meant. `null` in an optional field means absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from teimgr.settings import SPEC_RULES
+from teimgr.spec import InstanceSpec, InstanceView, State
+
+Text = Annotated[str, Field(max_length=4096)]
+
+
+def _number(name: str, default: object = None) -> Any:
+    """An optional field with the meaning and the limits of the seed's key of that name."""
+    rule = SPEC_RULES[name]
+    meaning = rule.meaning if default is None else f"{rule.meaning} (default {default})"
+    return Field(None, ge=rule.low, le=rule.high, description=meaning)
+
+
+class CreateInstance(BaseModel):
+    """What POST /instances takes."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        json_schema_extra={"examples": [{"name": "bge-small", "model_id": "BAAI/bge-small-en-v1.5"}]},
+    )
+
+    name: Text = Field(description="a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -")
+    model_id: Text = Field(min_length=1, description="id on the model hub, or a local directory")
+    revision: Text | None = Field(None, description="branch, tag or commit on the hub")
+    port: int | None = _number("port")
+    max_batch_tokens: int | None = _number("max_batch_tokens", 16384)
+    max_concurrent_requests: int | None = _number("max_concurrent_requests", 512)
+    pooling: Text | None = Field(None, description="cls, mean, last-token, splade; absent: what the model says")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = Field(None, description="absent: auto")
+    gpu_id: int | None = _number("gpu_id")
+    threads: int | None = _number("threads")
+    prometheus_port: int | None = _number("prometheus_port")
+    startup_timeout_secs: int | None = _number("startup_timeout_secs")
+    extra_args: list[Text] | None = Field(None, max_length=256, description="flags of TEI, such as --revision main")
+
+    def spec(self) -> InstanceSpec:
+        """The instance that is asked for; its name and ports are not judged yet."""
+        given = self.model_dump(exclude_none=True)
+        return InstanceSpec(**given | {"extra_args": tuple(given.get("extra_args", ()))})
+
+
+class ModelFacts(BaseModel):
+    """What a running instance's model is. Lengths are tokens."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_id: str
+    model_sha: str | None
+    dtype: str
+    device: str
+    kind: str
+    pooling: str
+    dimension: int
+    max_input_length: int
+    batching: str
+
+
+class InstanceInfo(BaseModel):
+    """One instance. Every key is always there; null means none."""
+
+    name: str
+    model_id: str
+    port: int
+    status: State
+    pid: int | None
+    created_at: str | None
+    uptime_secs: int | None
+    restarts: int
+    health_check_failures: int
+    last_health_check: str | None = Field(description="last successful probe")
+    gpu_id: int | None
+    prometheus_port: int | None
+    reason: str | None = Field(description="why it is not running, or what is wrong with it")
+    wanted_running: bool = Field(description="false after a user's stop")
+    revision: str | None
+    dtype: str = Field(description="element type in use once the model is loaded, until then the one asked for")
+    pooling: str | None
+    threads: int | None
+    max_batch_tokens: int
+    max_concurrent_requests: int
+    startup_timeout_secs: int | None
+    extra_args: list[str]
+    model: ModelFacts | None = Field(description="null until the model is loaded")
+
+
+class LogSlice(BaseModel):
+    """Lines [start, end) of an instance's log, oldest first, rotated files included."""
+
+    lines: list[str]
+    start: int
+    end: int
+    total_lines: int
+
+
+class Health(BaseModel):
+    """The daemon is alive; `alarms` are sentences about what needs a person."""
+
+    status: Literal["healthy"]
+    timestamp: str
+    version: str
+    alarms: list[str]
+
+
+class Waiting(BaseModel):
+    """An instance that should run and does not."""
+
+    name: str
+    status: State
+    reason: str | None
+
+
+class Readiness(BaseModel):
+    """Whether every instance that should run does."""
+
+    ready: bool
+    timestamp: str
+    waiting: list[Waiting]
+
+
+class Failure(BaseModel):
+    """Every failure of every route."""
+
+    error: str
+    code: str
+    timestamp: str
+
+
+def instance_info(view: InstanceView) -> dict[str, Any]:
+    """`InstanceInfo` of a view, as plain values."""
+    spec, model = view.spec, view.model
+    return {
+        "name": spec.name,
+        "model_id": spec.model_id,
+        "port": spec.port,
+        "status": view.state.value,
+        "pid": view.pid,
+        "created_at": spec.created_at,
+        "uptime_secs": view.uptime_secs,
+        "restarts": view.restarts,
+        "health_check_failures": view.health_check_failures,
+        "last_health_check": view.last_health_check,
+        "gpu_id": spec.gpu_id,
+        "prometheus_port": spec.prometheus_port,
+        "reason": view.reason,
+        "wanted_running": spec.wanted_running,
+        "revision": spec.revision,
+        "dtype": model.dtype if model else spec.dtype,
+        "pooling": model.pooling if model else spec.pooling,
+        "threads": view.threads,
+        "max_batch_tokens": spec.max_batch_tokens,
+        "max_concurrent_requests": spec.max_concurrent_requests,
+        "startup_timeout_secs": spec.startup_timeout_secs,
+        "extra_args": list(spec.extra_args),
+        "model": model.to_dict() if model else None,
+    }
