@@ -1,0 +1,128 @@
+"""The daemon: builds every part once, starts them in order, ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import uvloop
+
+from teimgr import __version__, logs
+from teimgr.control.gpus import GpuInventory
+from teimgr.control.manager import Manager
+from teimgr.control.store import Store
+from teimgr.directory import Directory
+from teimgr.errors import TeimgrError
+from teimgr.front.app import create_app
+from teimgr.front.tls import uvicorn_options
+from teimgr.launch.local import LocalLauncher, LocalOptions
+from teimgr.listening import bind, serving
+from teimgr.metrics import Metrics
+from teimgr.muxes import MuxKeeper
+from teimgr.settings import Settings
+
+log = logging.getLogger(__name__)
+
+EXIT_REFUSED = 1
+
+
+def main(settings: Settings) -> int:
+    """Run the daemon until a signal ends it; the result is the exit status."""
+    logs.setup(settings.log_level, settings.log_format)
+    try:
+        return uvloop.run(Daemon(settings).run())
+    except TeimgrError as error:
+        log.critical("cannot start: %s", error.message, extra={"code": error.code.name})
+        return EXIT_REFUSED
+
+
+class Daemon:
+    """All parts of one daemon. `stopping` ends it when set."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.directory = Directory()
+        self.launcher = LocalLauncher(
+            LocalOptions(settings.run_dir, settings.log_dir, settings.log_max_bytes, settings.log_keep)
+        )
+        self.stopping = asyncio.Event()
+        self.muxes = [
+            MuxKeeper(number, settings, self.directory, self.metrics)
+            for number in range(settings.mux_processes if settings.grpc_enabled else 0)
+        ]
+        self.manager = Manager(
+            settings, self.launcher, self.directory, Store(settings.state_file), GpuInventory(), self.metrics
+        )
+
+    async def run(self) -> int:
+        """Start, serve, stop."""
+        for warning in self.settings.warnings():
+            log.warning(warning)
+        self.settings.prepare_folders()
+        with contextlib.closing(bind(self.settings.api_host, self.settings.api_port)) as listener:
+            await self.launcher.start()
+            for mux in self.muxes:
+                await mux.start()
+            with self._signals():
+                app = create_app(self.manager, self.settings, self.metrics, self.alarms)
+                async with serving(app, listener, **uvicorn_options(self.settings.mtls)), self._muxes_running():
+                    await self.manager.boot()
+                    log.info("daemon ready", extra={"version": __version__, **self.addresses()})
+                    await self.stopping.wait()
+                await self._stop()
+        return 0
+
+    def alarms(self) -> list[str]:
+        """What somebody should look at, the store's alarm apart, for /health."""
+        return [mux.alarm for mux in self.muxes if mux.alarm]
+
+    def addresses(self) -> dict[str, str]:
+        """Where it listens."""
+        found = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
+        if self.settings.grpc_enabled:
+            found["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
+        return found
+
+    async def _stop(self) -> None:
+        """Both fronts are closed; let the workers finish, then everything else goes."""
+        grace_s = self.settings.graceful_shutdown_timeout_secs
+        log.info("stopping", extra={"grace_s": grace_s})
+        await asyncio.gather(*(mux.stop(grace_s) for mux in self.muxes))
+        await self.manager.shutdown()
+        await self.launcher.close()
+        log.info("stopped")
+
+    @contextlib.asynccontextmanager
+    async def _muxes_running(self) -> AsyncIterator[None]:
+        """The muxes are kept while the body runs, and go on by themselves after it."""
+        tasks = [asyncio.create_task(mux.run()) for mux in self.muxes]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM asks for an orderly end, a second one ends the waiting."""
+        loop = asyncio.get_running_loop()
+        running = asyncio.current_task()
+        assert running is not None
+
+        def on_signal() -> None:
+            if self.stopping.is_set():
+                running.cancel()
+            self.stopping.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)

