@@ -1,0 +1,87 @@
+"""grpc.health.v1: the server as a whole, the mux service, and one entry per instance name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from teimgr.directory import Snapshot
+from teimgr.spec import State
+
+SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health:
+    """Answers Check, List and Watch; follows the directory. An instance serves when it is running.
+
+    `own` are the service names that are up as long as the process is, besides "".
+    """
+
+    def __init__(self, *own: str) -> None:
+        self._own = dict.fromkeys(("", *own), _SERVING)
+        self._statuses = dict(self._own)
+        self._changed = asyncio.Event()
+        self._stopped = False
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Follow the directory."""
+        if not self._stopped:
+            instances = {e.name: _SERVING if e.state is State.RUNNING else _NOT_SERVING for e in snapshot.entries}
+            self._publish(instances | self._own)
+
+    def stop(self) -> None:
+        """Say NOT_SERVING of everything, then end every Watch, so that none holds up the drain."""
+        self._stopped = True
+        self._publish(dict.fromkeys(self._statuses, _NOT_SERVING))
+
+    def generic_handler(self) -> Any:
+        """What `grpc.aio.Server.add_generic_rpc_handlers` takes."""
+        request = health_pb2.HealthCheckRequest.FromString
+        answer = health_pb2.HealthCheckResponse.SerializeToString
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Check": grpc.unary_unary_rpc_method_handler(self._check, request, answer),
+                "List": grpc.unary_unary_rpc_method_handler(
+                    self._list,
+                    health_pb2.HealthListRequest.FromString,
+                    health_pb2.HealthListResponse.SerializeToString,
+                ),
+                "Watch": grpc.unary_stream_rpc_method_handler(self._watch, request, answer),
+            },
+        )
+
+    def _publish(self, statuses: dict[str, Any]) -> None:
+        self._statuses = statuses
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"Unknown service '{request.service[:200]}'")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def _list(self, request: Any, context: Any) -> Any:
+        return health_pb2.HealthListResponse(
+            statuses={name: health_pb2.HealthCheckResponse(status=each) for name, each in self._statuses.items()}
+        )
+
+    async def _watch(self, request: Any, context: Any) -> None:
+        said = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _UNKNOWN)
+            if status != said:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                said = status
+            if self._stopped:
+                return
+            await changed.wait()

@@ -1,0 +1,142 @@
+"""gRPC around the mux's calls: one handler per shape of RPC, raw bytes in and out, one place for statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from teimgr.errors import TeimgrError
+from teimgr.front.mux_calls import StreamRelay, answer_one, refuse_stream
+from teimgr.front.mux_counters import Counters, Note
+from teimgr.route.router import Router
+from teimgr.wire.frames import Timings
+from teimgr.wire.rpc import RPCS, SERVICE, Rpc, Shape
+from teimgr.wire.status import STATUS
+
+_log = logging.getLogger(__name__)
+_STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
+_NS_PER_MS = 1_000_000
+
+# Statuses travel in trailers, which clients bound at a few kilobytes.
+_MESSAGE_CHARS = 2000
+
+# grpcio carries no types of its own.
+Context = Any
+Body = Callable[[Rpc, Any, Context, Note], Coroutine[Any, Any, bytes | None]]
+
+
+class MuxHandlers:
+    """The multiplexer service over a router.
+
+    `request_timeout_s` limits single calls (0 = no limit); `window` is how many messages of a stream may be in flight.
+    """
+
+    def __init__(self, router: Router, counters: Counters, *, request_timeout_s: float, window: int) -> None:
+        self._router = router
+        self._counters = counters
+        self._request_timeout_s = request_timeout_s or None
+        self._window = window
+
+    def generic_handler(self) -> Any:
+        """What `grpc.aio.Server.add_generic_rpc_handlers` takes; no serializers, so bytes go through untouched."""
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, {rpc.name: self._handler(rpc) for rpc in RPCS})
+
+    def _handler(self, rpc: Rpc) -> Any:
+        if rpc.shape is Shape.UNARY:
+            return grpc.unary_unary_rpc_method_handler(self._guarded(rpc, self._unary))
+        if rpc.shape is Shape.BIDI:
+            return grpc.stream_stream_rpc_method_handler(self._guarded(rpc, self._bidi))
+        return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._client_stream))
+
+    def _guarded(self, rpc: Rpc, body: Body) -> Callable[[Any, Context], Coroutine[Any, Any, bytes | None]]:
+        """`body`, counted, its failure turned into a status: the only place that does."""
+
+        async def handle(request: Any, context: Context) -> bytes | None:
+            note = self._counters.begin(rpc.name)
+            status = grpc.StatusCode.CANCELLED
+            try:
+                answer = await body(rpc, request, context, note)
+                status = grpc.StatusCode.OK
+                return answer
+            except TeimgrError as error:
+                status = _STATUS_BY_NUMBER[STATUS[error.code].grpc]
+                await context.abort(status, error.message[:_MESSAGE_CHARS])
+            except Exception:
+                status = grpc.StatusCode.INTERNAL
+                _log.exception("call failed", extra={"method": rpc.name, "instance": note.instance})
+                await context.abort(status, "Internal error")
+            finally:
+                self._counters.end(note, status.name)
+            return None
+
+        return handle
+
+    async def _unary(self, rpc: Rpc, message: bytes, context: Context, note: Note) -> bytes:
+        reply = await answer_one(rpc, self._router, message, self._timeout_s(rpc, context), note)
+        if rpc.tells_compute and reply.timings is not None:
+            await context.send_initial_metadata(compute_headers(reply.timings))
+        return reply.payload
+
+    async def _bidi(self, rpc: Rpc, messages: Any, context: Context, note: Note) -> None:
+        relay = StreamRelay(rpc, self._router, self._window, note)
+        reader = asyncio.create_task(_read(relay, aiter(messages)))
+        try:
+            await _write(relay, context)
+        finally:
+            reader.cancel()
+            await asyncio.wait((reader,))
+            relay.close()
+
+    async def _client_stream(self, rpc: Rpc, messages: Any, context: Context, note: Note) -> bytes:
+        first = await anext(aiter(messages), None)
+        raise refuse_stream(rpc, self._router, first, note)
+
+    def _timeout_s(self, rpc: Rpc, context: Context) -> float | None:
+        remaining: float | None = context.time_remaining()
+        if not rpc.limited or self._request_timeout_s is None:
+            return remaining
+        return self._request_timeout_s if remaining is None else min(remaining, self._request_timeout_s)
+
+
+async def _read(relay: StreamRelay, messages: AsyncIterator[bytes]) -> None:
+    """Run ahead of the writer as far as the window allows."""
+    try:
+        while True:
+            await relay.room()
+            message = await anext(messages, None)
+            if message is None:
+                break
+            await relay.feed(message)
+    except Exception as error:  # not swallowed: it ends the stream in its place
+        relay.fail(error)
+    else:
+        relay.end()
+
+
+async def _write(relay: StreamRelay, context: Context) -> None:
+    """Answer in order; the response headers go out as soon as the first target is found."""
+    await relay.opened.wait()
+    if relay.has_target:
+        await context.send_initial_metadata(())
+    while (answer := await relay.next()) is not None:
+        await context.write(answer)
+
+
+def compute_headers(timings: Timings) -> tuple[tuple[str, str], ...]:
+    """What an answer cost, as initial metadata under TEI's names; times in milliseconds."""
+    total_ms = str(timings.total_ns // _NS_PER_MS)
+    return (
+        ("x-compute-type", "gpu+optimized"),
+        ("x-compute-time", total_ms),
+        ("x-compute-characters", str(timings.chars)),
+        ("x-compute-tokens", str(timings.tokens)),
+        ("x-total-time", total_ms),
+        ("x-tokenization-time", str(timings.tokenization_ns // _NS_PER_MS)),
+        ("x-queue-time", str(timings.queue_ns // _NS_PER_MS)),
+        ("x-inference-time", str(timings.inference_ns // _NS_PER_MS)),
+    )

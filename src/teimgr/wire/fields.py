@@ -1,0 +1,203 @@
+"""Protobuf at byte level: who a message is for and which bytes are the inner request, without decoding the rest.
+
+The rules are proto3's: fields come in any order, unknown ones are skipped, repeated occurrences of a submessage merge
+(which is concatenation of their bytes), the last member of a oneof wins. The inner request is not looked into: the
+worker parses it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from teimgr.errors import InvalidInput
+
+TARGET_FIELD = 1
+
+_VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = 0, 1, 2, 3, 4, 5
+_MAX_GROUP_DEPTH = 100
+# Slices above this size are views: copying them would cost more than the view does.
+_VIEW_BYTES = 16 * 1024
+
+Slice = bytes | memoryview
+
+
+class Target(NamedTuple):
+    """Whom a call is for: at most one of the three is set."""
+
+    instance_name: str | None = None
+    model_id: str | None = None
+    instance_index: int | None = None
+
+
+class Envelope(NamedTuple):
+    """The two parts of a multiplexer message, None where absent. Small parts are bytes, large ones views."""
+
+    target: Slice | None
+    inner: Slice | None
+
+
+def malformed(reason: str) -> InvalidInput:
+    """The refusal of bytes that are no protobuf message."""
+    return InvalidInput(f"Malformed message: {reason}")
+
+
+def read_envelope(message: bytes, inner_field: int) -> Envelope:
+    """The bytes of `target` and of field `inner_field` (0 = no such field) of a multiplexer message.
+
+    Raises:
+        InvalidInput: the bytes are no protobuf message.
+    """
+    usual = _usual_envelope(message, inner_field)
+    return usual if usual is not None else _any_envelope(message, inner_field)
+
+
+def read_target(raw: Slice) -> Target:
+    """The `Target` message in `raw`; all three None when its oneof is unset.
+
+    Raises:
+        InvalidInput: the bytes are no such message, or a string in it is no UTF-8.
+    """
+    target = Target()
+    for number, wire_type, start, end in scan(raw):
+        if wire_type == _BYTES and number == 1:
+            target = Target(instance_name=_text(raw[start:end]))
+        elif wire_type == _BYTES and number == 2:
+            target = Target(model_id=_text(raw[start:end]))
+        elif wire_type == _VARINT and number == 3:
+            target = Target(instance_index=_varint(raw, start, end)[0] & 0xFFFFFFFF)
+    return target
+
+
+def without_fields(message: bytes, *numbers: int) -> bytes:
+    """`message` less every occurrence of the given fields, the rest in its order.
+
+    Raises:
+        InvalidInput: the bytes are no protobuf message.
+    """
+    kept = []
+    at = 0
+    for number, _, _, end in scan(message):
+        if number not in numbers:
+            kept.append(message[at:end])
+        at = end
+    return b"".join(kept)
+
+
+def scan(data: Slice) -> Iterator[tuple[int, int, int, int]]:
+    """Each top-level field of a message as (number, wire type, start of its value, end of its value).
+
+    Raises:
+        InvalidInput: the bytes are no protobuf message.
+    """
+    at, size = 0, len(data)
+    while at < size:
+        number, wire_type, at = _tag(data, at, size)
+        start, at = _value(data, number, wire_type, at, size, 0)
+        yield number, wire_type, start, at
+
+
+def _usual_envelope(message: bytes, inner_field: int) -> Envelope | None:
+    """What every generated encoder writes: target below 128 bytes, then the inner message, then nothing."""
+    size = len(message)
+    if size < 2 or message[0] != 0x0A or message[1] > 0x7F:
+        return None
+    end_of_target = 2 + message[1]
+    target = message[2:end_of_target]
+    if end_of_target == size:
+        return Envelope(target, None)
+    if end_of_target + 2 > size or not inner_field or message[end_of_target] != inner_field << 3 | _BYTES:
+        return None
+    length = message[end_of_target + 1]
+    start = end_of_target + 2
+    if length > 0x7F:
+        length, start = _varint(message, end_of_target + 1, size)
+    return Envelope(target, _cut(message, start, size)) if start + length == size else None
+
+
+def _any_envelope(message: bytes, inner_field: int) -> Envelope:
+    targets: list[Slice] = []
+    inners: list[Slice] = []
+    for number, wire_type, start, end in scan(message):
+        if wire_type == _BYTES and number == TARGET_FIELD:
+            targets.append(_cut(message, start, end))
+        elif wire_type == _BYTES and number == inner_field:
+            inners.append(_cut(message, start, end))
+    return Envelope(_merge(targets), _merge(inners))
+
+
+def _merge(occurrences: list[Slice]) -> Slice | None:
+    if len(occurrences) > 1:
+        return b"".join(occurrences)
+    return occurrences[0] if occurrences else None
+
+
+def _cut(message: bytes, start: int, end: int) -> Slice:
+    return message[start:end] if end - start < _VIEW_BYTES else memoryview(message)[start:end]
+
+
+def _text(raw: Slice) -> str:
+    try:
+        return str(raw, "utf-8")
+    except UnicodeDecodeError:
+        raise malformed("a string of the target is no UTF-8") from None
+
+
+def _tag(data: Slice, at: int, size: int) -> tuple[int, int, int]:
+    tag, after = _varint(data, at, size)
+    if tag > 0xFFFFFFFF or after - at > 5:
+        raise malformed("a field tag is out of range")
+    if tag >> 3 == 0:
+        raise malformed("field number 0")
+    return tag >> 3, tag & 7, after
+
+
+def _value(data: Slice, number: int, wire_type: int, at: int, size: int, depth: int) -> tuple[int, int]:
+    """Where the value begins (after a length, if it has one) and ends."""
+    start = at
+    if wire_type == _BYTES:
+        length, start = _varint(data, at, size)
+        end = start + length
+    elif wire_type == _VARINT:
+        end = _varint(data, at, size)[1]
+    elif wire_type == _FIXED64:
+        end = at + 8
+    elif wire_type == _FIXED32:
+        end = at + 4
+    elif wire_type == _GROUP:
+        end = _end_of_group(data, number, at, size, depth + 1)
+    else:
+        raise malformed(f"wire type {wire_type}")
+    if end > size:
+        raise malformed("it ends inside a field")
+    return start, end
+
+
+def _end_of_group(data: Slice, group: int, at: int, size: int, depth: int) -> int:
+    if depth > _MAX_GROUP_DEPTH:
+        raise malformed("groups nest too deep")
+    while at < size:
+        number, wire_type, at = _tag(data, at, size)
+        if wire_type == _END_GROUP:
+            if number != group:
+                raise malformed("a group ends under another number")
+            return at
+        at = _value(data, number, wire_type, at, size, depth)[1]
+    raise malformed("it ends inside a group")
+
+
+def _varint(data: Slice, at: int, size: int) -> tuple[int, int]:
+    """The number at `at` and where the next thing starts."""
+    value = shift = 0
+    while at < size:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if value > 0xFFFFFFFFFFFFFFFF:
+                break
+            return value, at
+        shift += 7
+        if shift > 63:
+            break
+    raise malformed("a number is cut off or too long")

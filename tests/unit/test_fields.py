@@ -1,0 +1,156 @@
+"""The byte-level reader agrees with the real protobuf parser."""
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError, Message
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from teimgr.errors import InvalidInput
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.fields import Target, read_envelope, read_target, without_fields
+
+
+def _shadow() -> type[Message]:
+    """A message whose fields 1 and 2 are repeated bytes: it accepts what the outer message is, whatever is inside."""
+    file = descriptor_pb2.FileDescriptorProto(name="shadow.proto", package="shadow", syntax="proto3")
+    message = file.message_type.add(name="Outer")
+    for number in (1, 2):
+        message.field.add(name=f"f{number}", number=number, type=12, label=3)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("shadow.Outer"))
+
+
+SHADOW = _shadow()
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*out, value))
+
+
+def field(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+numbers = st.integers(1, 20)
+scalars = st.builds(lambda n, v: varint(n << 3) + varint(v), numbers, st.integers(0, 2**64 - 1))
+fixed32 = st.builds(lambda n, v: varint(n << 3 | 5) + v, numbers, st.binary(min_size=4, max_size=4))
+fixed64 = st.builds(lambda n, v: varint(n << 3 | 1) + v, numbers, st.binary(min_size=8, max_size=8))
+lengths = st.builds(field, st.integers(1, 3), st.binary(max_size=200))
+groups = st.builds(lambda n, v: varint(n << 3 | 3) + v + varint(n << 3 | 4), numbers, st.one_of(scalars, lengths))
+fields = st.lists(st.one_of(scalars, fixed32, fixed64, lengths, groups), max_size=8).map(b"".join)
+noise = st.binary(max_size=40)
+spoiled = st.builds(lambda a, b, cut: (a + b)[: len(a + b) - cut], fields, noise, st.integers(0, 5))
+cheap = settings(max_examples=400, deadline=None, database=None)
+
+
+@cheap
+@given(st.one_of(fields, noise, spoiled))
+@example(b"\x0a\x80\x01" + b"x" * 128)
+@example(b"\x0a\x00")
+@example(b"\x0a\x00\x12\x00")
+@example(b"\x0a\x85\x80\x00hello")
+@example(b"\x12\x00\x0a\x01x")
+def test_parts_are_those_the_real_parser_finds(message: bytes) -> None:
+    try:
+        real = SHADOW.FromString(message)
+    except DecodeError:
+        with pytest.raises(InvalidInput, match="Malformed message"):
+            read_envelope(message, 2)
+        return
+
+    parts = read_envelope(message, 2)
+
+    assert parts.target == (b"".join(real.f1) if real.f1 else None)
+    assert parts.inner == (b"".join(real.f2) if real.f2 else None)
+
+
+@cheap
+@given(
+    st.one_of(fields, noise, st.text(max_size=20).map(lambda t: mux_pb2.Target(instance_name=t).SerializeToString()))
+)
+@example(b"\x0a\x01a\x12\x01b")
+@example(b"\x0a\x01\xff")
+@example(b"\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
+def test_target_is_the_one_the_real_parser_reads(raw: bytes) -> None:
+    try:
+        real = mux_pb2.Target.FromString(raw)
+    except DecodeError:
+        with pytest.raises(InvalidInput, match="Malformed message"):
+            read_target(raw)
+        return
+
+    kind = real.WhichOneof("routing")
+
+    assert read_target(raw) == (Target() if kind is None else Target(**{kind: getattr(real, kind)}))
+
+
+texts = st.text(max_size=50)
+requests = st.builds(
+    lambda name, text, truncate: mux_pb2.EmbedRequest(
+        target=mux_pb2.Target(instance_name=name), request=tei_pb2.EmbedRequest(inputs=text, truncate=truncate)
+    ),
+    texts,
+    texts,
+    st.booleans(),
+)
+
+
+@cheap
+@given(requests, requests)
+def test_repeated_submessages_merge_as_proto3_says(first: mux_pb2.EmbedRequest, second: mux_pb2.EmbedRequest) -> None:
+    message = first.SerializeToString() + second.SerializeToString()
+    merged = mux_pb2.EmbedRequest.FromString(message)
+
+    parts = read_envelope(message, 2)
+
+    assert parts.target is not None
+    assert parts.inner is not None
+    assert read_target(parts.target).instance_name == merged.target.instance_name
+    assert tei_pb2.EmbedRequest.FromString(bytes(parts.inner)) == merged.request
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 20_000, 300_000])
+def test_inner_of_any_size_is_found_on_the_usual_path(size: int) -> None:
+    inner = tei_pb2.EmbedRequest(inputs="x" * size)
+    message = mux_pb2.EmbedRequest(target=mux_pb2.Target(instance_name="a"), request=inner).SerializeToString()
+
+    assert read_envelope(message, 2).inner == inner.SerializeToString()
+
+
+def test_message_without_such_a_field_has_no_inner() -> None:
+    message = mux_pb2.InfoRequest(target=mux_pb2.Target(model_id="m")).SerializeToString()
+
+    assert read_envelope(message, 0) == (b"\x12\x01m", None)
+
+
+@cheap
+@given(fields)
+def test_dropping_fields_leaves_the_others_in_order(message: bytes) -> None:
+    left = SHADOW.FromString(without_fields(message, 2))
+    whole = SHADOW.FromString(message)
+
+    assert list(left.f1) == list(whole.f1)
+    assert list(left.f2) == []
+
+
+def test_options_of_the_first_arrow_request_merge_into_a_later_one() -> None:
+    first = mux_pb2.EmbedArrowRequest(arrow_ipc=b"first", truncate=True, prompt_name="query", dimensions=8)
+    later = mux_pb2.EmbedArrowRequest(arrow_ipc=b"later")
+
+    merged = without_fields(first.SerializeToString(), 1, 2) + later.SerializeToString()
+
+    assert mux_pb2.EmbedArrowRequest.FromString(merged) == mux_pb2.EmbedArrowRequest(
+        arrow_ipc=b"later", truncate=True, prompt_name="query", dimensions=8
+    )
+
+
+def test_groups_nested_without_end_are_refused_without_recursing_without_end() -> None:
+    with pytest.raises(InvalidInput, match="Malformed"):
+        read_envelope(b"\x1b" * 10_000, 2)
