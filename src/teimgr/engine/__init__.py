@@ -1,1 +1,1 @@
-"""Tensors: tokenizer, queue, packed batches, models. Knows no protocol and no server."""
+"""A model on a device: tokenizer, queue, padding-free forward, pooling and heads."""

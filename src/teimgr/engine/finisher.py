@@ -1,0 +1,164 @@
+"""The last thread of the engine: vectors become rows of jobs, and complete jobs are delivered.
+
+It is the only one that writes results into a job, so a job needs no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.engine.heads import finish
+from teimgr.engine.job import Job
+from teimgr.engine.queue import Entry
+from teimgr.errors import InferenceFailed, TeimgrError
+
+log = logging.getLogger(__name__)
+
+_HANDOVER = 2  # batches: one that is being finished, one that waits
+_CHECK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A batch that was started on the device: `wait` gives its float32 vectors, one row per entry."""
+
+    entries: Sequence[Entry]
+    wait: Callable[[], NDArray[np.float32]]
+    started_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Rows that will have no vector, and jobs that never had a row."""
+
+    rows: Sequence[tuple[Job, int, TeimgrError]]
+    empty: Sequence[Job] = ()
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the finisher has done since the start; `busy_ns` is device time, `finished_at` a monotonic moment."""
+
+    batches: int = 0
+    texts: int = 0
+    tokens: int = 0
+    failed_texts: int = 0
+    busy_ns: int = 0
+    finished_at: float = -float("inf")
+
+
+class Finisher:
+    """Takes batches and failures from other threads through a short queue; `run` is the thread's body.
+
+    `deliver` gets the jobs that one batch completed. `sick` is told once why vectors cannot be trusted any more.
+    """
+
+    def __init__(self, deliver: Callable[[list[Job]], None], sick: Callable[[str], None]) -> None:
+        self._deliver = deliver
+        self._sick = sick
+        self._inbox: queue.Queue[Output | Failures | None] = queue.Queue(_HANDOVER)
+        self._ended = threading.Event()
+        self.counters = Counters()
+
+    def put(self, work: Output | Failures | None) -> None:
+        """Hand over; waits while the finisher is `_HANDOVER` items behind, and for nothing once it has ended."""
+        while not self._ended.is_set():
+            try:
+                return self._inbox.put(work, timeout=_CHECK_S)
+            except queue.Full:
+                continue
+        return None
+
+    def close(self) -> None:
+        """Let `run` return when everything handed over before is done."""
+        self.put(None)
+
+    def run(self) -> None:
+        """Until closed."""
+        try:
+            while (work := self._inbox.get()) is not None:
+                self._finish(work)
+        finally:
+            self._ended.set()
+
+    def _finish(self, work: Output | Failures) -> None:
+        touched = self._write(work) if isinstance(work, Output) else [*self._fail(work.rows), *work.empty]
+        complete = [job for job in touched if job.remaining == 0 and not job.cancelled]
+        for job in complete:
+            job.average_times()
+        if complete:
+            self._hand_on(complete)
+
+    def _hand_on(self, jobs: list[Job]) -> None:
+        try:
+            self._deliver(jobs)
+        except Exception:  # the receiver's defect must not stop every other answer
+            log.exception("delivering %d jobs failed", len(jobs))
+
+    def _write(self, output: Output) -> list[Job]:
+        """Vectors into their jobs; the jobs touched, each once."""
+        try:
+            vectors = output.wait()
+        except RuntimeError as error:  # a fault on the device shows here, after the launch went well
+            self._sick(f"the device failed: {error}")
+            failure = InferenceFailed(f"Backend error: {error}")
+            return self._fail([(entry.job, entry.row, failure) for entry in output.entries])
+        duration_ns = time.monotonic_ns() - output.started_ns
+        self._count(output, duration_ns)
+        sound = np.isfinite(vectors).all(axis=1)
+        if not sound.all():
+            self._sick("the model gave a vector with NaN or infinity in it")
+        return self._scatter(output, vectors, sound, duration_ns)
+
+    def _scatter(
+        self, output: Output, vectors: NDArray[np.float32], sound: NDArray[np.bool_], duration_ns: int
+    ) -> list[Job]:
+        rows_of: dict[Job, list[int]] = defaultdict(list)
+        for i, entry in enumerate(output.entries):
+            rows_of[entry.job].append(i)
+        finished: dict[tuple[int | None, bool], NDArray[np.float32]] = {}
+        for job, rows in rows_of.items():
+            key = (job.options.dimensions, job.options.normalize)
+            if key not in finished:
+                finished[key] = finish(vectors, *key)
+            self._write_job(job, [output.entries[i] for i in rows], finished[key][rows], sound[rows])
+            job.queue_ns += sum(output.started_ns - output.entries[i].enqueued_ns for i in rows)
+            job.tokenization_ns += sum(output.entries[i].enqueued_ns - job.submitted_ns for i in rows)
+            job.inference_ns += duration_ns * len(rows)
+        return list(rows_of)
+
+    def _write_job(
+        self, job: Job, entries: list[Entry], vectors: NDArray[np.float32], sound: NDArray[np.bool_]
+    ) -> None:
+        targets = [entry.row for entry in entries]
+        job.vectors[targets] = np.where(sound[:, None], vectors, np.float32(0.0))
+        job.tokens += sum(entry.length for entry in entries)
+        job.remaining -= len(entries)
+        for row, ok in zip(targets, sound, strict=True):
+            if not ok:
+                self.counters.failed_texts += 1
+                job.errors[row] = InferenceFailed("Backend error: the vector has NaN or infinity in it")
+
+    def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
+        for job, row, error in rows:
+            job.errors[row] = error
+            job.remaining -= 1
+        self.counters.failed_texts += len(rows)
+        return list(dict.fromkeys(job for job, _, _ in rows))
+
+    def _count(self, output: Output, duration_ns: int) -> None:
+        counters = self.counters
+        counters.batches += 1
+        counters.texts += len(output.entries)
+        counters.tokens += sum(entry.length for entry in output.entries)
+        counters.busy_ns += duration_ns
+        counters.finished_at = time.monotonic()

@@ -1,0 +1,207 @@
+"""The first thread of the engine: jobs become entries of the queue.
+
+All small jobs that wait are tokenized in one call, and big ones in chunks, so that a query never waits for a whole
+file of texts. Rows that can never be served go straight to the finisher.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from teimgr.engine.finisher import Failures, Finisher
+from teimgr.engine.job import Job, Lane
+from teimgr.engine.queue import Entry, EntryQueue
+from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.errors import Overloaded, TeimgrError, Unavailable
+
+_CHUNK_TEXTS = 256
+_CHUNK_CHARS = 100_000
+_BULK_TURN = 4  # while queries keep coming, every so many chunks one is of the bulk lane
+_CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A job and how far it is tokenized."""
+
+    job: Job
+    prompt: str
+    estimate: int
+    next_row: int = 0
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows to tokenize together."""
+
+    rows: list[tuple[_Pending, int]] = field(default_factory=list)
+    empty: list[Job] = field(default_factory=list)
+    chars: int = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= _CHUNK_TEXTS or self.chars >= _CHUNK_CHARS
+
+
+class Intake:
+    """Accepts jobs on any thread, bounded per lane by `limit_tokens`; `run` is the tokenizer thread's body."""
+
+    def __init__(self, tokenizer: TextTokenizer, queue: EntryQueue, finisher: Finisher, limit_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._queue = queue
+        self._finisher = finisher
+        self._limit = limit_tokens
+        self._changed = threading.Condition()
+        self._inbox: dict[Lane, deque[_Pending]] = {lane: deque() for lane in Lane}
+        self._estimates = dict.fromkeys(Lane, 0)
+        self._turn = 0
+        self._closed = False
+        self._abandoned = False
+
+    def put(self, job: Job, prompt: str, bounded: bool = True) -> None:
+        """Accept `job`; never waits. A lane with nothing in it accepts a job of any size.
+
+        Raises:
+            Overloaded: too much waits in the job's lane.
+            Unavailable: the engine is closing.
+        """
+        texts = len(job.texts)
+        characters = job.chars + texts * len(prompt)
+        estimate = min(characters // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
+        with self._changed:
+            if self._closed:
+                raise Unavailable("the engine is closing")
+            if bounded and not self._has_room(job.lane, estimate):
+                raise Overloaded
+            self._estimates[job.lane] += estimate
+            job.submitted_ns = time.monotonic_ns()
+            self._inbox[job.lane].append(_Pending(job, prompt, estimate))
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Until closed and empty, or abandoned."""
+        while (chunk := self._next_chunk()) is not None:
+            self._tokenize(chunk)
+            self._settle(chunk)
+
+    def waiting(self, lane: Lane) -> int:
+        """Estimated tokens of the jobs in `lane` that are not yet tokenized to the end."""
+        return self._estimates[lane]
+
+    def close(self) -> None:
+        """Refuse new jobs; those inside go on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def abandon(self) -> None:
+        """Stop after the chunk at hand."""
+        with self._changed:
+            self._closed = self._abandoned = True
+            self._changed.notify()
+
+    def drain(self) -> list[tuple[Job, int]]:
+        """The rows that were never tokenized."""
+        with self._changed:
+            left = [pending for lane in Lane for pending in self._inbox[lane]]
+            for lane in Lane:
+                self._inbox[lane].clear()
+            return [(p.job, row) for p in left for row in range(p.next_row, len(p.job.texts))]
+
+    def _has_room(self, lane: Lane, estimate: int) -> bool:
+        if self._fits(lane, estimate):
+            return True
+        self._queue.purge()
+        return self._fits(lane, estimate)
+
+    def _fits(self, lane: Lane, estimate: int) -> bool:
+        held = self._estimates[lane] + self._queue.tokens(lane)
+        return held == 0 or held + estimate <= self._limit
+
+    def _next_chunk(self) -> _Chunk | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or any(self._inbox.values()))
+            if self._abandoned or not any(self._inbox.values()):
+                return None
+            return self._fill(self._inbox[self._next_lane()])
+
+    def _next_lane(self) -> Lane:
+        interactive, bulk = self._inbox[Lane.INTERACTIVE], self._inbox[Lane.BULK]
+        if not interactive or not bulk:
+            return Lane.INTERACTIVE if interactive else Lane.BULK
+        self._turn = (self._turn + 1) % _BULK_TURN
+        return Lane.BULK if self._turn == 0 else Lane.INTERACTIVE
+
+    def _fill(self, inbox: deque[_Pending]) -> _Chunk:
+        """Rows from the front of `inbox`; a job that does not end in this chunk goes to the back."""
+        chunk = _Chunk()
+        while inbox and not chunk.full:
+            pending = inbox.popleft()
+            texts = pending.job.texts
+            if pending.job.cancelled:
+                self._estimates[pending.job.lane] -= pending.estimate
+                continue
+            while pending.next_row < len(texts) and not chunk.full:
+                chunk.rows.append((pending, pending.next_row))
+                chunk.chars += len(texts[pending.next_row] or "")
+                pending.next_row += 1
+            if pending.next_row < len(texts):
+                inbox.append(pending)
+            elif not texts:
+                chunk.empty.append(pending.job)
+        return chunk
+
+    def _tokenize(self, chunk: _Chunk) -> None:
+        entries: list[Entry] = []
+        failures: list[tuple[Job, int, TeimgrError]] = []
+        for truncation, rows in _by_truncation(chunk):
+            for pending, row, result in self._encode(rows, truncation):
+                if isinstance(result, TeimgrError):
+                    failures.append((pending.job, row, result))
+                else:
+                    entries.append(result)
+        now = time.monotonic_ns()
+        for entry in entries:
+            entry.enqueued_ns = now
+        if entries:
+            self._queue.put(entries)
+        if failures or chunk.empty:
+            self._finisher.put(Failures(failures, chunk.empty))
+
+    def _encode(
+        self, rows: list[tuple[_Pending, int]], truncation: Truncation
+    ) -> Iterator[tuple[_Pending, int, Entry | TeimgrError]]:
+        good: list[tuple[_Pending, int]] = []
+        texts: list[str] = []
+        for pending, row in rows:
+            text = pending.job.texts[row]
+            if (error := self._tokenizer.check(text, truncation)) is not None:
+                yield pending, row, error
+            else:
+                good.append((pending, row))
+                texts.append(f"{pending.prompt}{text}")
+        results = self._tokenizer.encode(texts, truncation) if texts else []
+        for (pending, row), result in zip(good, results, strict=True):
+            if isinstance(result, TeimgrError):
+                yield pending, row, result
+            else:
+                yield pending, row, Entry(pending.job, row, result, self._tokenizer.prompt_len(pending.prompt))
+
+    def _settle(self, chunk: _Chunk) -> None:
+        """Give back the estimates of the jobs that ended in `chunk`; the queue counts their tokens now."""
+        with self._changed:
+            for pending, row in chunk.rows:
+                if row == len(pending.job.texts) - 1:
+                    self._estimates[pending.job.lane] -= pending.estimate
+
+
+def _by_truncation(chunk: _Chunk) -> Iterator[tuple[Truncation, list[tuple[_Pending, int]]]]:
+    groups: dict[Truncation, list[tuple[_Pending, int]]] = {}
+    for pending, row in chunk.rows:
+        options = pending.job.options
+        groups.setdefault(Truncation(options.truncate, options.truncation_left), []).append((pending, row))
+    yield from groups.items()

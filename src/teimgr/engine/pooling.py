@@ -1,0 +1,93 @@
+"""From one vector per token to one per text, over a packed row; sums are float32 whatever the model's type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from teimgr.engine.batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where each text's pooled tokens are: int64 [N] each, on the device. `begins` is where the text itself begins."""
+
+    begins: Tensor
+    starts: Tensor
+    stops: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, device: torch.device) -> Segments:
+        """Those of `batch`; a prompt that is not to be pooled lies between `begins` and `starts`."""
+        borders = torch.from_numpy(batch.cu_seqlens.astype("int64")).to(device, non_blocking=True)
+        begins, stops = borders[:-1], borders[1:]
+        if batch.prompt_lens is None:
+            return cls(begins, begins, stops)
+        return cls(begins, begins + torch.from_numpy(batch.prompt_lens).to(device), stops)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Pooled tokens per text, float32 [N, 1]."""
+        return (self.stops - self.starts).float().unsqueeze(1)
+
+    def reduce(self, values: Tensor, how: str) -> Tensor:
+        """`sum` or `max` over the pooled tokens: [T, H] → [N, H].
+
+        The kernel takes borders without gaps, so a text is cut in two, its prompt and the rest.
+        """
+        if self.starts is self.begins:
+            borders = torch.cat([self.begins, self.stops[-1:]])
+            return torch.segment_reduce(values, how, offsets=borders, axis=0)
+        borders = torch.cat([torch.stack([self.begins, self.starts], dim=1).flatten(), self.stops[-1:]])
+        return torch.segment_reduce(values, how, offsets=borders, axis=0, initial=None)[1::2]
+
+    def positions(self, tokens: int) -> Tensor:
+        """1, 2, 3 … within every text, prompt included: float32 [T, 1]."""
+        counts = self.stops - self.begins
+        begins = torch.repeat_interleave(self.begins, counts, output_size=tokens)
+        return (torch.arange(1, tokens + 1, device=begins.device) - begins).float().unsqueeze(1)
+
+
+def pool(hidden: Tensor, batch: PackedBatch, poolings: Sequence[str]) -> Tensor:
+    """[T, H] of any float type → float32 [N, H × len(poolings)]."""
+    segments = Segments.of(batch, hidden.device)
+    parts = [POOLINGS[name](hidden, segments) for name in poolings]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _cls(hidden: Tensor, segments: Segments) -> Tensor:
+    return hidden[segments.starts].float()
+
+
+def _last_token(hidden: Tensor, segments: Segments) -> Tensor:
+    return hidden[segments.stops - 1].float()
+
+
+def _mean(hidden: Tensor, segments: Segments) -> Tensor:
+    return segments.reduce(hidden.float(), "sum") / segments.lengths
+
+
+def _mean_sqrt_len(hidden: Tensor, segments: Segments) -> Tensor:
+    return segments.reduce(hidden.float(), "sum") / segments.lengths.sqrt()
+
+
+def _max(hidden: Tensor, segments: Segments) -> Tensor:
+    return segments.reduce(hidden.float(), "max")
+
+
+def _weighted_mean(hidden: Tensor, segments: Segments) -> Tensor:
+    weights = segments.positions(len(hidden))
+    return segments.reduce(hidden.float() * weights, "sum") / segments.reduce(weights, "sum")
+
+
+POOLINGS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
+    "cls": _cls,
+    "last_token": _last_token,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len": _mean_sqrt_len,
+    "weighted_mean": _weighted_mean,
+}

@@ -1,0 +1,150 @@
+"""The choices made at load, each by trying it: numeric type and way of batching.
+
+The truth is the library's own float32 forward of one text at a time. Packed batching is taken only where it gives the
+same vectors (T5 accepts a packed row and is silently wrong), and a faster type only where it stays this close:
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from teimgr.engine.attention import CannotPackError
+from teimgr.engine.batch import pack
+from teimgr.engine.embedder import Embedder
+from teimgr.engine.linears import PackedLinear, prepacking_works
+from teimgr.engine.model import Batching
+from teimgr.errors import ModelLoadFailed
+
+log = logging.getLogger(__name__)
+
+MIN_COSINE = 0.9995
+_EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
+_ASKED_FOR_COSINE = 0.99  # a type that the user chose is served unless it is plainly broken
+_TRIAL_TOKENS = 256
+_WORTH_A_CHANGE = 1.15
+
+# Lengths from one word to many, in several scripts: a wrong position, mask or window shows in one of them.
+PROBE_TEXTS = (
+    "yes",
+    "The quick brown fox jumps over the lazy dog.",
+    "What is deep learning?",
+    "Zürich, Łódź and São Paulo: 3.14159 km² — “quoted”, hyphen-ated; (nested [brackets]).",
+    "这是一个文本向量化的测试句子",
+    "def add(a: int, b: int) -> int:\n    return a + b  # a comment",
+    "A worker embeds texts of many lengths at once, and no text may notice its neighbours. " * 2,
+    "Rain fell on the harbour all night, and by morning the boats lay in fog, their lamps still lit, "
+    "while the first of the fishermen argued about the price of diesel and the colour of the sky. " * 2,
+)
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen and how close it is: cosines to the float32 truth over the probe texts."""
+
+    dtype: torch.dtype
+    batching: Batching
+    dimension: int
+    mean_cosine: float
+    min_cosine: float
+
+
+def choose(load: Callable[[], Embedder], wanted: torch.dtype | None, texts: Sequence[Ids]) -> tuple[Embedder, Choice]:
+    """Load a model and settle its type and batching; `wanted` None asks for the fastest type that is close enough.
+
+    Raises:
+        ModelLoadFailed: no way of batching gives the library's own vectors.
+    """
+    embedder = load()
+    truth = torch.stack([embedder.embed_plainly(ids) for ids in texts])
+    dtype = wanted or _fastest(embedder)
+    bound = MIN_COSINE if wanted is None else _ASKED_FOR_COSINE
+    embedder.transformer.convert(dtype)
+    choice = _settle(embedder, dtype, texts, truth, bound)
+    if choice is None and dtype is not torch.float32 and wanted is None:
+        log.warning("%s strays too far from float32 for this model; float32 is used", dtype)
+        embedder = load()
+        embedder.transformer.convert(torch.float32)
+        choice = _settle(embedder, torch.float32, texts, truth, bound)
+    if choice is None:
+        raise ModelLoadFailed(f"the model's vectors in {dtype} differ from its own float32 vectors on known texts")
+    return embedder, choice
+
+
+def _settle(embedder: Embedder, dtype: torch.dtype, texts: Sequence[Ids], truth: Tensor, bound: float) -> Choice | None:
+    """The first way of batching whose vectors are the truth's; None where none is."""
+    for batching in _ways(embedder):
+        try:
+            embedder.transformer.use(batching)
+            vectors = _embed_together(embedder, texts)
+        except torch.OutOfMemoryError:
+            raise
+        except (CannotPackError, ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
+            log.info("%s batching is not for this model: %s", batching.value, _first_line(refusal))
+            continue
+        cosines = nn.functional.cosine_similarity(vectors.double(), truth.double())
+        if _agree(vectors, truth, cosines, dtype, bound):
+            return Choice(dtype, batching, truth.shape[1], cosines.mean().item(), cosines.min().item())
+        log.info("%s batching in %s: cosine %.6f to the truth, refused", batching.value, dtype, cosines.min().item())
+    return None
+
+
+def _ways(embedder: Embedder) -> list[Batching]:
+    packed = embedder.transformer
+    varlen = packed.device.type == "cuda" and packed.dtype in (torch.float16, torch.bfloat16)
+    return [*([Batching.VARLEN] if varlen else []), Batching.BY_RUN, Batching.EQUAL_LENGTH]
+
+
+def _embed_together(embedder: Embedder, texts: Sequence[Ids]) -> Tensor:
+    batch = pack(texts)
+    packed = embedder.embed(batch)
+    vectors = torch.empty_like(packed)
+    vectors[torch.from_numpy(batch.order).to(packed.device)] = packed
+    return vectors
+
+
+def _agree(vectors: Tensor, truth: Tensor, cosines: Tensor, dtype: torch.dtype, bound: float) -> bool:
+    if dtype is not torch.float32:
+        return bool(cosines.min() >= bound)
+    unit, true_unit = nn.functional.normalize(vectors), nn.functional.normalize(truth)
+    return bool((unit - true_unit).abs().max() <= _EXACT_DIFFERENCE)
+
+
+def _fastest(embedder: Embedder) -> torch.dtype:
+    """bfloat16 where the device multiplies faster in it, by trial on the CPU; float32 elsewhere."""
+    transformer = embedder.transformer
+    if transformer.device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if not prepacking_works(torch.bfloat16):
+        return torch.float32
+    hidden = getattr(transformer.config, "hidden_size", None) or getattr(transformer.config, "d_model", 512)
+    slow, fast = (_time_linear(int(hidden), dtype) for dtype in (torch.float32, torch.bfloat16))
+    log.debug("a linear layer takes %.0f µs in float32 and %.0f µs in bfloat16", slow * 1e6, fast * 1e6)
+    return torch.bfloat16 if fast * _WORTH_A_CHANGE < slow else torch.float32
+
+
+@torch.inference_mode()
+def _time_linear(hidden: int, dtype: torch.dtype) -> float:
+    """Seconds for a feed-forward layer of this width, the best of a few."""
+    linear = nn.Linear(hidden, 4 * hidden)
+    layer: nn.Module = PackedLinear(linear, dtype) if prepacking_works(dtype) else linear.to(dtype)
+    x = torch.zeros(_TRIAL_TOKENS, hidden, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        began = time.perf_counter()
+        layer(x)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

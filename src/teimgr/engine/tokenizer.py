@@ -1,0 +1,293 @@
+"""Text to token ids: prompts, truncation, limits, and the tokenizer as its users see it.
+
+One `tokenizers.Tokenizer` behind a lock: a second copy would cost a vocabulary, and switching its truncation is cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer, normalizers
+
+from teimgr.engine.layout import Layout
+from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
+
+# No language writes this many characters per token, so a longer text is cut (or refused) before it costs time.
+_CHARS_PER_TOKEN = 250
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token as /tokenize shows it; offsets are UTF-8 bytes of prompt + text, None for special tokens."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What happens to a text that is too long: refused, or cut at one end."""
+
+    on: bool = True
+    left: bool = False
+
+
+class TextTokenizer:
+    """The tokenizer of one model, with its prompts. Safe from any thread.
+
+    `max_length` counts tokens, special ones included. The prompt named at start, else the text given there, else the
+    model's own default prompt goes before every text whose request names none.
+    """
+
+    def __init__(
+        self, layout: Layout, max_length: int, default_prompt_name: str | None = None, default_prompt: str | None = None
+    ) -> None:
+        self._tokenizer = _load(layout)
+        self._lock = threading.Lock()
+        self._truncation: Truncation | None = None
+        self._breaks_at_spaces = _breaks_at_spaces(json.loads(self._tokenizer.to_str())["pre_tokenizer"])
+        self._pool_prompts = layout.include_prompt
+        self._prompt_lens: dict[str, int] = {}
+        self.max_length = max_length
+        self.prompts = dict(layout.prompts)
+        self._default_prompt = self._find_default(layout, default_prompt_name, default_prompt)
+
+    def prompt(self, name: str | None) -> str:
+        """The text that goes before the input.
+
+        Raises:
+            InvalidInput: the model has no prompt of that name.
+        """
+        if name is None:
+            return self._default_prompt
+        if name in self.prompts:
+            return self.prompts[name]
+        raise InvalidInput(f"Input validation error: {self._missing(name)}")
+
+    def prompt_len(self, prompt: str) -> int:
+        """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model."""
+        if self._pool_prompts or not prompt:
+            return 0
+        if prompt not in self._prompt_lens:
+            encoding = self._encode([prompt], Truncation())[0]
+            self._prompt_lens[prompt] = len(encoding.ids) - encoding.special_tokens_mask[-1]
+        return self._prompt_lens[prompt]
+
+    def check(self, text: str | None, truncation: Truncation) -> TeimgrError | None:
+        """What is wrong with a text before anything is tokenized; None where nothing is."""
+        if text is None:
+            return InvalidInput("Input validation error: `inputs` cannot be null")
+        if not text:
+            return EmptyInput()
+        limit = self.max_length * _CHARS_PER_TOKEN
+        if not truncation.on and len(text) > limit:
+            return InvalidInput(
+                f"Input validation error: `inputs` must have less than {limit} characters. Given: {len(text)}"
+            )
+        return None
+
+    def encode(self, texts: Sequence[str], truncation: Truncation) -> list[NDArray[np.int32] | TeimgrError]:
+        """The ids of each text (prompt already before it), or why there are none. The GIL is free meanwhile."""
+        try:
+            encodings = self._encode([self._shortened(text, truncation) for text in texts], truncation)
+        except Exception as error:  # the library raises plain Exception, and for all texts at once
+            return self._encode_singly(texts, truncation, error)
+        return [self._ids(e, text, truncation) for e, text in zip(encodings, texts, strict=True)]
+
+    def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[Token]:
+        """Every token of prompt + text, untruncated.
+
+        Raises:
+            EmptyInput, InvalidInput: the text is empty or longer than the character limit.
+            TokenizerFailed: the library refused it.
+        """
+        if error := self.check(text, Truncation(on=False)):
+            raise error
+        whole = prompt + text
+        try:
+            encoding = self._encode([whole], Truncation(on=False), add_special_tokens)[0]
+        except Exception as error:
+            raise TokenizerFailed(f"tokenizer error {error}") from error
+        return list(_tokens(encoding, whole))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of `ids`.
+
+        Raises:
+            EmptyInput: there are none.
+            TokenizerFailed: an id is no token id.
+        """
+        if not ids:
+            raise EmptyInput("Input validation error: `input_ids` cannot be empty")
+        try:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except Exception as error:
+            raise TokenizerFailed(f"tokenizer error {error}") from error
+
+    def _find_default(self, layout: Layout, name: str | None, text: str | None) -> str:
+        if name is not None and name not in self.prompts:
+            raise InvalidConfig(self._missing(name))
+        if name is not None:
+            return self.prompts[name]
+        if text is not None:
+            return text
+        return self.prompts.get(layout.default_prompt_name or "", "")
+
+    def _missing(self, name: str) -> str:
+        if not self.prompts:
+            return (
+                f"`default-prompt-name` is set to `{name}` but no prompts were found in the "
+                "Sentence Transformers configuration"
+            )
+        known = ", ".join(f'"{known}"' for known in self.prompts)
+        return (
+            f"`default-prompt-name` is set to `{name}` but it was not found in the Sentence Transformers prompts. "
+            f"Available prompts: [{known}]"
+        )
+
+    def _encode(self, texts: Sequence[str], truncation: Truncation, specials: bool = True) -> list[Encoding]:
+        with self._lock:
+            self._switch(truncation)
+            if len(texts) == 1:  # offsets are kept, and the thread pool is spared
+                return [self._tokenizer.encode(texts[0], add_special_tokens=specials)]
+            return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=specials)
+
+    def _switch(self, truncation: Truncation) -> None:
+        if truncation == self._truncation:
+            return
+        if truncation.on:
+            self._tokenizer.enable_truncation(self.max_length, direction="left" if truncation.left else "right")
+        else:
+            self._tokenizer.no_truncation()
+        self._truncation = truncation
+
+    def _encode_singly(
+        self, texts: Sequence[str], truncation: Truncation, error: Exception
+    ) -> list[NDArray[np.int32] | TeimgrError]:
+        """After the library refused a batch: each text by itself, so that one cannot fail the others."""
+        if len(texts) == 1:
+            return [TokenizerFailed(f"tokenizer error {error}")]
+        return [self.encode([text], truncation)[0] for text in texts]
+
+    def _ids(self, encoding: Encoding, text: str, truncation: Truncation) -> NDArray[np.int32] | TeimgrError:
+        ids = encoding.ids
+        if truncation.on and not encoding.overflowing and self._shortened(text, truncation) is not text:
+            with self._lock:  # the shortened text did not fill the limit, so all of it counts
+                self._switch(truncation)
+                ids = self._tokenizer.encode(text).ids
+        if len(ids) > self.max_length:
+            return InvalidInput(
+                f"Input validation error: `inputs` must have less than {self.max_length} tokens. Given: {len(ids)}"
+            )
+        if not ids:
+            return EmptyInput()
+        return np.array(ids, dtype=np.int32)
+
+    def _shortened(self, text: str, truncation: Truncation) -> str:
+        """A very long text cut to what can matter.
+
+        Only where the tokenizer never joins characters over a space, and only at a space between two letters or
+        digits: then the tokens of what is kept are those of the whole text. If they exceed the limit, truncation
+        would have dropped everything beyond; if they do not, `_ids` takes the whole text.
+        """
+        limit = self.max_length * _CHARS_PER_TOKEN
+        if not truncation.on or not self._breaks_at_spaces or len(text) <= limit:
+            return text
+        at = _space_after(text, len(text) - limit) if truncation.left else _space_before(text, limit)
+        if at is None:
+            return text
+        return text[at:] if truncation.left else text[:at]
+
+
+def _load(layout: Layout) -> Tokenizer:
+    """The model's fast tokenizer, rid of the padding and truncation its file may carry."""
+    path = layout.transformer / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout.transformer)
+    except Exception as error:
+        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if layout.lower_case and not _lower_cases(tokenizer):
+        own = tokenizer.normalizer
+        steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    return tokenizer
+
+
+def _convert(folder: Path) -> Tokenizer:
+    """A fast tokenizer from an older model's vocabulary files."""
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    backend = getattr(slow, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
+    return backend
+
+
+def _lower_cases(tokenizer: Tokenizer) -> bool:
+    stated = json.loads(tokenizer.to_str())["normalizer"]
+    return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in _parts(stated, "normalizers"))
+
+
+def _breaks_at_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:
+    return any(_splits(part) for part in _parts(pre_tokenizer, "pretokenizers"))
+
+
+def _splits(part: dict[str, Any]) -> bool:
+    kind = part["type"]
+    if kind == "ByteLevel":
+        return bool(part.get("use_regex", True))
+    if kind == "Metaspace":
+        return bool(part.get("split", True))
+    return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+
+
+def _parts(stated: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
+    """A normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
+    if stated is None:
+        return []
+    if stated["type"] == "Sequence":
+        return [part for child in stated[children] for part in _parts(child, children)]
+    return [stated]
+
+
+def _space_before(text: str, at: int) -> int | None:
+    """The last space at or before `at` between two letters or digits."""
+    while (at := text.rfind(" ", 1, at)) > 0:
+        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
+            return at
+    return None
+
+
+def _space_after(text: str, at: int) -> int | None:
+    at -= 1
+    while (at := text.find(" ", at + 1)) > 0:
+        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
+            return at
+    return None
+
+
+def _tokens(encoding: Encoding, text: str) -> Iterable[Token]:
+    """The library counts characters; the contract counts bytes."""
+    raw = text.encode()
+    starts = np.zeros(len(text) + 1, dtype=np.int64)
+    np.cumsum([len(character.encode()) for character in text], out=starts[1:])
+    rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+    for id, token, special, (begin, end) in rows:
+        if special:
+            yield Token(id, token, True, None, None)
+        else:
+            start, stop = int(starts[begin]), int(starts[end])
+            yield Token(id, raw[start:stop].decode(errors="replace"), False, start, stop)
