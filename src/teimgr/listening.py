@@ -44,6 +44,7 @@ async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterato
         loop="uvloop",
         http="httptools",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,

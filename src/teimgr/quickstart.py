@@ -109,9 +109,8 @@ def greet(addresses: Addresses, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(InstanceExists):
             client.create(INSTANCE, MODEL)
         view = client.wait_until_running(INSTANCE, deadline_s=_READY_LIMIT_S)
-        print(
-            f"Instance {INSTANCE} is running on port {view.port}, {time.monotonic() - started:.2f} s after it was wanted."
-        )
+        taken_s = time.monotonic() - started
+        print(f"Instance {INSTANCE} is running on port {view.port}, {taken_s:.2f} s after it was wanted.")
         vector = client.embed(TEXT, instance=INSTANCE)[0]
     values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
     print(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')

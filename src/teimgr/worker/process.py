@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ class Worker:
         return b""
 
     async def _stats(self, _: bytes) -> bytes:
-        return json.dumps(self._engine.stats().to_dict() if self._engine else {}).encode()
+        return json.dumps(asdict(self._engine.stats()) if self._engine else {}).encode()
 
     async def _set_threads(self, payload: bytes) -> bytes:
         self._threads = max(1, int(json.loads(payload)["threads"]))

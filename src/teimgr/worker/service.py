@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from teimgr.engine.job import EmbedOptions, Job
+from teimgr.engine.job import EmbedOptions, Job, Lane
 from teimgr.errors import Internal, TeimgrError, Unsupported
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
@@ -100,7 +100,7 @@ class Service:
         """A finished job of zero vectors: the answer to `noop`, and to no rows."""
         engine = self._desk.engine
         engine.check(options)
-        job = Job(batches.texts, options)
+        job = Job(batches.texts, options, Lane.BULK)
         job.vectors = np.zeros((len(batches.texts), options.dimensions or engine.info.dimension), np.float32)
         return job
 

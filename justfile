@@ -1,0 +1,39 @@
+# The project's verbs. `just` is `pip install rust-just`; without it, `python3.11 dev.py VERB` does the same.
+
+python := `command -v python3.11 || command -v python3`
+
+# list the verbs
+default:
+    @just --list
+
+# make .venv and install everything
+setup:
+    {{python}} dev.py setup
+
+# a daemon with one ready instance of the real all-MiniLM-L6-v2
+run *args:
+    {{python}} dev.py run {{args}}
+
+# the tests, or the part that the arguments name
+test *args:
+    {{python}} dev.py test {{args}}
+
+# format, lint, types, import layers, freshness of generated code
+check:
+    {{python}} dev.py check
+
+# format and safe fixes
+fix:
+    {{python}} dev.py fix
+
+# regenerate src/teimgr/pb from proto/
+proto:
+    {{python}} dev.py proto
+
+# one named benchmark: engine, start, mux
+bench name *args:
+    {{python}} dev.py bench {{name}} {{args}}
+
+# GPU tests and the GPU benchmark, on a machine with a CUDA device
+gpu *args:
+    {{python}} dev.py gpu {{args}}
