@@ -1,0 +1,27 @@
+"""A small typed client: lifecycle over REST, inference over gRPC, numpy in and out.
+
+    async with AsyncClient(api="http://127.0.0.1:9000", grpc="http://127.0.0.1:9001") as client:
+        await client.create("mini", "sentence-transformers/all-MiniLM-L6-v2")
+        await client.wait_until_running("mini", deadline_s=60)
+        vectors = await client.embed(["a text", "another"], instance="mini")
+
+`Client` has the same methods for code without an event loop. Every failure is one of `teimgr.errors`.
+"""
+
+from teimgr.client.asynchronous import AsyncClient
+from teimgr.client.synchronous import Client
+from teimgr.client.tls import Tls
+from teimgr.client.values import Embedded, Health, Info, Instance, Logs, Rank, Token
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Embedded",
+    "Health",
+    "Info",
+    "Instance",
+    "Logs",
+    "Rank",
+    "Tls",
+    "Token",
+]

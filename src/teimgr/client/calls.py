@@ -1,0 +1,114 @@
+"""One gRPC connection to a multiplexer: serialized messages in and out, failures as `TeimgrError`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from teimgr.client.conversation import Conversation
+from teimgr.client.failures import from_grpc
+from teimgr.client.tls import Endpoint, Tls
+from teimgr.errors import Internal, Unavailable
+
+SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
+_CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
+
+
+class Calls:
+    """Opened and closed by its owner, inside a running event loop."""
+
+    def __init__(self, endpoint: Endpoint, tls: Tls, max_message_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._tls = tls
+        self._max_message_bytes = max_message_bytes
+        self._channel: Any = None
+        self._unary: dict[str, Any] = {}
+
+    async def open(self) -> None:
+        """Prepare; nothing is sent yet.
+
+        Raises:
+            InvalidConfig: a certificate file cannot be used.
+        """
+        options: list[tuple[str, Any]] = [
+            ("grpc.max_receive_message_length", self._max_message_bytes),
+            ("grpc.max_send_message_length", self._max_message_bytes),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if not self._endpoint.secure:
+            self._channel = grpc.aio.insecure_channel(self._endpoint.authority, options=options)
+            return
+        if self._tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+        credentials = self._tls.grpc_credentials()
+        self._channel = grpc.aio.secure_channel(self._endpoint.authority, credentials, options=options)
+
+    async def close(self) -> None:
+        """Cancel what is under way and close the connection."""
+        self._unary.clear()
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def connect(self, timeout_s: float) -> None:
+        """Return once the connection stands, instead of finding out with the first call.
+
+        Raises:
+            Unavailable: the address refuses, or TLS fails; the message says which.
+        """
+        channel = self._opened()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (state := channel.get_state(try_to_connect=True)) in _CONNECTING:
+                    await channel.wait_for_state_change(state)
+        except TimeoutError as error:
+            raise Unavailable(f"{self._endpoint.url}: no connection within {timeout_s:g} s") from error
+        if state is not grpc.ChannelConnectivity.READY:
+            # Only a call is told why; on a broken channel it fails at once and is never sent.
+            await self.unary("Info", b"", timeout_s)
+
+    async def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        """The reply to one request.
+
+        Raises:
+            TeimgrError: what the status meant; DeadlineExceeded after `timeout_s`.
+        """
+        call = self._unary.get(method)
+        if call is None:
+            call = self._unary[method] = self._opened().unary_unary(SERVICE + method)
+        try:
+            reply: bytes = await call(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_grpc(error) from error
+        return reply
+
+    async def stream(
+        self,
+        method: str,
+        requests: AsyncIterator[bytes],
+        *,
+        window: int,
+        idle_s: float,
+    ) -> AsyncIterator[bytes]:
+        """One reply per request, in order, with at most `window` requests sent and not answered.
+
+        When `requests` itself fails, what was sent is still answered and then that failure is raised.
+
+        Raises:
+            TeimgrError: what the status meant; DeadlineExceeded when a reply is owed for over `idle_s`.
+        """
+        call = self._opened().stream_stream(SERVICE + method)()
+        conversation = Conversation(call, requests, window)
+        try:
+            while (reply := await conversation.reply(idle_s)) is not None:
+                yield reply
+        finally:
+            await conversation.end()
+
+    def _opened(self) -> Any:
+        if self._channel is None:
+            raise Internal("the client is not open: use it in a `with` block")
+        return self._channel

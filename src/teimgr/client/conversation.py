@@ -1,0 +1,91 @@
+"""The two directions of one bidirectional call: a task that sends, a reader that paces it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from teimgr.client.ending import Ending
+from teimgr.client.failures import from_status
+from teimgr.errors import DeadlineExceeded
+
+_aio: Any = grpc.aio
+_EOF = _aio.EOF
+
+
+class Conversation:
+    """Sends `requests` while fewer than `window` of them wait for a reply; owns the sending task until `end`."""
+
+    def __init__(self, call: Any, requests: AsyncIterator[bytes], window: int) -> None:
+        self._call = call
+        self._requests = requests
+        self._room = asyncio.Semaphore(window)
+        self._ending = Ending(call)
+        self._owed = 0
+        self._waiting_since = 0.0
+        self._reading: asyncio.Future[Any] | None = None
+        self._sending = asyncio.create_task(self._send())
+
+    async def reply(self, idle_s: float) -> bytes | None:
+        """The next reply, None after the last.
+
+        Raises:
+            DeadlineExceeded: a reply is owed and did not come for `idle_s`.
+            TeimgrError: the call ended with a status.
+            Exception: what `requests` raised, after everything it gave before was answered.
+        """
+        self._reading = asyncio.ensure_future(self._call.read())
+        while not (await asyncio.wait((self._reading,), timeout=idle_s - self._waited_s()))[0]:
+            if self._waited_s() >= idle_s:
+                raise DeadlineExceeded(f"no reply on the stream for {idle_s:g} s")
+        try:
+            received = self._reading.result()
+        except grpc.aio.AioRpcError:
+            received = _EOF
+        if received is _EOF:
+            await self._finish()
+            return None
+        self._owed -= 1
+        self._waiting_since = time.monotonic()
+        self._room.release()
+        return bytes(received)
+
+    async def end(self) -> None:
+        """Give up what is unfinished; returns when both directions are quiet."""
+        self._sending.cancel()
+        self._call.cancel()
+        running = [self._sending] if self._reading is None else [self._sending, self._reading]
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _waited_s(self) -> float:
+        """Seconds without a reply while one is owed."""
+        return time.monotonic() - self._waiting_since if self._owed else 0.0
+
+    async def _finish(self) -> None:
+        """The server ended the stream: pass on its status, then whatever made the sender stop."""
+        status = await self._ending.status()
+        if status.code is not grpc.StatusCode.OK:
+            raise from_status(*status)
+        await self._sending
+
+    async def _send(self) -> None:
+        try:
+            while await self._room.acquire():
+                request = await anext(self._requests, None)
+                if request is None:
+                    return
+                if not self._owed:
+                    self._waiting_since = time.monotonic()
+                self._owed += 1
+                await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the call is over, and the reader hears why
+        finally:
+            if not self._call.done():
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._call.done_writing()

@@ -1,0 +1,104 @@
+"""Requests as serialized messages, and the one reply that is worth reading by hand."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+
+from teimgr.client.values import Vectors
+from teimgr.errors import ValidationError
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+
+_EMBEDDINGS_TAG = 0x0A  # field 1 of tei.v1.EmbedResponse, length-delimited: packed floats
+
+
+class Where(TypedDict, total=False):
+    """Which instance answers: one of the two. A `model` goes to any running instance of it."""
+
+    instance: str
+    model: str
+
+
+class How(Where, total=False):
+    """What is done with each text; `truncate` and `normalize` are true unless given, `dimensions` is the model's."""
+
+    truncate: bool
+    truncation_left: bool
+    normalize: bool
+    prompt_name: str
+    dimensions: int
+
+
+class HowArrow(How, total=False):
+    """As `How`, and: zeros without running the model, half-precision replies, LZ4 replies."""
+
+    noop: bool
+    float16: bool
+    lz4_reply: bool
+
+
+def target(where: Where) -> mux_pb2.Target:
+    """The routing of a call.
+
+    Raises:
+        ValidationError: not exactly one of `instance` and `model` is given.
+    """
+    instance, model = where.get("instance"), where.get("model")
+    if (instance is None) == (model is None):
+        raise ValidationError("give exactly one of `instance` and `model`")
+    return mux_pb2.Target(instance_name=instance) if model is None else mux_pb2.Target(model_id=model)
+
+
+def embed_request(text: str, how: How) -> bytes:
+    """`tei_multiplexer.v1.EmbedRequest` for one text."""
+    inner = tei_pb2.EmbedRequest(
+        inputs=text,
+        truncate=how.get("truncate", True),
+        normalize=how.get("normalize", True),
+        truncation_direction=_direction(how),
+        prompt_name=how.get("prompt_name"),
+        dimensions=how.get("dimensions"),
+    )
+    return mux_pb2.EmbedRequest(target=target(how), request=inner).SerializeToString()
+
+
+def arrow_request(ipc: bytes, how: HowArrow) -> bytes:
+    """`tei_multiplexer.v1.EmbedArrowRequest` for one IPC stream of texts."""
+    return mux_pb2.EmbedArrowRequest(
+        target=target(how),
+        arrow_ipc=ipc,
+        truncate=how.get("truncate", True),
+        normalize=how.get("normalize", True),
+        noop=how.get("noop", False),
+        truncation_direction=_direction(how),
+        prompt_name=how.get("prompt_name"),
+        dimensions=how.get("dimensions"),
+        compression=mux_pb2.ARROW_COMPRESSION_LZ4 if how.get("lz4_reply") else mux_pb2.ARROW_COMPRESSION_NONE,
+        output_dtype=mux_pb2.OUTPUT_DTYPE_F16 if how.get("float16") else mux_pb2.OUTPUT_DTYPE_UNSPECIFIED,
+    ).SerializeToString()
+
+
+def vector(reply: bytes) -> Vectors:
+    """The vector of a `tei.v1.EmbedResponse`, float32 [dim], read-only, without a copy where it leads the message."""
+    if reply[:1] == bytes((_EMBEDDINGS_TAG,)):
+        length, start = _varint(reply, 1)
+        return np.frombuffer(reply, "<f4", length // 4, start)
+    return np.array(tei_pb2.EmbedResponse.FromString(reply).embeddings, np.float32)
+
+
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[offset]
+        offset += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, offset
+        shift += 7
+
+
+def _direction(how: How) -> tei_pb2.TruncationDirection:
+    left = how.get("truncation_left", False)
+    return tei_pb2.TRUNCATION_DIRECTION_LEFT if left else tei_pb2.TRUNCATION_DIRECTION_RIGHT

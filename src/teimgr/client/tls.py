@@ -1,0 +1,104 @@
+"""Where a server is and how it proves itself: endpoints and certificates."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import grpc
+
+from teimgr.errors import InvalidConfig
+
+_DEFAULT_PORT = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files of a TLS connection.
+
+    `ca` verifies the server (None: the system's authorities), `cert` and `key` prove the client and come together,
+    `server_name` is the name expected in the server's certificate where it differs from the address. The server is
+    always verified.
+    """
+
+    ca: Path | str | None = None
+    cert: Path | str | None = None
+    key: Path | str | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse half a key pair."""
+        if (self.cert is None) != (self.key is None):
+            raise InvalidConfig("a client certificate and its key must be given together")
+
+    def grpc_credentials(self) -> grpc.ChannelCredentials:
+        """For a gRPC channel.
+
+        Raises:
+            InvalidConfig: a file cannot be read.
+        """
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For an HTTP client.
+
+        Raises:
+            InvalidConfig: a file cannot be read, or is no PEM of its kind.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+        except OSError as error:
+            given = [path for path in (self.ca, self.cert, self.key) if path is not None]
+            named = next((path for path in given if not Path(path).is_file()), "TLS files")
+            raise InvalidConfig(f"{named}: {error.strerror or error}") from error
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server's address; the prefix `https://` alone decides whether TLS is spoken."""
+
+    host: str
+    port: int
+    secure: bool
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """Read `http://host:port`, `https://host:port` or `host:port`.
+
+        Raises:
+            InvalidConfig: it is none of these.
+        """
+        text = url if "://" in url else f"http://{url}"
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as error:
+            raise InvalidConfig(f"endpoint {url!r}: {error}") from error
+        if parts.scheme not in _DEFAULT_PORT or not parts.hostname:
+            raise InvalidConfig(f"endpoint {url!r} is not http://host:port or https://host:port")
+        return cls(parts.hostname, port or _DEFAULT_PORT[parts.scheme], parts.scheme == "https")
+
+    @property
+    def authority(self) -> str:
+        """`host:port`, an IPv6 host in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The endpoint with its scheme, without a trailing slash."""
+        return f"{'https' if self.secure else 'http'}://{self.authority}"
+
+
+def _read(path: Path | str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidConfig(f"{path}: {error.strerror}") from error

@@ -1,0 +1,165 @@
+"""What the client hands out: frozen values, read from JSON or from messages, tolerant of a newer server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.errors import InvalidInput
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.spec import State
+
+Vectors = NDArray[np.float32]
+
+_NAMED_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One instance as REST shows it. Timestamps are RFC 3339 in UTC.
+
+    `details` is the whole JSON object, for keys that have no attribute here.
+    """
+
+    name: str
+    model_id: str
+    port: int
+    status: State
+    pid: int | None
+    created_at: str | None
+    uptime_secs: int | None
+    restarts: int
+    health_check_failures: int
+    last_health_check: str | None
+    gpu_id: int | None
+    prometheus_port: int | None
+    reason: str | None
+    details: Mapping[str, Any]
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Instance:
+        """Read the contract's object; keys it may lack are None."""
+        return cls(
+            name=body["name"],
+            model_id=body["model_id"],
+            port=body["port"],
+            status=State(body["status"]),
+            pid=body.get("pid"),
+            created_at=body.get("created_at"),
+            uptime_secs=body.get("uptime_secs"),
+            restarts=body.get("restarts", 0),
+            health_check_failures=body.get("health_check_failures", 0),
+            last_health_check=body.get("last_health_check"),
+            gpu_id=body.get("gpu_id"),
+            prometheus_port=body.get("prometheus_port"),
+            reason=body.get("reason"),
+            details=dict(body),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`status` is "healthy" while the daemon answers; `details` is the whole JSON object."""
+
+    status: str
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """Lines `[start, end)` of `total_lines` in the log of an instance."""
+
+    lines: tuple[str, ...]
+    start: int
+    end: int
+    total_lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What the served model says of itself. Lengths are tokens; `kind` is embedding, classifier or reranker."""
+
+    model_id: str
+    model_sha: str | None
+    dtype: str
+    kind: str
+    version: str
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    max_concurrent_requests: int
+
+    @classmethod
+    def from_message(cls, message: tei_pb2.InfoResponse) -> Info:
+        """Read `tei.v1.InfoResponse`."""
+        return cls(
+            model_id=message.model_id,
+            model_sha=message.model_sha if message.HasField("model_sha") else None,
+            dtype=message.model_dtype,
+            kind=tei_pb2.ModelType.Name(message.model_type).removeprefix("MODEL_TYPE_").lower(),
+            version=message.version,
+            max_input_length=message.max_input_length,
+            max_batch_tokens=message.max_batch_tokens,
+            max_batch_requests=message.max_batch_requests if message.HasField("max_batch_requests") else None,
+            max_client_batch_size=message.max_client_batch_size,
+            max_concurrent_requests=message.max_concurrent_requests,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token; `start` and `stop` are UTF-8 byte offsets, None for special tokens."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+    @classmethod
+    def from_message(cls, message: tei_pb2.SimpleToken) -> Token:
+        """Read `tei.v1.SimpleToken`."""
+        return cls(
+            message.id,
+            message.text,
+            message.special,
+            message.start if message.HasField("start") else None,
+            message.stop if message.HasField("stop") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """How well the text at `index` of the request answers the query; `text` only when it was asked for."""
+
+    index: int
+    score: float
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The answer to a batch: one row of `vectors` (float32, [n, dim]) per text, in order.
+
+    `errors` says, by row, why a text has no vector; such a row is NaN throughout, so it cannot pass for one.
+    """
+
+    vectors: Vectors
+    errors: Mapping[int, str]
+
+    def checked(self) -> Vectors:
+        """`vectors`, when every text has one.
+
+        Raises:
+            InvalidInput: some rows failed; the message names the first few.
+        """
+        if not self.errors:
+            return self.vectors
+        named = [f"row {row}: {reason}" for row, reason in sorted(self.errors.items())[:_NAMED_FAILURES]]
+        more = f" and {len(self.errors) - len(named)} more" if len(self.errors) > len(named) else ""
+        raise InvalidInput(f"{len(self.errors)} of {len(self.vectors)} texts failed: {'; '.join(named)}{more}")

@@ -1,0 +1,257 @@
+"""Small real servers for the client to talk to: a multiplexer over grpc.aio, a REST side over aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import pyarrow as pa
+from aiohttp import web
+
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+
+DIM = 8
+INSTANCE = "mini"
+MODEL = "test/mini"
+
+
+def vector_of(text: str) -> np.ndarray:
+    """The vector this server gives to a text: float32 [8], from its digest."""
+    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32).astype(np.float32) / 2**32
+
+
+@dataclass
+class Seen:
+    """What the server was asked, for tests that look at the wire."""
+
+    embeds: list[mux_pb2.EmbedRequest] = field(default_factory=list)
+    arrows: list[mux_pb2.EmbedArrowRequest] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+
+class Multiplexer:
+    """The methods the client uses, each a few lines; texts ask for their own failures.
+
+    A text `refuse` fails with INVALID_ARGUMENT and a code in the trailers, `overload` with RESOURCE_EXHAUSTED,
+    `hang` is never answered.
+    """
+
+    def __init__(self) -> None:
+        self.seen = Seen()
+        self.together: asyncio.Barrier | None = None  # unary embeds are answered in groups of its size
+
+    async def check(self, target: mux_pb2.Target, context: grpc.aio.ServicerContext) -> None:
+        kind = target.WhichOneof("routing")
+        name = target.instance_name if kind == "instance_name" else target.model_id
+        if name not in (INSTANCE, MODEL):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"Instance '{name}' not found")
+
+    async def embed_one(self, request: mux_pb2.EmbedRequest, context: Any) -> tei_pb2.EmbedResponse:
+        await self.check(request.target, context)
+        text = request.request.inputs
+        if text == "refuse":
+            trailers = (("x-teimgr-code", "EMPTY_INPUT"),)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such text", trailers)
+        if text == "overload":
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Model is overloaded")
+        if text == "hang":
+            await asyncio.Event().wait()
+        return tei_pb2.EmbedResponse(embeddings=vector_of(text)[: request.request.dimensions or DIM])
+
+    async def Embed(self, request: mux_pb2.EmbedRequest, context: Any) -> tei_pb2.EmbedResponse:
+        seen = self.seen
+        seen.embeds.append(request)
+        seen.in_flight += 1
+        seen.most_in_flight = max(seen.most_in_flight, seen.in_flight)
+        try:
+            if self.together is not None:
+                await self.together.wait()
+            return await self.embed_one(request, context)
+        finally:
+            seen.in_flight -= 1
+
+    async def EmbedStream(
+        self, requests: AsyncIterator[mux_pb2.EmbedRequest], context: Any
+    ) -> AsyncIterator[tei_pb2.EmbedResponse]:
+        async for request in requests:
+            yield await self.embed_one(request, context)
+
+    async def EmbedArrow(self, request: mux_pb2.EmbedArrowRequest, context: Any) -> mux_pb2.EmbedArrowResponse:
+        self.seen.arrows.append(request)
+        await self.check(request.target, context)
+        return mux_pb2.EmbedArrowResponse(arrow_ipc=answer(request))
+
+    async def EmbedArrowStream(
+        self, requests: AsyncIterator[mux_pb2.EmbedArrowRequest], context: Any
+    ) -> AsyncIterator[mux_pb2.EmbedArrowResponse]:
+        async for request in requests:
+            yield await self.EmbedArrow(request, context)
+
+    async def Info(self, request: mux_pb2.InfoRequest, context: Any) -> tei_pb2.InfoResponse:
+        await self.check(request.target, context)
+        return tei_pb2.InfoResponse(version="1", model_id=MODEL, model_dtype="float32", max_input_length=256)
+
+    async def Tokenize(self, request: mux_pb2.EncodeRequest, context: Any) -> tei_pb2.EncodeResponse:
+        start = tei_pb2.SimpleToken(id=101, text="[CLS]", special=True)
+        word = tei_pb2.SimpleToken(id=7, text=request.request.inputs, start=0, stop=len(request.request.inputs))
+        return tei_pb2.EncodeResponse(tokens=[start, word])
+
+    async def Decode(self, request: mux_pb2.DecodeRequest, context: Any) -> tei_pb2.DecodeResponse:
+        return tei_pb2.DecodeResponse(text=" ".join(map(str, request.request.ids)))
+
+    async def Rerank(self, request: mux_pb2.RerankRequest, context: Any) -> tei_pb2.RerankResponse:
+        inner = request.request
+        ranks = [
+            tei_pb2.Rank(index=index, score=float(len(text)), text=text if inner.return_text else None)
+            for index, text in enumerate(inner.texts)
+        ]
+        return tei_pb2.RerankResponse(ranks=sorted(ranks, key=lambda rank: -rank.score))
+
+
+def answer(request: mux_pb2.EmbedArrowRequest) -> bytes:
+    """One row per text; nulls and `refuse` fail alone; `garbage` makes the whole reply unreadable."""
+    texts = pa.ipc.open_stream(request.arrow_ipc).read_all().column(0).to_pylist()
+    if "garbage" in texts:
+        return b"garbage"
+    dtype = np.float16 if request.output_dtype == mux_pb2.OUTPUT_DTYPE_F16 else np.float32
+    failed = np.array([text in (None, "refuse") for text in texts], bool)
+    rows = [np.zeros(DIM) if request.noop or text is None else vector_of(text) for text in texts]
+    values = pa.array(np.array(rows, dtype).reshape(-1))
+    vectors = pa.FixedSizeListArray.from_arrays(values, DIM, mask=pa.array(failed))
+    errors = pa.array(["no such text" if bad else None for bad in failed], pa.utf8())
+    batch = pa.record_batch([vectors, errors], names=["embeddings", "error"])
+    sink = pa.BufferOutputStream()
+    codec = "lz4" if request.compression == mux_pb2.ARROW_COMPRESSION_LZ4 else None
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def handlers(multiplexer: Multiplexer) -> grpc.GenericRpcHandler:
+    """Every method of the service that `multiplexer` has."""
+    service = mux_pb2.DESCRIPTOR.services_by_name["TeiMultiplexer"]
+    shapes: dict[tuple[bool, bool], Callable[..., Any]] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    made = {
+        method.name: shapes[method.client_streaming, method.server_streaming](
+            getattr(multiplexer, method.name),
+            request_deserializer=message(method.input_type).FromString,
+            response_serializer=message(method.output_type).SerializeToString,
+        )
+        for method in service.methods
+        if hasattr(multiplexer, method.name)
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, made)
+
+
+def message(descriptor: Any) -> Any:
+    """The class of a message descriptor."""
+    module = tei_pb2 if descriptor.file.package == "tei.v1" else mux_pb2
+    return getattr(module, descriptor.name)
+
+
+class Daemon:
+    """The lifecycle routes over a dictionary; an instance is running after `polls_to_run` looks at it.
+
+    A model `broken` fails instead, and `GET /instances/slow` is never answered.
+    """
+
+    def __init__(self, polls_to_run: int = 3) -> None:
+        self.polls_to_run = polls_to_run
+        self.instances: dict[str, dict[str, Any]] = {}
+        self.polls: dict[str, int] = {}
+        self.is_ready = True
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application()
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/ready", self.ready)
+        app.router.add_get("/instances", self.list)
+        app.router.add_post("/instances", self.create)
+        app.router.add_get("/instances/slow", self.hang)
+        app.router.add_get("/instances/{name}", self.get)
+        app.router.add_delete("/instances/{name}", self.delete)
+        app.router.add_get("/instances/{name}/logs", self.logs)
+        app.router.add_post("/instances/{name}/{verb}", self.act)
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "healthy", "timestamp": "2026-01-01T00:00:00Z"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return web.json_response({"ready": self.is_ready}, status=200 if self.is_ready else 503)
+
+    async def hang(self, request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def list(self, request: web.Request) -> web.Response:
+        return web.json_response(list(self.instances.values()))
+
+    async def create(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["name"] in self.instances:
+            return failure(409, "INSTANCE_EXISTS", f"Instance '{body['name']}' already exists")
+        view = {"port": 8080, "status": "starting", "gpu_id": None, "newer_key": [1]} | body
+        self.instances[body["name"]] = view
+        return web.json_response(view, status=201)
+
+    async def get(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self.instances:
+            return failure(404, "INSTANCE_NOT_FOUND", f"Instance '{name}' not found")
+        view = self.instances[name]
+        self.polls[name] = self.polls.get(name, 0) + 1
+        if view["status"] == "starting" and self.polls[name] >= self.polls_to_run:
+            broken = view["model_id"] == "broken"
+            view |= {"status": "failed", "reason": "no weights"} if broken else {"status": "running", "pid": 7}
+        return web.json_response(view)
+
+    async def act(self, request: web.Request) -> web.Response:
+        name, verb = request.match_info["name"], request.match_info["verb"]
+        view = self.instances[name]
+        if verb == "stop" and view["status"] == "stopped":
+            return failure(409, "NOT_RUNNING", f"Instance '{name}' is not running (status: stopped)")
+        view["status"] = "stopped" if verb == "stop" else "starting"
+        return web.json_response(view)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        return web.json_response(self.instances.pop(request.match_info["name"]))
+
+    async def logs(self, request: web.Request) -> web.Response:
+        lines = ["a", "b", "c"]
+        start, end, _ = slice(
+            *(int(request.query[key]) if key in request.query else None for key in ("start", "end"))
+        ).indices(3)
+        body = {"lines": lines[start:end], "start": start, "end": end, "total_lines": 3}
+        return web.json_response(body)
+
+
+def failure(status: int, code: str, text: str) -> web.Response:
+    """The daemon's error shape."""
+    return web.json_response({"error": text, "code": code, "timestamp": "2026-01-01T00:00:00Z"}, status=status)
+
+
+@asynccontextmanager
+async def serve(daemon: Daemon, context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """The daemon's routes on a free port; the URL to it."""
+    runner = web.AppRunner(daemon.app(), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    await site.start()
+    try:
+        yield f"{'https' if context else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
