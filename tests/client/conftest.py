@@ -6,25 +6,13 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
-from server import Daemon, Multiplexer, handlers, serve
+from small_servers import Certificates, Daemon, Multiplexer, handlers, serve
 
 MESSAGE_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """PEM files: an authority, a server named `localhost`, a client, and a client of nobody's."""
-
-    ca: Path
-    server_cert: Path
-    server_key: Path
-    client_cert: Path
-    client_key: Path
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,7 @@ from typing import Any
 import lz4.frame
 import pyarrow as pa
 import pytest
-from conftest import Certificates
-from server import INSTANCE, Multiplexer
+from small_servers import INSTANCE, Certificates, Multiplexer
 
 from teimgr.bench_client.texts import made_texts
 from teimgr.pb.tei.v1 import tei_pb2

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import pyarrow as pa
 import pytest
-from server import DIM, INSTANCE, MODEL, Multiplexer, vector_of
+from small_servers import DIM, INSTANCE, MODEL, Multiplexer, vector_of
 
 from teimgr.client import AsyncClient
 from teimgr.errors import (

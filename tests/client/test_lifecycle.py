@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from conftest import Certificates
-from server import Daemon, serve
+from small_servers import Certificates, Daemon, serve
 
 from teimgr.client import AsyncClient, Tls
 from teimgr.errors import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from server import INSTANCE, vector_of
+from small_servers import INSTANCE, vector_of
 
 from teimgr.client import AsyncClient, Client
 from teimgr.errors import EmptyInput, InstanceNotFound

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -36,6 +37,17 @@ class Seen:
     arrows: list[mux_pb2.EmbedArrowRequest] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files: an authority, a server named `localhost`, a client, and a client of nobody's."""
+
+    ca: Path
+    server_cert: Path
+    server_key: Path
+    client_cert: Path
+    client_key: Path
 
 
 class Multiplexer:
