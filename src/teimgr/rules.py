@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from teimgr.settings import Auth, Mtls, Settings
 
 PROVIDERS = ("mtls",)
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def check(settings: Settings) -> None:
@@ -71,6 +72,8 @@ def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[Insta
         raise InvalidConfig(f"{path}.name: Duplicate instance name: {seed.name}")
     if not seed.model_id:
         raise InvalidConfig(f"{path}.model_id: cannot be empty")
+    if seed.dtype not in DTYPES:
+        raise InvalidConfig(f"{path}.dtype: must be one of {', '.join(DTYPES)} (got {seed.dtype!r})")
 
 
 def _seed_port(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> None:

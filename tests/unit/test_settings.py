@@ -1,0 +1,313 @@
+"""Settings: where they come from, which one wins, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from teimgr import typed
+from teimgr.errors import InvalidConfig
+from teimgr.settings import Auth, Mtls, Settings, load, scalars
+from teimgr.spec import InstanceSpec
+
+SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
+SECOND = '[[instances]]\nname = "b"\nmodel_id = "m"\n'
+MTLS = '[auth]\nenabled = true\nproviders = ["mtls"]\n[auth.mtls]\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "t.toml"
+
+
+def refused(file: Path, text: str) -> str:
+    """Why `text` is no configuration, without the file's name, which the message must start with."""
+    file.write_text(text)
+    with pytest.raises(InvalidConfig) as caught:
+        load(file, {})
+    prefix = f"{file}: "
+    assert caught.value.message.startswith(prefix)
+    return caught.value.message.removeprefix(prefix)
+
+
+def certificates(folder: Path) -> str:
+    """The three keys of [auth.mtls], naming files that exist."""
+    for name in ("ca_cert", "server_cert", "server_key"):
+        (folder / name).touch()
+    return "".join(f'{name} = "{folder / name}"\n' for name in ("ca_cert", "server_cert", "server_key"))
+
+
+def test_nothing_given_is_the_defaults_of_the_contract() -> None:
+    settings = load(None, {})
+    assert settings == Settings()
+    assert (settings.api_port, settings.grpc_port, settings.grpc_enabled) == (9000, 9001, True)
+    assert (settings.instance_port_start, settings.instance_port_end, settings.max_instances) == (8080, 8180, None)
+    assert settings.grpc_max_message_bytes == 41_943_040
+    assert {settings.api_host, settings.grpc_host, settings.instance_host} == {"127.0.0.1"}
+    assert settings.auto_restore_on_restart
+    assert settings.mtls is None
+    assert list(settings.warnings()) == []
+
+
+def test_run_and_log_directories_lie_beside_the_state_file_unless_given() -> None:
+    beside = Settings(state_file=Path("/var/lib/t/state.toml"))
+    assert (beside.run_dir, beside.log_dir) == (Path("/var/lib/t/run"), Path("/var/lib/t/logs"))
+    assert Settings(state_file=Path("/x/s.toml"), run_dir=Path("/run/t")).run_dir == Path("/run/t")
+
+
+def test_flag_wins_over_environment_over_file_over_default(file: Path) -> None:
+    file.write_text("api_port = 7001\ngrpc_port = 7002\nmax_instances = 3\n")
+    environ = {"TEI_MANAGER_API_PORT": "7011", "TEIMGR_GRPC_PORT": "7012"}
+    settings = load(file, environ, {"api_port": 7021, "log_level": None})
+    assert (settings.api_port, settings.grpc_port, settings.max_instances) == (7021, 7012, 3)
+    assert settings.log_level == "info"
+
+
+def test_our_variable_wins_over_that_of_tei_manager() -> None:
+    environ = {"TEIMGR_API_PORT": "7001", "TEI_MANAGER_API_PORT": "7002"}
+    assert load(None, environ).api_port == 7001
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "key", "value"),
+    [
+        ("TEI_MANAGER_API_PORT", "7000", "api_port", 7000),
+        ("TEI_MANAGER_STATE_FILE", "/x/s.toml", "state_file", Path("/x/s.toml")),
+        ("TEI_MANAGER_HEALTH_CHECK_INTERVAL", "3", "health_check_interval_secs", 3),
+        ("TEI_BINARY_PATH", "/bin/sleep", "tei_binary_path", "/bin/sleep"),
+        ("TEI_MANAGER_GRPC_PORT", "7001", "grpc_port", 7001),
+        ("TEI_MANAGER_GRPC_ENABLED", "false", "grpc_enabled", False),
+        ("TEI_MANAGER_LOG_DIR", "/x/logs", "log_dir", Path("/x/logs")),
+        ("TEIMGR_MAX_INSTANCES", "4", "max_instances", 4),
+        ("TEIMGR_RESTART_BACKOFF_SECS", "1.5", "restart_backoff_secs", 1.5),
+        ("TEIMGR_ARROW_OUTPUT_DTYPE", "f16", "arrow_output_dtype", "f16"),
+        ("TEIMGR_RUN_DIR", "/run/t", "run_dir", Path("/run/t")),
+        ("TEIMGR_LOG_FORMAT", "pretty", "log_format", "pretty"),
+    ],
+)
+def test_variables_are_read_as_the_type_of_their_key(variable: str, text: str, key: str, value: object) -> None:
+    assert getattr(load(None, {variable: text}), key) == value
+
+
+def test_every_scalar_key_has_its_variable() -> None:
+    tables = {"instances", "models", "auth"}
+    assert {name for name, _, _ in scalars()} == {field.name for field in fields(Settings)} - tables
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "says"),
+    [
+        ("TEI_MANAGER_API_PORT", "nine", "must be an integer"),
+        ("TEI_MANAGER_API_PORT", "", "must be an integer"),
+        ("TEIMGR_API_PORT", "80", "API port must be >= 1024 (got 80)"),
+        ("TEI_MANAGER_HEALTH_CHECK_INTERVAL", "1.5", "must be an integer"),
+        ("TEIMGR_RESTART_BACKOFF_SECS", "x", "must be a number"),
+        ("TEI_MANAGER_GRPC_ENABLED", "True", "must be true or false"),
+        ("TEIMGR_LOG_FORMAT", "xml", "must be one of 'json', 'pretty'"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_its_name(variable: str, text: str, says: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        load(None, {variable: text})
+    assert caught.value.message.startswith(f"Invalid {variable} value {text!r}")
+    assert says in caught.value.message
+
+
+def test_a_bad_flag_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="API port must be >= 1024"):
+        load(None, {}, {"api_port": 80})
+
+
+def test_a_file_that_is_missing_or_no_toml_is_refused(file: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"nope\.toml: cannot be read: No such file"):
+        load(file.with_name("nope.toml"), {})
+    assert "line 2" in refused(file, "api_port = 9000\napi_port = = 1\n")
+    file.write_bytes(b'log_level = "\xff"')
+    with pytest.raises(InvalidConfig, match="utf-8"):
+        load(file, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("api_prot = 1", "api_prot: unknown key 'api_prot'; did you mean 'api_port'?"),
+        ("max_parallel_streams = 1", "unknown key 'max_parallel_streams'; did you mean 'grpc_max_parallel_streams'?"),
+        ("[grpc]\nport = 1", "grpc: unknown table 'grpc'; did you mean 'grpc_port'?"),
+        ("[[instance]]\nname = 'a'", "instance: unknown key 'instance'; did you mean 'instances'?"),
+        ("[auth]\nenabeld = true", "auth.enabeld: unknown key 'enabeld'; did you mean 'enabled'?"),
+        ("[auth.mtsl]\nca_cert = 'x'", "auth.mtsl: unknown table 'mtsl'"),
+        (MTLS + "ca_certs = 'x'", "auth.mtls.ca_certs: unknown key 'ca_certs'; did you mean 'ca_cert'?"),
+        (SEED + "prot = 1", "instances[0].prot: unknown key 'prot'; did you mean 'port'?"),
+        (SEED + SECOND + "auto_start = true", "instances[1].auto_start: unknown key 'auto_start'; known: created_at,"),
+        (SEED + "wanted_running = false", "instances[0].wanted_running: unknown key"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: str, says: str) -> None:
+    assert says in refused(file, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("api_port = '9000'", "api_port: must be an integer (got text '9000')"),
+        ("api_port = true", "api_port: must be an integer (got boolean true)"),
+        ("api_port = 9000.0", "api_port: must be an integer (got number 9000.0)"),
+        ("grpc_enabled = 1", "grpc_enabled: must be true or false (got integer 1)"),
+        ("state_file = 1", "state_file: must be a path (got integer 1)"),
+        ("restart_backoff_secs = 'x'", "restart_backoff_secs: must be a number"),
+        ("models = 'm'", "models: must be a list (got text 'm')"),
+        ("models = ['m', 1]", "models[1]: must be text (got integer 1)"),
+        ("auth = true", "auth: must be a table (got boolean true)"),
+        ("instances = 3", "instances: must be a list of tables"),
+        ("instances = [3]", "instances[0]: must be a table (got integer 3)"),
+        (SEED + "extra_args = ['--dtype', 1]", "instances[0].extra_args[1]: must be text (got integer 1)"),
+        ("arrow_output_dtype = 'f64'", "arrow_output_dtype: must be one of 'f32', 'f16' (got text 'f64')"),
+        ("log_level = 'loud'", "log_level: no level 'loud'"),
+        ("api_port = 65536", "api_port: API port must be <= 65535 (got 65536)"),
+        ("grpc_port = 0", "grpc_port: must be >= 1 (got 0)"),
+        ("health_check_interval_secs = 0", "health_check_interval_secs: must be >= 1 (got 0)"),
+        ("cpu_worker_nice = 20", "cpu_worker_nice: must be <= 19 (got 20)"),
+        ("grpc_max_message_size_mb = 2048", "grpc_max_message_size_mb: must be <= 2047"),
+        ("mux_processes = 0", "mux_processes: must be >= 1"),
+        (SEED + "max_batch_tokens = 0", "instances[0].max_batch_tokens: must be >= 1 (got 0)"),
+        (SEED + "gpu_id = -1", "instances[0].gpu_id: must be >= 0 (got -1)"),
+        ("[[instances]]\nname = 'a'", "instances[0].model_id: is required"),
+        ("[[instances]]\nmodel_id = 'm'", "instances[0].name: is required"),
+        (SEED + "dtype = 'int3'", "instances[0].dtype: must be one of"),
+    ],
+)
+def test_a_wrong_type_or_number_is_refused_by_its_path(file: Path, text: str, says: str) -> None:
+    assert refused(file, text).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("api_port = 80", "api_port: API port must be >= 1024 (got 80)"),
+        ("grpc_port = 9000", "grpc_port: 9000 is the API port too"),
+        ("instance_port_start = 80", "instance_port_start must be >= 1024 (got 80)"),
+        ("instance_port_end = 8080", "instance_port_end (8080) must be greater than instance_port_start (8080)"),
+        (
+            "instance_port_end = 8082\nmax_instances = 3",
+            "Port range [8080, 8082) only has 2 ports but max_instances is 3",
+        ),
+        (SEED + SECOND + "port = 80", "instances[1].port: Instance 'b' port must be >= 1024 (got 80)"),
+        (SEED + "port = 9000", "instances[0].port: Instance 'a' port 9000 conflicts with API port"),
+        (SEED + "port = 9001", "instances[0].port: Instance 'a' port 9001 conflicts with gRPC port"),
+        (SEED + "port = 8080\n" + SECOND + "port = 8080", "instances[1].port: Duplicate port 8080 in instance configs"),
+        (SEED.replace('"a"', '""'), "instances[0].name: Invalid instance name '': Instance name cannot be empty"),
+        (SEED.replace('"a"', "'a/b'"), "cannot contain path separators"),
+        (SEED.replace('"a"', "'a\\b'"), "cannot contain path separators"),
+        (SEED.replace('"a"', "' a'"), "instances[0].name: Invalid instance name ' a'"),
+        (SEED + SEED, "instances[1].name: Duplicate instance name: a"),
+        (SEED.replace('"m"', '""'), "instances[0].model_id: cannot be empty"),
+        ("restart_backoff_max_secs = 0.1", "restart_backoff_max_secs: must be >= restart_backoff_secs"),
+        ("[auth]\nenabled = true", "Authentication is enabled but no providers are configured"),
+        ("[auth]\nenabled = true\nproviders = ['oauth']", "auth.providers[0]: unknown provider 'oauth'; known: mtls"),
+        ("[auth]\nenabled = true\nproviders = ['mtls']", "mTLS provider enabled but mtls config missing"),
+        (
+            "[auth]\nenabled = true\nrequire_cert_headers = true\nproviders = ['mtls']",
+            "auth.require_cert_headers: must be false",
+        ),
+        (MTLS + "ca_cert = 'x'\nserver_cert = 'x'", "auth.mtls.server_key: is required"),
+    ],
+)
+def test_a_broken_rule_is_refused_in_the_words_of_the_contract(file: Path, text: str, says: str) -> None:
+    assert says in refused(file, text)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("ca_cert", "auth.mtls.ca_cert: mTLS CA certificate not found: "),
+        ("server_cert", "auth.mtls.server_cert: mTLS server certificate not found: "),
+        ("server_key", "auth.mtls.server_key: mTLS server key not found: "),
+    ],
+)
+def test_certificates_must_exist(file: Path, tmp_path: Path, key: str, says: str) -> None:
+    text = MTLS + certificates(tmp_path)
+    (tmp_path / key).unlink()
+    assert says in refused(file, text)
+
+
+def test_mutual_tls_is_on_when_enabled_and_whole(file: Path, tmp_path: Path) -> None:
+    file.write_text(MTLS + certificates(tmp_path) + "allowed_sans = ['x']\nallow_self_signed = true\n")
+    settings = load(file, {})
+    assert settings.mtls == Mtls(
+        ca_cert=tmp_path / "ca_cert",
+        server_cert=tmp_path / "server_cert",
+        server_key=tmp_path / "server_key",
+        allowed_sans=("x",),
+        allow_self_signed=True,
+    )
+    assert any("allow_self_signed" in warning for warning in settings.warnings())
+
+
+def test_authentication_that_is_off_is_not_judged(file: Path) -> None:
+    file.write_text("[auth]\nenabled = false\nproviders = ['mtls']\n")
+    assert load(file, {}).auth == Auth(providers=("mtls",))
+    assert load(file, {}).mtls is None
+
+
+def test_the_grpc_port_is_free_for_seeds_when_grpc_is_off(file: Path) -> None:
+    file.write_text("grpc_enabled = false\n" + SEED + "port = 9001\n")
+    assert load(file, {}).instances[0].port == 9001
+
+
+def test_a_whole_seed_becomes_a_spec(file: Path) -> None:
+    file.write_text(SEED + "gpu_id = 0\nextra_args = ['--dtype', 'float16']\nthreads = 2\n" + SECOND + "port = 0\n")
+    assert load(file, {}).instances == (
+        InstanceSpec(name="a", model_id="m", gpu_id=0, extra_args=("--dtype", "float16"), threads=2),
+        InstanceSpec(name="b", model_id="m"),
+    )
+
+
+def test_loud_warnings_name_what_is_open_or_ignored(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("ca_cert", "server_cert", "server_key")}
+    with_tls = Auth(enabled=True, providers=("mtls",), mtls=Mtls(**files))
+    every = {"api_host": "0.0.0.0", "grpc_host": "::", "instance_host": "host.example"}
+    assert [text.split()[0] for text in Settings(**every).warnings()] == list(every)
+    assert [text.split()[0] for text in Settings(**every, auth=with_tls).warnings()] == ["instance_host"]
+    assert list(Settings(api_host="localhost", grpc_host="::1", instance_host="127.0.0.9").warnings()) == []
+    assert "tei_binary_path is ignored" in next(Settings(tei_binary_path="/bin/sleep").warnings())
+
+
+def test_folders_are_made_and_the_run_directory_is_private(tmp_path: Path) -> None:
+    settings = Settings(state_file=tmp_path / "deep" / "er" / "state.toml")
+    settings.prepare_folders()
+    settings.prepare_folders()
+    assert settings.log_dir.is_dir()
+    assert stat.S_IMODE(settings.run_dir.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidConfig, match="Cannot create state file directory: "):
+        Settings(state_file=tmp_path / "file" / "state.toml").prepare_folders()
+
+
+def test_every_key_says_what_it_means() -> None:
+    for kind in (Settings, Auth, Mtls):
+        assert [field.name for field in fields(kind) if not typed.rule_of(field).meaning] == []
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from([field.name for field in fields(Settings)]), PLAIN, max_size=3))
+def test_any_plain_table_is_read_or_refused_with_a_path(table: dict[str, object]) -> None:
+    try:
+        values = typed.read(Settings, table)
+    except InvalidConfig as error:
+        assert any(error.message.startswith(name) for name in table)
+    else:
+        assert set(values) == set(table)
