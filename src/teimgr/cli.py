@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
@@ -28,18 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the daemon until it is asked to stop."""
-    from teimgr import logs
+    from teimgr.daemon import main as run
     from teimgr.settings import load
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
-    settings = load(options.config, overrides=keys)
-    logs.setup(settings.log_level, settings.log_format)
-    for warning in settings.warnings():
-        logging.getLogger("teimgr").warning(warning)
-    settings.prepare_folders()
-    from teimgr import daemon
-
-    return daemon.main(settings)
+    return run(load(options.config, overrides=keys))
 
 
 def config_check(options: argparse.Namespace) -> int:
@@ -55,9 +47,9 @@ def config_check(options: argparse.Namespace) -> int:
 
 def quickstart(options: argparse.Namespace) -> int:
     """Start a daemon with one ready instance of a real small model."""
-    from teimgr import quickstart
+    from teimgr.quickstart import main as start
 
-    return quickstart.main(once=options.once)
+    return start(once=options.once)
 
 
 def _with_command(arguments: list[str]) -> list[str]:

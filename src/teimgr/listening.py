@@ -37,18 +37,17 @@ def bind(host: str, port: int) -> socket.socket:
 async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterator[None]:
     """Serve `app` on `sock` while the body runs; calls in flight are answered before it ends. Closes the socket.
 
-    `tls` are uvicorn's `ssl_*` arguments.
+    `tls` are arguments of uvicorn, as `front.tls.uvicorn_options` gives them.
     """
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
-        **tls,
+        **({"http": "httptools"} | tls),
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))

@@ -6,10 +6,12 @@ The names that start with `tei_manager_` are tei-manager's, so that its dashboar
 from __future__ import annotations
 
 from collections import Counter as Count
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from teimgr.spec import InstanceSpec, InstanceView, State
@@ -98,9 +100,9 @@ class Metrics:
         """So many alarms are on."""
         self._alarms.set(number)
 
-    def mux_stats(self, mux: str, figures: Mapping[str, float]) -> None:
+    def mux_stats(self, mux: str, figures: Mapping[str, Any]) -> None:
         """The counters that one multiplexer process answers to `stats`, as they are now."""
-        self._mux.latest[mux] = dict(figures)
+        self._mux.latest[mux] = figures
 
     def mux_gone(self, mux: str) -> None:
         """A multiplexer process ended; its figures are no longer shown."""
@@ -112,24 +114,33 @@ class Metrics:
 
 
 class MuxFigures(Collector):
-    """What the multiplexer processes last said of themselves: `teimgr_mux_<figure>{mux}`.
-
-    A figure whose name ends in `_total` is a counter, any other a gauge; figures that are no numbers are left out.
-    """
+    """What the multiplexer processes last said of themselves; the shape is that of their answer to `stats`."""
 
     def __init__(self) -> None:
-        self.latest: dict[str, dict[str, float]] = {}
+        self.latest: dict[str, Mapping[str, Any]] = {}
 
     def collect(self) -> Iterable[Metric]:
-        """One family per figure, one sample per process."""
-        families: dict[str, Metric] = {}
+        """Calls, messages, latency and load, labelled by process, method and instance."""
+        in_flight = GaugeMetricFamily("teimgr_mux_in_flight", "Calls that are running", labels=["mux"])
+        calls = CounterMetricFamily(
+            "teimgr_mux_calls", "Calls by gRPC status", labels=["mux", "method", "instance", "status"]
+        )
+        messages = CounterMetricFamily("teimgr_mux_messages", "Messages answered", labels=["mux", "method", "instance"])
+        seconds = HistogramMetricFamily(
+            "teimgr_mux_call_seconds", "Duration of calls", labels=["mux", "method", "instance"]
+        )
         for mux, figures in sorted(self.latest.items()):
-            for figure, value in figures.items():
-                if isinstance(value, int | float):
-                    families.setdefault(figure, _family(figure)).add_metric([mux], value)  # type: ignore[attr-defined]
-        return families.values()
+            in_flight.add_metric([mux], figures.get("in_flight", 0))
+            for row in figures.get("calls", ()):
+                calls.add_metric([mux, row["method"], row["instance"], row["status"]], row["count"])
+            for row in figures.get("latency", ()):
+                labels = [mux, row["method"], row["instance"]]
+                messages.add_metric(labels, row["messages"])
+                seconds.add_metric(labels, _cumulative(figures["bounds_s"], row["buckets"]), row["sum_s"])
+        return in_flight, calls, messages, seconds
 
 
-def _family(figure: str) -> Metric:
-    kind = CounterMetricFamily if figure.endswith("_total") else GaugeMetricFamily
-    return kind(f"teimgr_mux_{figure}", "Figure of a multiplexer process", labels=["mux"])
+def _cumulative(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Counts per bucket, the last of them beyond every bound, as Prometheus wants them."""
+    limits = (*(str(float(bound)) for bound in bounds_s), "+Inf")
+    return list(zip(limits, accumulate(counts), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import datetime
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rest import Front
 
 from teimgr import __version__
+from teimgr.front.mux_counters import Counters
 from teimgr.spec import InstanceSpec
 
 
@@ -66,21 +68,34 @@ async def test_metrics_keep_the_names_of_the_contract(front: Front) -> None:
     assert samples["tei_manager_instances_count"] == [({}, 1.0)]
 
 
-async def test_metrics_show_states_starts_alarms_and_multiplexers(front: Front) -> None:
+async def test_metrics_show_states_starts_and_alarms(front: Front) -> None:
     await front.create("a")
     front.fleet.ready("a")
     front.alarms.append("something")
     front.metrics.worker_started("a", 0.2)
-    front.metrics.mux_stats("0", {"calls_total": 7, "streams": 2, "hash": "x"})
     samples = await scrape(front)
     states = {labels["state"]: value for labels, value in samples["teimgr_instances"]}
     assert states == {"running": 1, "starting": 0, "stopping": 0, "stopped": 0, "failed": 0}
     assert samples["teimgr_worker_start_seconds_sum"] == [({"instance": "a"}, 0.2)]
     assert samples["teimgr_alarms"] == [({}, 1)]
-    assert samples["teimgr_mux_calls_total"] == [({"mux": "0"}, 7)]
-    assert samples["teimgr_mux_streams"] == [({"mux": "0"}, 2)]
-    front.metrics.mux_gone("0")
-    assert "teimgr_mux_streams" not in await scrape(front)
+
+
+async def test_metrics_show_what_the_multiplexers_count(front: Front) -> None:
+    counters = Counters()
+    note = counters.begin("Embed")
+    note.instance, note.messages = "a", 3
+    counters.end(note, "OK")
+    counters.begin("Info")
+    front.metrics.mux_stats("mux-0", json.loads(json.dumps(counters.to_dict())))
+    samples = await scrape(front)
+    call = {"mux": "mux-0", "method": "Embed", "instance": "a"}
+    assert samples["teimgr_mux_in_flight"] == [({"mux": "mux-0"}, 1)]
+    assert samples["teimgr_mux_calls_total"] == [(call | {"status": "OK"}, 1)]
+    assert samples["teimgr_mux_messages_total"] == [(call, 3)]
+    assert samples["teimgr_mux_call_seconds_count"] == [(call, 1)]
+    assert samples["teimgr_mux_call_seconds_bucket"][-1] == (call | {"le": "+Inf"}, 1)
+    front.metrics.mux_gone("mux-0")
+    assert "teimgr_mux_calls_total" not in await scrape(front)
 
 
 async def test_requests_are_counted_by_template_never_by_path(front: Front) -> None:
