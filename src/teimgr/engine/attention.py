@@ -135,7 +135,7 @@ def _by_run(
 
 def _of_run(rows: Tensor, run: Run) -> Tensor:
     """[T, heads, d] → the run's [texts, heads, length, d], a view."""
-    return rows[run.start : run.stop].unflatten(0, (run.texts, run.length)).transpose(1, 2)
+    return rows[run.start : run.stop].view(run.texts, run.length, *rows.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(PACKED, packed_attention)

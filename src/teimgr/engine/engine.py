@@ -406,7 +406,7 @@ def _to_host(vectors: Tensor) -> Callable[[], NDArray[np.float32]]:
         return vectors.numpy
     host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True)
     host.copy_(vectors, non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
 
     def wait() -> NDArray[np.float32]:

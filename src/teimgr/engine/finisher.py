@@ -114,7 +114,7 @@ class Finisher:
             return self._fail([(entry.job, entry.row, failure) for entry in output.entries])
         duration_ns = time.monotonic_ns() - output.started_ns
         self._count(output, duration_ns)
-        sound = np.isfinite(vectors).all(axis=1)
+        sound = np.asarray(np.isfinite(vectors).all(axis=1))
         if not sound.all():
             self._sick("the model gave a vector with NaN or infinity in it")
         return self._scatter(output, vectors, sound, duration_ns)

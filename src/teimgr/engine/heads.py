@@ -56,7 +56,7 @@ def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool
         return cut
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0
-    return (cut / norms[:, None]).astype(np.float32)
+    return np.asarray(cut / norms[:, None], dtype=np.float32)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

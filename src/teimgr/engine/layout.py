@@ -218,10 +218,8 @@ def _position_offset(config: dict[str, Any]) -> int:
 
 
 def _max_length(transformer: Path, config: dict[str, Any], lengths: dict[str, Any], offset: int) -> int:
-    """What sentence-transformers' file says, else the tokenizer's own limit, and never more than there are positions."""
-    positions = (
-        config.get("max_position_embeddings") or config.get("max_trained_positions") or config.get("n_positions")
-    )
+    """What sentence-transformers' file says, else the tokenizer's own limit; never more than there are positions."""
+    positions = config.get("max_position_embeddings") or config.get("max_trained_positions")
     room = int(positions) - offset if positions and positions > 0 else _ENDLESS_POSITIONS
     if lengths.get("max_seq_length"):
         return min(int(lengths["max_seq_length"]), room)

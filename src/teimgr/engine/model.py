@@ -37,7 +37,7 @@ class Batching(Enum):
 class Transformer:
     """A loaded transformer on a device; `dtype` and `batching` are changed only while it is loaded."""
 
-    def __init__(self, module: nn.Module, layout: Layout, device: torch.device) -> None:
+    def __init__(self, module: Any, layout: Layout, device: torch.device) -> None:
         self._module = module
         self._offset = layout.position_offset
         self._own_attention = module.config._attn_implementation
@@ -106,8 +106,8 @@ def load_transformer(layout: Layout, device: torch.device) -> Transformer:
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(layout.transformer, local_files_only=True)
         kind = _model_class(config)

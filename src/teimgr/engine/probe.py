@@ -126,8 +126,8 @@ def _fastest(embedder: Embedder) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if not prepacking_works(torch.bfloat16):
         return torch.float32
-    hidden = getattr(transformer.config, "hidden_size", None) or getattr(transformer.config, "d_model", 512)
-    slow, fast = (_time_linear(int(hidden), dtype) for dtype in (torch.float32, torch.bfloat16))
+    hidden = int(getattr(transformer.config, "hidden_size", 512))
+    slow, fast = (_time_linear(hidden, dtype) for dtype in (torch.float32, torch.bfloat16))
     log.debug("a linear layer takes %.0f µs in float32 and %.0f µs in bfloat16", slow * 1e6, fast * 1e6)
     return torch.bfloat16 if fast * _WORTH_A_CHANGE < slow else torch.float32
 
