@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.heads import finish
 from teimgr.engine.job import Job
-from teimgr.engine.queue import Entry
+from teimgr.engine.shelf import Entry
 from teimgr.errors import InferenceFailed, TeimgrError
 
 log = logging.getLogger(__name__)

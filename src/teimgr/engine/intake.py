@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Job, Lane
-from teimgr.engine.queue import Entry, EntryQueue
+from teimgr.engine.queue import EntryQueue
+from teimgr.engine.shelf import Entry
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
 from teimgr.errors import Overloaded, TeimgrError, Unavailable
 

@@ -1,23 +1,21 @@
-"""Text to token ids: prompts, truncation, limits, and the tokenizer as its users see it.
+"""Text to token ids: truncation, limits, and the tokenizer as its users see it.
 
 One `tokenizers.Tokenizer` behind a lock: a second copy would cost a vocabulary, and switching its truncation is cheap.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer, normalizers
+from tokenizers import Encoding
 
 from teimgr.engine.layout import Layout
-from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
+from teimgr.engine.tokenizer_file import breaks_at_spaces, load_tokenizer
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TokenizerFailed
 
 # No language writes this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
@@ -43,36 +41,16 @@ class Truncation:
 
 
 class TextTokenizer:
-    """The tokenizer of one model, with its prompts. Safe from any thread.
+    """The tokenizer of one model. Safe from any thread; `max_length` counts tokens, special ones included."""
 
-    `max_length` counts tokens, special ones included. The prompt named at start, else the text given there, else the
-    model's own default prompt goes before every text whose request names none.
-    """
-
-    def __init__(
-        self, layout: Layout, max_length: int, default_prompt_name: str | None = None, default_prompt: str | None = None
-    ) -> None:
-        self._tokenizer = _load(layout)
+    def __init__(self, layout: Layout, max_length: int) -> None:
+        self._tokenizer = load_tokenizer(layout)
         self._lock = threading.Lock()
         self._truncation: Truncation | None = None
-        self._breaks_at_spaces = _breaks_at_spaces(json.loads(self._tokenizer.to_str())["pre_tokenizer"])
+        self._breaks_at_spaces = breaks_at_spaces(self._tokenizer)
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
         self.max_length = max_length
-        self.prompts = dict(layout.prompts)
-        self._default_prompt = self._find_default(layout, default_prompt_name, default_prompt)
-
-    def prompt(self, name: str | None) -> str:
-        """The text that goes before the input.
-
-        Raises:
-            InvalidInput: the model has no prompt of that name.
-        """
-        if name is None:
-            return self._default_prompt
-        if name in self.prompts:
-            return self.prompts[name]
-        raise InvalidInput(f"Input validation error: {self._missing(name)}")
 
     def prompt_len(self, prompt: str) -> int:
         """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model."""
@@ -134,27 +112,6 @@ class TextTokenizer:
         except Exception as error:
             raise TokenizerFailed(f"tokenizer error {error}") from error
 
-    def _find_default(self, layout: Layout, name: str | None, text: str | None) -> str:
-        if name is not None and name not in self.prompts:
-            raise InvalidConfig(self._missing(name))
-        if name is not None:
-            return self.prompts[name]
-        if text is not None:
-            return text
-        return self.prompts.get(layout.default_prompt_name or "", "")
-
-    def _missing(self, name: str) -> str:
-        if not self.prompts:
-            return (
-                f"`default-prompt-name` is set to `{name}` but no prompts were found in the "
-                "Sentence Transformers configuration"
-            )
-        known = ", ".join(f'"{known}"' for known in self.prompts)
-        return (
-            f"`default-prompt-name` is set to `{name}` but it was not found in the Sentence Transformers prompts. "
-            f"Available prompts: [{known}]"
-        )
-
     def _encode(self, texts: Sequence[str], truncation: Truncation, specials: bool = True) -> list[Encoding]:
         with self._lock:
             self._switch(truncation)
@@ -207,60 +164,6 @@ class TextTokenizer:
         if at is None:
             return text
         return text[at:] if truncation.left else text[:at]
-
-
-def _load(layout: Layout) -> Tokenizer:
-    """The model's fast tokenizer, rid of the padding and truncation its file may carry."""
-    path = layout.transformer / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout.transformer)
-    except Exception as error:
-        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    if layout.lower_case and not _lower_cases(tokenizer):
-        own = tokenizer.normalizer
-        steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
-        tokenizer.normalizer = normalizers.Sequence(steps)
-    return tokenizer
-
-
-def _convert(folder: Path) -> Tokenizer:
-    """A fast tokenizer from an older model's vocabulary files."""
-    from transformers import AutoTokenizer
-
-    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    backend = getattr(slow, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
-    return backend
-
-
-def _lower_cases(tokenizer: Tokenizer) -> bool:
-    stated = json.loads(tokenizer.to_str())["normalizer"]
-    return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in _parts(stated, "normalizers"))
-
-
-def _breaks_at_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:
-    return any(_splits(part) for part in _parts(pre_tokenizer, "pretokenizers"))
-
-
-def _splits(part: dict[str, Any]) -> bool:
-    kind = part["type"]
-    if kind == "ByteLevel":
-        return bool(part.get("use_regex", True))
-    if kind == "Metaspace":
-        return bool(part.get("split", True))
-    return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-
-
-def _parts(stated: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
-    """A normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
-    if stated is None:
-        return []
-    if stated["type"] == "Sequence":
-        return [part for child in stated[children] for part in _parts(child, children)]
-    return [stated]
 
 
 def _space_before(text: str, at: int) -> int | None:

@@ -1,0 +1,141 @@
+"""From options to the parts of a running engine."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from teimgr.engine.embedder import Embedder, load_embedder
+from teimgr.engine.layout import Layout, read_layout
+from teimgr.engine.model import Batching
+from teimgr.engine.probe import PROBE_TEXTS, Choice, choose
+from teimgr.engine.prompts import Prompts
+from teimgr.engine.queue import BatchLimits
+from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.errors import InvalidConfig, OutOfDeviceMemory, TeimgrError
+from teimgr.spec import ModelInfo
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# On a CPU temporaries above some 25 MB are mapped and unmapped by every operation, and more tokens gain nothing.
+_CPU_BATCH_TOKENS = 2048
+_CPU_TEMPORARY_BYTES = 25_000_000
+_CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
+_LEAST_BATCH_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What to load and where. `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane."""
+
+    path: Path
+    model_id: str
+    model_sha: str | None = None
+    device: str = "cpu"
+    dtype: str = "auto"
+    pooling: str | None = None
+    threads: int = 1
+    max_batch_tokens: int = 16384
+    max_batch_requests: int | None = None
+    max_queued_tokens: int = 2_000_000
+    default_prompt_name: str | None = None
+    default_prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
+    tokenizer: TextTokenizer
+    prompts: Prompts
+    embedder: Embedder
+    limits: BatchLimits
+    info: ModelInfo
+
+
+def load_parts(options: EngineOptions) -> Parts:
+    """Read, load and try out a model.
+
+    Raises:
+        ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
+        OutOfDeviceMemory: the model does not fit.
+    """
+    began = time.monotonic()
+    if options.dtype not in _DTYPES:
+        raise InvalidConfig(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
+    torch.set_num_threads(options.threads)  # before any tensor operation: a forked child may not do one earlier
+    layout = read_layout(options.path, options.pooling)
+    for note in layout.notes:
+        log.warning("%s: %s", options.model_id, note)
+    prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
+    tokenizer = TextTokenizer(layout, _max_length(layout, options))
+    embedder, choice = _load_model(layout, options, tokenizer)
+    _return_freed_memory()
+    info = ModelInfo(
+        model_id=options.model_id,
+        model_sha=options.model_sha,
+        dtype=str(choice.dtype).removeprefix("torch."),
+        device=options.device,
+        kind="embedding",
+        pooling=layout.pooling,
+        dimension=choice.dimension,
+        max_input_length=tokenizer.max_length,
+        max_batch_tokens=options.max_batch_tokens,
+        batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
+        prompts=prompts.names,
+        load_s=round(time.monotonic() - began, 3),
+    )
+    _report(info, choice)
+    return Parts(tokenizer, prompts, embedder, _limits(options, embedder), info)
+
+
+def _max_length(layout: Layout, options: EngineOptions) -> int:
+    if layout.max_length > options.max_batch_tokens:
+        log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
+    return min(layout.max_length, options.max_batch_tokens)
+
+
+def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer) -> tuple[Embedder, Choice]:
+    device = torch.device(options.device)
+    texts = [ids for ids in tokenizer.encode(PROBE_TEXTS, Truncation()) if not isinstance(ids, TeimgrError)]
+    try:
+        return choose(lambda: load_embedder(layout, device), _DTYPES[options.dtype], texts)
+    except torch.OutOfMemoryError as error:
+        raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
+
+
+def _limits(options: EngineOptions, embedder: Embedder) -> BatchLimits:
+    if options.device != "cpu":
+        return BatchLimits(options.max_batch_tokens, options.max_batch_tokens, options.max_batch_requests)
+    config = embedder.transformer.config
+    widest = int(getattr(config, "intermediate_size", 0) or 4 * getattr(config, "hidden_size", 768))
+    affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * widest))
+    tokens = min(options.max_batch_tokens, _CPU_BATCH_TOKENS, affordable)
+    return BatchLimits(tokens, min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE), options.max_batch_requests)
+
+
+def _report(info: ModelInfo, choice: Choice) -> None:
+    log.info(
+        "%s on %s in %s, %s (%s), cosine to float32 on known texts: mean %.6f, lowest %.6f; %.2f s to load",
+        info.model_id,
+        info.device,
+        info.dtype,
+        info.batching,
+        choice.batching.value,
+        choice.mean_cosine,
+        choice.min_cosine,
+        info.load_s,
+    )
+
+
+def _return_freed_memory() -> None:
+    """What loading freed goes back to the system; glibc would keep it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)

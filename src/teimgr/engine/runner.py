@@ -1,0 +1,102 @@
+"""The engine thread: take the next batch, pack it, start it on the device, hand it on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from teimgr.engine.batch import pack
+from teimgr.engine.embedder import Embedder
+from teimgr.engine.finisher import Failures, Finisher, Output
+from teimgr.engine.queue import EntryQueue
+from teimgr.engine.shelf import Entry
+from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
+
+log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 1.0
+
+
+class Runner:
+    """Serves the queue with one embedder until the queue is closed and empty; `run` is the thread's body."""
+
+    def __init__(self, embedder: Embedder, queue: EntryQueue, finisher: Finisher) -> None:
+        self._embedder = embedder
+        self._queue = queue
+        self._finisher = finisher
+        self._threads_wanted: int | None = None
+        self.running_tokens = 0
+
+    def use_threads(self, threads: int) -> None:
+        """Use that many CPU threads from the next batch on. OpenMP keeps the number per thread, so `run` sets it."""
+        self._threads_wanted = threads
+
+    def run(self) -> None:
+        """Until the queue ends."""
+        while (take := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
+            if self._threads_wanted is not None:
+                torch.set_num_threads(self._threads_wanted)
+                self._threads_wanted = None
+            if take.expired:
+                self.fail(take.expired, DeadlineExceeded())
+            if take.entries:
+                self.running_tokens = take.tokens
+                self._execute(take.entries)
+                self.running_tokens = 0
+
+    def fail(self, entries: Sequence[Entry], error: TeimgrError) -> None:
+        """Give up on `entries`."""
+        self._finisher.put(Failures([(entry.job, entry.row, error) for entry in entries]))
+
+    def _execute(self, entries: list[Entry]) -> None:
+        """Run a batch. One that fails is run again in halves, so only the texts that cannot be served fail."""
+        started_ns = time.monotonic_ns()
+        try:
+            batch = pack([e.ids for e in entries], [e.prompt_tokens for e in entries])
+            vectors = self._embedder.embed(batch)
+            output = Output([entries[i] for i in batch.order], _to_host(vectors), started_ns)
+        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            self._execute_halves(entries, error)
+        else:
+            self._finisher.put(output)
+
+    def _execute_halves(self, entries: list[Entry], error: Exception) -> None:
+        memory = _is_out_of_memory(error)
+        if memory and self._embedder.transformer.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(entries) > 1:
+            log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), error)
+            middle = len(entries) // 2
+            self._execute(entries[:middle])
+            self._execute(entries[middle:])
+        elif memory:
+            self.fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
+        else:
+            log.error("a text failed by itself", exc_info=error)
+            self.fail(entries, InferenceFailed(f"Backend error: {error}"))
+
+
+def _to_host(vectors: Tensor) -> Callable[[], NDArray[np.float32]]:
+    """Start the copy of `vectors` to the host; the result waits for it."""
+    if vectors.device.type == "cpu":
+        return vectors.numpy
+    host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True)
+    host.copy_(vectors, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def wait() -> NDArray[np.float32]:
+        copied.synchronize()
+        return host.numpy()
+
+    return wait
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

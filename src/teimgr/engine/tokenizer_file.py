@@ -1,0 +1,73 @@
+"""A model's tokenizer file, and what can be told from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, normalizers
+
+from teimgr.engine.layout import Layout
+from teimgr.errors import ModelLoadFailed
+
+
+def load_tokenizer(layout: Layout) -> Tokenizer:
+    """The model's fast tokenizer, rid of the padding and truncation its file may carry.
+
+    Raises:
+        ModelLoadFailed: there is none, or it cannot be read.
+    """
+    path = layout.transformer / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout.transformer)
+    except Exception as error:
+        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if layout.lower_case and not _lower_cases(tokenizer):
+        own = tokenizer.normalizer
+        steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    return tokenizer
+
+
+def _convert(folder: Path) -> Tokenizer:
+    """A fast tokenizer from an older model's vocabulary files."""
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    backend = getattr(slow, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
+    return backend
+
+
+def _lower_cases(tokenizer: Tokenizer) -> bool:
+    stated = json.loads(tokenizer.to_str())["normalizer"]
+    return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in _parts(stated, "normalizers"))
+
+
+def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
+    """Whether no token ever holds a letter or digit from both sides of a space. False where that is not certain."""
+    stated = json.loads(tokenizer.to_str())["pre_tokenizer"]
+    return any(_splits(part) for part in _parts(stated, "pretokenizers"))
+
+
+def _splits(part: dict[str, Any]) -> bool:
+    kind = part["type"]
+    if kind == "ByteLevel":
+        return bool(part.get("use_regex", True))
+    if kind == "Metaspace":
+        return bool(part.get("split", True))
+    return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+
+
+def _parts(stated: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
+    """A normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
+    if stated is None:
+        return []
+    if stated["type"] == "Sequence":
+        return [part for child in stated[children] for part in _parts(child, children)]
+    return [stated]
