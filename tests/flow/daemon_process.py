@@ -1,0 +1,171 @@
+"""A real daemon for a test: its own state, ports of its own, and a count of everything it could leave behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from teimgr.client import AsyncClient, Client
+
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+LISTEN_LIMIT_S = 30.0
+STOP_LIMIT_S = 40.0
+
+
+class DaemonProcess:
+    """`teimgr serve` with a state folder of its own. Started by `start`, or as a context manager."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tm"))
+        self.api_port, self.grpc_port, first = free_ports(3)
+        self.settings: dict[str, Any] = {
+            "api_port": self.api_port,
+            "grpc_port": self.grpc_port,
+            "instance_port_start": first,
+            "instance_port_end": min(first + 40, 65536),
+            "state_file": str(self.folder / "state.toml"),
+            "health_check_interval_secs": 1,
+            "graceful_shutdown_timeout_secs": 10,
+            "restart_backoff_secs": 0.05,
+            **settings,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    # Life.
+
+    def start(self, environ: Mapping[str, str] | None = None) -> Self:
+        """Launch it and return once REST answers."""
+        config = self.folder / "teimgr.toml"
+        config.write_text(toml(self.settings))
+        with (self.folder / "daemon.log").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "teimgr", "serve", "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | dict(environ or {}),
+                start_new_session=True,
+            )
+        self._await_listening()
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL the daemon alone: workers, muxes and the nursery are not asked."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the result is the exit status."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_LIMIT_S)
+
+    def close(self) -> None:
+        """Stop it, kill whatever of it is left, remove its folder."""
+        if self.process is not None and self.process.poll() is None:
+            try:
+                self.stop()
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        for process in self.processes():
+            process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            print(self.log())
+        self.close()
+
+    # Talking to it.
+
+    @property
+    def api(self) -> str:
+        return f"http://127.0.0.1:{self.api_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"http://127.0.0.1:{self.grpc_port}"
+
+    def client(self, **how: Any) -> Client:
+        return Client(self.api, self.grpc, **how)
+
+    def async_client(self, **how: Any) -> AsyncClient:
+        return AsyncClient(self.api, self.grpc, **how)
+
+    def log(self, lines: int = 60) -> str:
+        """The end of the daemon's log and of every instance's."""
+        files = [self.folder / "daemon.log", *sorted((self.folder / "logs").glob("*.log"))]
+        return "\n".join(f"── {path.name}\n" + tail(path, lines) for path in files if path.exists())
+
+    # What it could leave behind.
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process that was told of this daemon's folder, itself excepted."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                told = f"{' '.join(process.cmdline())} {process.environ().get('TEIMGR_TEST', '')}"
+                files = [file.path for file in process.open_files()]
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+            mine = str(self.folder) in told or any(path.startswith(str(self.folder)) for path in files)
+            if mine and (self.process is None or process.pid != self.process.pid):
+                found.append(process)
+        return found
+
+    def run_files(self) -> list[str]:
+        """What lies in the run directory."""
+        run = self.folder / "run"
+        return sorted(path.name for path in run.iterdir()) if run.exists() else []
+
+    def _await_listening(self) -> None:
+        limit = time.monotonic() + LISTEN_LIMIT_S
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.api_port)) == 0:
+                    return
+            assert self.process is not None
+            if self.process.poll() is not None or time.monotonic() > limit:
+                raise AssertionError(f"the daemon did not come up:\n{self.log()}")
+            time.sleep(0.02)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, far from those the system gives to clients."""
+    sockets = []
+    for _ in range(count):
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        sockets.append(sock)
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def tail(path: Path, lines: int) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def toml(settings: Mapping[str, Any]) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(settings)
