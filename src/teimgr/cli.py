@@ -27,11 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the daemon until it is asked to stop."""
-    from teimgr.daemon import main as run
     from teimgr.settings import load
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
-    return run(load(options.config, overrides=keys))
+    settings = load(options.config, overrides=keys)
+    # The daemon imports much; a mistake in a setting is answered before that.
+    from teimgr.daemon import main as run
+
+    return run(settings)
 
 
 def config_check(options: argparse.Namespace) -> int:

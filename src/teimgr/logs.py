@@ -64,7 +64,7 @@ def parse_levels(text: str) -> dict[str, int]:
     """
     levels = {}
     for directive in filter(None, (part.strip() for part in text.split(","))):
-        target, _, word = directive.rpartition("=")
+        target, _, word = (part.strip() for part in directive.rpartition("="))
         if word.lower() not in LEVELS:
             raise InvalidConfig(f"log_level: no level {word!r} in {text!r}; known: {', '.join(LEVELS)}")
         levels[_logger_name(target)] = LEVELS[word.lower()]
@@ -129,7 +129,7 @@ def _forget(root: logging.Logger, handler: _Handler) -> None:
 
 def _logger_name(target: str) -> str:
     # tei-manager's users write Rust paths, `tei_manager::health`.
-    dotted = target.strip().replace("::", ".")
+    dotted = target.replace("::", ".")
     head, dot, rest = dotted.partition(".")
     return f"teimgr{dot}{rest}" if head == "tei_manager" else dotted
 

@@ -35,6 +35,11 @@ async def test_ready_is_503_until_all_that_should_run_does(front: Front) -> None
     assert (await front.call("GET", "/ready", 503))["waiting"][0]["reason"] == "no such model"
 
 
+async def test_ready_is_503_before_the_fleet_is_known(front: Front) -> None:
+    front.app.state.booted = lambda: False
+    assert (await front.call("GET", "/ready", 503))["ready"] is False
+
+
 async def test_a_stopped_instance_does_not_hold_readiness_up(front: Front) -> None:
     await front.create("a")
     await front.call("POST", "/instances/a/stop", 200)

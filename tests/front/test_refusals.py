@@ -11,7 +11,10 @@ import pytest
 from rest import Front
 from yarl import URL
 
+from teimgr.errors import Code, error_from_code
+from teimgr.front.answers import error_response
 from teimgr.front.bodies import BODY_LIMIT_BYTES
+from teimgr.wire.status import STATUS
 
 GOOD = {"name": "a", "model_id": "tiny"}
 JSON = {"Content-Type": "application/json"}
@@ -164,3 +167,11 @@ async def test_a_defect_of_ours_is_500_and_tells_nothing(front: Front, monkeypat
     monkeypatch.setattr(front.fleet, "list", broken)
     failure = await front.call("GET", "/instances", 500)
     assert "secret" not in failed(failure, "INTERNAL_ERROR")
+
+
+@pytest.mark.parametrize("code", Code)
+def test_every_failure_has_its_status_and_says_when_to_come_back(code: Code) -> None:
+    response = error_response(error_from_code(code, "why"))
+    assert response.status_code == STATUS[code].http
+    assert failed(json.loads(bytes(response.body)), code.name) == "why"
+    assert ("Retry-After" in response.headers) == (STATUS[code].http in (429, 503))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -17,10 +19,17 @@ from teimgr.settings import Settings
 ROUTERS = (instances.router, logs_route.router, probes.router, docs_page.router)
 
 
-def create_app(manager: Manager, settings: Settings, metrics: Metrics, alarms: Alarms = tuple) -> FastAPI:
-    """The application over `manager`. `alarms` gives the alarms of everything but the store.
+def create_app(
+    manager: Manager,
+    settings: Settings,
+    metrics: Metrics,
+    alarms: Alarms = tuple,
+    booted: Callable[[], bool] = lambda: True,
+) -> FastAPI:
+    """The application over `manager`.
 
-    More routers may be included afterwards; failures they raise get the same shape.
+    `alarms` gives the alarms of everything but the store; until `booted`, when the manager knows all its instances, the
+    answer of /ready is no. More routers may be included afterwards; failures they raise get the same shape.
     """
     app = FastAPI(
         title="teimgr",
@@ -30,7 +39,8 @@ def create_app(manager: Manager, settings: Settings, metrics: Metrics, alarms: A
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.manager, app.state.metrics, app.state.alarms = manager, metrics, alarms
+    app.state.manager, app.state.metrics = manager, metrics
+    app.state.alarms, app.state.booted = alarms, booted
     for router in ROUTERS:
         app.include_router(router)
     answers.install(app)

@@ -29,11 +29,11 @@ async def health(request: Request, manager: TheManager) -> Response:
 
 
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})
-async def ready(manager: TheManager) -> Response:
-    """200 when every instance that should run does, else 503 with those that do not."""
+async def ready(request: Request, manager: TheManager) -> Response:
+    """200 when every instance that should run does, else 503 with those that do not; while booting 503 too."""
     waiting = [_waiting(view) for view in manager.list() if view.spec.wanted_running and view.state != State.RUNNING]
-    body = {"ready": not waiting, "timestamp": now(), "waiting": waiting}
-    return answer(body, 503 if waiting else 200)
+    serves = request.app.state.booted() and not waiting
+    return answer({"ready": serves, "timestamp": now(), "waiting": waiting}, 200 if serves else 503)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

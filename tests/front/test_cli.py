@@ -1,0 +1,79 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from teimgr import __version__
+from teimgr.cli import main
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def teimgr(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`python -m teimgr` with these arguments, ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "teimgr", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | environ,
+        check=False,
+    )
+
+
+def test_version_and_help_need_nothing_heavy() -> None:
+    code = (
+        "import sys; from teimgr.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for heavy in ("fastapi", "torch", "numpy", "uvicorn", "teimgr.settings"):
+        assert f"'{heavy}'" not in loaded
+    assert teimgr("--version").stdout == f"teimgr {__version__}\n"
+
+
+def test_a_good_configuration_is_said_to_be_good() -> None:
+    done = teimgr("config", "check", CONFIGS / "laptop-cpu.toml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "laptop-cpu.toml: good; 2 seeds, REST on 127.0.0.1:9000" in done.stdout
+
+
+def test_a_bad_configuration_is_refused_with_file_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("api_prot = 1\n")
+    done = teimgr("config", "check", file)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"teimgr: {file}: api_prot: unknown key 'api_prot'; did you mean 'api_port'?\n"
+
+
+def test_a_check_judges_the_environment_too_and_warns() -> None:
+    done = teimgr("config", "check", CONFIGS / "container.toml")
+    assert done.stdout.count("warning: ") == 3
+    done = teimgr("config", "check", CONFIGS / "teimgr.toml", TEIMGR_API_PORT="x")
+    assert (done.returncode, done.stderr) == (1, "teimgr: Invalid TEIMGR_API_PORT value 'x': must be an integer\n")
+
+
+@pytest.mark.parametrize("command", [["serve", "-c"], ["-c"], ["serve", "--config"], ["--config"]])
+def test_serve_is_meant_where_no_command_is_named(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nope.toml"
+    assert main([*command, str(missing)]) == 1
+    assert capsys.readouterr().err == f"teimgr: {missing}: cannot be read: No such file or directory\n"
+
+
+def test_flags_are_checked_like_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--port", "80"]) == 1
+    assert "API port must be >= 1024 (got 80)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["config"], ["config", "check"], ["serve", "--log-format", "xml"]])
+def test_a_wrong_command_line_shows_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: teimgr" in capsys.readouterr().err
