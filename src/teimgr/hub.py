@@ -127,7 +127,8 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         unused = (
             [*_OTHER_RUNTIMES, "*.bin"] if any(name.endswith(".safetensors") for name in files) else _OTHER_RUNTIMES
         )
-        path = Path(snapshot_download(model_id, revision=info.sha, ignore_patterns=unused))
+        # By name, not by commit: only so does the cache keep a ref that an offline start finds the snapshot by.
+        path = Path(snapshot_download(model_id, revision=revision, ignore_patterns=unused))
     except GatedRepoError as error:
         raise ModelNotFound(f"Model '{model_id}' is gated: accept its licence on the hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
@@ -142,7 +143,7 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         if not _is_transport_error(error):
             raise
         raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
-    return ModelSource(path, info.sha)
+    return ModelSource(path, path.name)
 
 
 def _is_transport_error(error: Exception) -> bool:
