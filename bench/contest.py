@@ -1,0 +1,154 @@
+"""Encoders in long-lived child processes, one pass each in turn, so that every round meets the same machine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from bench.encoders import Task
+from bench.machine import busy_s
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+class ChildFailed(RuntimeError):
+    """A child could not load its encoder, or ended."""
+
+
+class Child:
+    """One encoder in its own process. `dtype` is what it computes in."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        loaded = self._answer()
+        self.dtype: str = loaded["dtype"]
+        self.load_s: float = loaded["load_seconds"]
+
+    def ask(self, verb: str, argument: Any = None) -> dict[str, float]:
+        """Send a command and wait for its answer.
+
+        Raises:
+            ChildFailed: it failed; its own words are in the message.
+        """
+        self.tell(verb, argument)
+        return self._answer()
+
+    def tell(self, verb: str, argument: Any = None) -> None:
+        """Send a command; `wait` has the answer."""
+        _pipe(self._process.stdin).write(json.dumps({verb: argument}) + "\n")
+        _pipe(self._process.stdin).flush()
+
+    def wait(self) -> dict[str, float]:
+        """The answer to the command that was told."""
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = _pipe(self._process.stdout).readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the process ended"}
+        if "error" in answer:
+            raise ChildFailed(answer["error"])
+        return answer
+
+
+@contextmanager
+def child(task: Task) -> Iterator[Child]:
+    """A child that has loaded its encoder; it is gone when the block ends.
+
+    Raises:
+        ChildFailed: it could not load.
+    """
+    command = [sys.executable, "-m", "bench.child", json.dumps(asdict(task))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=_ROOT
+    ) as process:
+        try:
+            yield Child(process)
+        finally:
+            with suppress(BrokenPipeError):
+                _pipe(process.stdin).close()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@dataclass
+class Row:
+    """One entrant's results. `foreign_cores` is what others used of the machine during each pass."""
+
+    name: str
+    dtype: str = ""
+    seconds: list[float] = field(default_factory=list)
+    foreign_cores: list[float] = field(default_factory=list)
+    memory: dict[str, float] = field(default_factory=dict)
+    cosine_min: float = 1.0
+    cosine_mean: float = 1.0
+
+    @property
+    def best_s(self) -> float:
+        """The fastest pass."""
+        return min(self.seconds)
+
+    @property
+    def median_s(self) -> float:
+        """The middle pass."""
+        return statistics.median(self.seconds)
+
+
+def compete(tasks: dict[str, Task], texts: Sequence[str], rounds: int, own_cpu: dict[str, Any]) -> list[Row]:
+    """Load every task, then `rounds` times one pass of each in turn; cosines are against the first task's vectors.
+
+    `own_cpu` maps a name to a function that gives the CPU seconds of its further processes (a server's), so
+    that they do not count as foreign.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "texts.json").write_text(json.dumps(list(texts)))
+        children = {name: stack.enter_context(child(task)) for name, task in tasks.items()}
+        rows = {name: Row(name, entrant.dtype) for name, entrant in children.items()}
+        for entrant in children.values():
+            entrant.ask("texts", str(folder / "texts.json"))
+        for number in range(rounds):
+            for name, entrant in children.items():
+                _one_pass(entrant, rows[name], own_cpu.get(name, lambda: 0.0))
+                print(f"  round {number + 1}/{rounds}  {name}: {rows[name].seconds[-1]:.2f} s", file=sys.stderr)
+        for name, entrant in children.items():
+            rows[name].memory = entrant.ask("memory")
+        _compare(children, rows, folder)
+        return list(rows.values())
+
+
+def _one_pass(entrant: Child, row: Row, further_cpu_s: Any) -> None:
+    began_busy, began_own = busy_s(), further_cpu_s()
+    answer = entrant.ask("pass")
+    foreign_s = busy_s() - began_busy - (further_cpu_s() - began_own) - answer["cpu_seconds"]
+    row.seconds.append(answer["seconds"])
+    row.foreign_cores.append(max(0.0, foreign_s / answer["seconds"]))
+
+
+def _compare(children: dict[str, Child], rows: dict[str, Row], folder: Path) -> None:
+    reference = None
+    for name, entrant in children.items():
+        file = folder / f"{len(list(folder.iterdir()))}.npy"
+        entrant.ask("save", str(file))
+        vectors = np.load(file)
+        reference = vectors if reference is None else reference
+        norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(reference, axis=1)
+        cosines = (vectors * reference).sum(axis=1) / norms
+        rows[name].cosine_min, rows[name].cosine_mean = float(cosines.min()), float(cosines.mean())
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    if stream is None:
+        raise ChildFailed("no pipe to the process")
+    return stream

