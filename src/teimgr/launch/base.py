@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from teimgr.launch.control_link import WorkerStatus
 from teimgr.spec import WorkerSpec
 
 KILL_LIMIT_S = 10.0
@@ -69,6 +70,14 @@ class WorkerHandle(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A worker of an earlier daemon, and what it said of itself just now."""
+
+    handle: WorkerHandle
+    status: WorkerStatus
+
+
 class Launcher(Protocol):
     """Makes workers, finds those of a daemon that died, and keeps their logs."""
 
@@ -80,13 +89,13 @@ class Launcher(Protocol):
         """
 
     async def launch(self, spec: WorkerSpec) -> WorkerHandle:
-        """A new process for `spec`, its socket already accepting connections.
+        """A new process for `spec`, its socket already accepting connections. Cancelled, it leaves none behind.
 
         Raises:
             LaunchFailed: there is none.
         """
 
-    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[WorkerHandle]:
+    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """The live workers of an earlier daemon whose spec `accepts`, at most one per name.
 
         All others are ended, and what dead ones left is removed.

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from pathlib import Path
 
 from teimgr.errors import InvalidConfig
 from teimgr.launch import nursery
-from teimgr.launch.base import KILL_LIMIT_S, Exit, LaunchFailed
-from teimgr.launch.control_link import identify
-from teimgr.launch.logfile import last_line, open_log, shrink
+from teimgr.launch.base import Adopted, LaunchFailed
+from teimgr.launch.control_link import WorkerStatus, identify
+from teimgr.launch.local_handle import LocalHandle
+from teimgr.launch.logfile import open_log, shrink
 from teimgr.launch.nursery_link import NurseryLink
 from teimgr.launch.processes import open_pidfd
 from teimgr.launch.runfile import RunFile, Traces, all_traces, new_incarnation, socket_fits
@@ -27,7 +27,6 @@ from teimgr.spec import WorkerSpec
 IDENTITY_LIMIT_S = 5.0
 LEFTOVER_GRACE_S = 5.0
 LOG_CHECK_INTERVAL_S = 30.0
-_STATUS_LIMIT_S = 2.0
 _BACKLOG = 128
 
 log = logging.getLogger(__name__)
@@ -73,6 +72,16 @@ class LocalLauncher:
             log.error("nursery not started; every launch tries again", extra={"reason": str(error)})
 
     async def launch(self, spec: WorkerSpec) -> LocalHandle:
+        """Wait for the nursery, which may take seconds; then make the worker, which takes an instant."""
+        await self.nursery.ready()
+        making = asyncio.ensure_future(self._make(spec))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            await self._unmake(making)
+            raise
+
+    async def _make(self, spec: WorkerSpec) -> LocalHandle:
         """Bind the socket, fork, hand the socket over."""
         traces = Traces(self._run_dir, new_incarnation())
         request = {"incarnation": traces.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
@@ -88,21 +97,27 @@ class LocalLauncher:
             raise LaunchFailed(str(error)) from error
         return self._keep(LocalHandle(spec, traces, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
 
-    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[LocalHandle]:
+    async def _unmake(self, making: asyncio.Future[LocalHandle]) -> None:
+        with suppress(LaunchFailed):
+            await (await making).stop(0)
+
+    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """See who lives, keep whom we want, end the others."""
-        adopted: dict[str, LocalHandle] = {}
+        wanted: dict[str, LocalHandle] = {}
         others = []
         for traces, handle in [(traces, self._find(traces)) for traces in all_traces(self._run_dir)]:
             if handle is None:
                 traces.remove()
-            elif handle.spec.name not in adopted and accepts(handle.spec):
-                adopted[handle.spec.name] = handle
+            elif handle.spec.name not in wanted and accepts(handle.spec):
+                wanted[handle.spec.name] = handle
             else:
                 others.append(handle)
-        known = await asyncio.gather(*map(_is_itself, adopted.values()))
-        strangers = [handle for handle, itself in zip(adopted.values(), known, strict=True) if not itself]
-        await asyncio.gather(*map(_end_leftover, others + strangers))
-        return [handle for handle in adopted.values() if handle not in strangers]
+        said = await asyncio.gather(*map(_ask_identity, wanted.values()))
+        adopted = [Adopted(handle, status) for handle, status in zip(wanted.values(), said, strict=True) if status]
+        kept = {each.handle for each in adopted}
+        others += [handle for handle in wanted.values() if handle not in kept]
+        await asyncio.gather(*map(_end_leftover, others))
+        return adopted
 
     def log_path(self, name: str) -> Path:
         """`<log_dir>/<name>.log`."""
@@ -148,84 +163,11 @@ class LocalLauncher:
                     log.warning("log not rotated", extra={"path": str(path), "reason": str(error)})
 
 
-class LocalHandle:
-    """`WorkerHandle` of a process on this host; `status` is absent for an adopted one, which is not our child."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        traces: Traces,
-        pid: int,
-        pidfd: int,
-        started_at: float,
-        log_path: Path,
-        status: asyncio.Future[int | None] | None,
-    ) -> None:
-        self.spec = spec
-        self.incarnation = traces.incarnation
-        self.socket = traces.socket
-        self.pid = pid
-        self.started_at = started_at
-        self.log_path = log_path
-        self._traces = traces
-        self._pidfd = pidfd
-        self._status = status
-        self._ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(pidfd, self._ended.set)
-        self._exit = asyncio.create_task(self._conclude(), name=f"exit of worker {pid}")
-
-    async def wait(self) -> Exit:
-        """As the protocol says."""
-        return await asyncio.shield(self._exit)
-
-    async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
-        """As the protocol says."""
-        if ask and grace_s > 0 and not self._ended.is_set():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
-        if not await self._gone_within(grace_s):
-            if not self._ended.is_set():
-                with suppress(ProcessLookupError):
-                    os.killpg(self.pid, signal.SIGKILL)  # every worker leads a group of its own
-            if not await self._gone_within(KILL_LIMIT_S):
-                raise LaunchFailed(f"process {self.pid} is still there {KILL_LIMIT_S:g} s after SIGKILL")
-        return await self.wait()
-
-    def on_gone(self, call: Callable[[LocalHandle], None]) -> None:
-        """Call this once when the process is gone, or released."""
-        self._exit.add_done_callback(lambda _: call(self))
-
-    async def release(self) -> None:
-        """Forget the process; it goes on."""
-        self._exit.cancel()
-        await asyncio.wait({self._exit})
-
-    async def _gone_within(self, timeout_s: float) -> bool:
-        done, _ = await asyncio.wait({self._exit}, timeout=timeout_s)
-        return bool(done)
-
-    async def _conclude(self) -> Exit:
-        try:
-            await self._ended.wait()
-        finally:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-        exit = Exit(await self._exit_status(), self._traces.read_last_words(), last_line(self.log_path))
-        self._traces.remove()
-        return exit
-
-    async def _exit_status(self) -> int | None:
-        if self._status is None:
-            return None
-        done, _ = await asyncio.wait({self._status}, timeout=_STATUS_LIMIT_S)
-        return self._status.result() if done else None
-
-
-async def _is_itself(handle: LocalHandle) -> bool:
-    """Whether the process answers on its socket as what its run file says it is."""
-    said = await identify(handle.socket, IDENTITY_LIMIT_S)
-    return said is not None and (said.incarnation, said.spec_hash) == (handle.incarnation, handle.spec.hash)
+async def _ask_identity(handle: LocalHandle) -> WorkerStatus | None:
+    """What the process says on its socket, when it says that it is the one of the run file."""
+    status = await identify(handle.socket, IDENTITY_LIMIT_S)
+    expected = (handle.incarnation, handle.spec.hash)
+    return status if status is not None and (status.incarnation, status.spec_hash) == expected else None
 
 
 async def _end_leftover(handle: LocalHandle) -> None:

@@ -63,6 +63,14 @@ class NurseryLink:
         if self._life is None:
             self._life = _Life(self._spawn(), self._died)
 
+    async def ready(self) -> None:
+        """Return when the imports are done.
+
+        Raises:
+            LaunchFailed: they fail, or take too long.
+        """
+        await self._living().ready()
+
     async def fork(self, request: dict[str, str], listener: int, log_fd: int) -> Forked:
         """A worker that owns copies of both descriptors.
 
@@ -143,10 +151,18 @@ class _Life:
         self._loop.add_reader(self._pidfd, self._ended)
         self._loop.add_reader(self._control.fileno(), self._readable)
 
-    async def fork(self, request: dict[str, str], listener: int, log_fd: int) -> Forked:
-        """As `NurseryLink.fork`; one at a time."""
+    async def ready(self) -> None:
+        """As `NurseryLink.ready`."""
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), IMPORT_LIMIT_S)
+        except TimeoutError:
+            self.process.kill()
+            raise LaunchFailed("the nursery's imports do not end") from None
+
+    async def fork(self, request: dict[str, str], listener: int, log_fd: int) -> Forked:
+        """As `NurseryLink.fork`; one at a time."""
+        await self.ready()
+        try:
             self._request += 1
             self._reply = self._loop.create_future()
             message = json.dumps({"id": self._request, **request}).encode()

@@ -1,0 +1,90 @@
+"""Whether an instance may come into being, and with which ports. Nothing here waits, so the answer cannot be outrun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from teimgr.control.extra_args import parse
+from teimgr.control.ports import Ports
+from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, PortConflict, ValidationError
+from teimgr.rules import DTYPES
+from teimgr.settings import SPEC_RULES, Settings
+from teimgr.spec import InstanceSpec, check_name
+
+
+class Admission:
+    """The rules of the settings, and the cursors of the port ranges."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._max_instances = settings.max_instances
+        reserved = {settings.api_port: "the API port"}
+        if settings.grpc_enabled:
+            reserved[settings.grpc_port] = "the gRPC port"
+        self._reserved = reserved
+        self._ports = Ports(settings.instance_host, settings.instance_port_start, settings.instance_port_end, reserved)
+
+    def admit(self, request: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+        """The request as a user made it now, with its ports resolved, beside the instances there are.
+
+        Raises:
+            InvalidInstanceName, ValidationError, InvalidConfig, InvalidPort: it is wrong in itself.
+            InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: there is no room for it.
+        """
+        check_fields(request)
+        self._check_room(request, present)
+        port = self._ports.check(request.port, _holders(present)) if request.port else None
+        return self._with_ports(replace(request, port=port or 0), present)
+
+    def readmit(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+        """As `admit`, for what was wanted before this start: its port may be held by its own worker, still alive.
+
+        Raises:
+            TeimgrError: as `admit`.
+        """
+        check_fields(spec)
+        self._check_room(spec, present)
+        holder = _holders(present).get(spec.port) or self._reserved.get(spec.port)
+        if holder:
+            raise PortConflict(spec.port, holder)
+        return self._with_ports(spec, present)
+
+    def _check_room(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> None:
+        if any(other.name == spec.name for other in present):
+            raise InstanceExists(spec.name)
+        if self._max_instances is not None and len(present) >= self._max_instances:
+            raise MaxInstancesReached(self._max_instances)
+
+    def _with_ports(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+        taken = {other.port for other in present}
+        taken |= {other.prometheus_port for other in present if other.prometheus_port}
+        if spec.prometheus_port:
+            taken.add(spec.prometheus_port)
+        port = spec.port or self._ports.allocate(taken)
+        prometheus = spec.prometheus_port
+        if prometheus is None:
+            prometheus = self._ports.allocate_prometheus(taken | {port})
+        return replace(spec, port=port, prometheus_port=prometheus)
+
+
+def check_fields(spec: InstanceSpec) -> None:
+    """Refuse what can be seen to be wrong without looking at anything else.
+
+    Raises:
+        InvalidInstanceName, ValidationError, InvalidConfig.
+    """
+    check_name(spec.name)
+    if not spec.model_id:
+        raise ValidationError("model_id cannot be empty")
+    if spec.dtype not in DTYPES:
+        raise ValidationError(f"dtype: must be one of {', '.join(DTYPES)} (got {spec.dtype!r})")
+    for name, rule in SPEC_RULES.items():
+        try:
+            rule.check(getattr(spec, name), name)
+        except InvalidConfig as error:
+            raise ValidationError(error.message) from error
+    parse(spec.extra_args)
+
+
+def _holders(present: Sequence[InstanceSpec]) -> dict[int, str]:
+    return {other.port: other.name for other in present}

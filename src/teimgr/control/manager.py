@@ -1,0 +1,345 @@
+"""The only door to the instances: what is wanted, under which name, on which port, and who supervises it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from teimgr.control.admission import Admission
+from teimgr.control.attempt import ProbePlan
+from teimgr.control.cores import usable_cores
+from teimgr.control.gpus import GpuInventory, Inventory
+from teimgr.control.lifecycle import Command, Delete, Policy, Restart, Start, Stop
+from teimgr.control.placement import place, share_threads
+from teimgr.control.restore import wanted_at_boot
+from teimgr.control.store import Store
+from teimgr.control.supervisor import ControlMetrics, Supervisor, Surroundings
+from teimgr.control.workerspec import worker_spec
+from teimgr.directory import Directory
+from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, TeimgrError
+from teimgr.launch.base import Adopted, Launcher
+from teimgr.settings import Settings
+from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+
+class Metrics(ControlMetrics, Protocol):
+    """What the manager counts."""
+
+    def instance_created(self, spec: InstanceSpec) -> None:
+        """A user created an instance."""
+
+    def instance_deleted(self, name: str) -> None:
+        """A user deleted an instance."""
+
+    def fleet(self, views: Iterable[InstanceView]) -> None:
+        """These are all the instances there are now."""
+
+
+class Manager:
+    """Owns the set of instances; each instance's supervisor owns that instance.
+
+    Checks that a decision rests on and the decision itself happen without an await in between, so two calls cannot
+    both have the last port.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        launcher: Launcher,
+        directory: Directory,
+        store: Store,
+        gpus: GpuInventory,
+        metrics: Metrics,
+        cores: int | None = None,
+    ) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._directory = directory
+        self._store = store
+        self._gpus = gpus
+        self._metrics = metrics
+        self._cores = cores or usable_cores()
+        self._admission = Admission(settings)
+        self._supervisors: dict[str, Supervisor] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._placed: dict[str, str | None] = {}
+        self._saving = asyncio.Lock()
+        self._alarms: dict[str, str] = {}
+        self._around = Surroundings(
+            launcher=launcher,
+            directory=directory,
+            metrics=metrics,
+            policy=_policy(settings),
+            probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
+            grace_s=settings.graceful_shutdown_timeout_secs,
+            changed=self._changed,
+        )
+
+    # The daemon's life
+
+    async def boot(self) -> None:
+        """Adopt live workers, restore or seed the instances, begin to start those that are wanted.
+
+        Connect routers to the directory after this: adopted workers serve in it without a gap.
+
+        Raises:
+            InvalidConfig: the launcher cannot use the run directory.
+        """
+        await self._launcher.start()
+        wanted = await asyncio.to_thread(wanted_at_boot, self._settings, self._store)
+        self._raise_alarm("load", wanted.alarm)
+        refused = [name for spec in wanted.specs if (name := self._restore(spec))]
+        inventory = await self._gpus.read()
+        adopted = await self._launcher.adopt(lambda found: self._accepts(found, inventory))
+        await self._begin({each.handle.spec.name: each for each in adopted}, refused)
+        await self._save()
+
+    async def _begin(self, adopted: Mapping[str, Adopted], refused: Collection[str]) -> None:
+        for name in self._supervisors:
+            self._supervise(name, adopted.get(name))
+        self._balance()
+        await asyncio.gather(*(supervisor.started.wait() for supervisor in self._supervisors.values()))
+        for name, supervisor in self._supervisors.items():
+            if supervisor.spec.wanted_running and name not in adopted and name not in refused:
+                await supervisor.accept(Start())
+
+    async def shutdown(self, grace_s: float | None = None) -> None:
+        """Stop every worker in parallel; what is wanted stays as it is on disk.
+
+        `grace_s` 0 skips the grace, also of a shutdown under way.
+        """
+        if grace_s == 0:
+            for supervisor in self._supervisors.values():
+                supervisor.hurry()
+        await asyncio.gather(*map(self._halt, tuple(self._supervisors.values())))
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    # What users ask
+
+    async def create(self, request: InstanceSpec) -> InstanceView:
+        """A new instance, being started.
+
+        Raises:
+            InvalidInstanceName, ValidationError, InvalidConfig, InvalidGpuId, InvalidPort: the request is wrong.
+            InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it cannot be met.
+        """
+        place(request, await self._gpus.read())
+        spec = self._admission.admit(request, self._specs())
+        spec = replace(spec, created_at=_now(), wanted_running=True)
+        supervisor = self._enlist(spec)
+        self._supervise(spec.name, None)
+        self._balance()
+        await supervisor.accept(Start())
+        await self._save()
+        self._metrics.instance_created(spec)
+        return supervisor.view()
+
+    async def start(self, name: str) -> InstanceView:
+        """Have it running; returns while it is starting.
+
+        Raises:
+            InstanceNotFound, AlreadyRunning.
+        """
+        return await self._command(name, Start())
+
+    async def stop(self, name: str) -> InstanceView:
+        """Have it stopped; returns when its process is gone. Nothing but a start brings it back.
+
+        Raises:
+            InstanceNotFound, NotRunning.
+        """
+        return await self._command(name, Stop())
+
+    async def restart(self, name: str) -> InstanceView:
+        """Have a new process; returns when the old one is gone and the new one is starting.
+
+        Raises:
+            InstanceNotFound.
+        """
+        return await self._command(name, Restart())
+
+    async def delete(self, name: str) -> InstanceView:
+        """Forget it; returns its last view when its process is gone. Its log file stays.
+
+        Raises:
+            InstanceNotFound.
+        """
+        supervisor, task = self._find(name), self._tasks[name]
+        await supervisor.accept(Delete())
+        view = await supervisor.settle()
+        await asyncio.wait({task})
+        self._forget(supervisor)
+        await self._save()
+        self._metrics.instance_deleted(name)
+        return view
+
+    def list(self) -> list[InstanceView]:
+        """All instances, in the order of their creation."""
+        return [supervisor.view() for supervisor in self._supervisors.values()]
+
+    def get(self, name: str) -> InstanceView:
+        """One instance.
+
+        Raises:
+            InstanceNotFound.
+        """
+        return self._find(name).view()
+
+    def log_path(self, name: str) -> Path:
+        """Where the instance's workers write.
+
+        Raises:
+            InstanceNotFound: so that no other file can be asked for.
+        """
+        return self._launcher.log_path(self._find(name).spec.name)
+
+    # Instances and their supervisors
+
+    def _find(self, name: str) -> Supervisor:
+        try:
+            return self._supervisors[name]
+        except KeyError:
+            raise InstanceNotFound(name) from None
+
+    def _specs(self) -> Sequence[InstanceSpec]:
+        return [supervisor.spec for supervisor in self._supervisors.values()]
+
+    def _enlist(self, spec: InstanceSpec) -> Supervisor:
+        supervisor = Supervisor(spec, lambda: self._plan(spec), self._around)
+        self._supervisors[spec.name] = supervisor
+        return supervisor
+
+    def _restore(self, spec: InstanceSpec) -> str | None:
+        """Enlist what was wanted before; its name when it cannot be tried, which its view explains."""
+        try:
+            self._enlist(self._admission.readmit(spec, self._specs()))
+        except (InvalidInstanceName, InstanceExists) as error:
+            self._raise_alarm("load", f"not restored: {error.message}")
+        except TeimgrError as error:
+            self._enlist(spec).give_up(error.message)
+            return spec.name
+        return None
+
+    def _supervise(self, name: str, adopted: Adopted | None) -> None:
+        task = asyncio.create_task(self._supervisors[name].run(adopted), name=f"supervisor of {name}")
+        task.add_done_callback(_report_defect)
+        self._tasks[name] = task
+
+    def _forget(self, supervisor: Supervisor) -> None:
+        name = supervisor.spec.name
+        if self._supervisors.get(name) is supervisor:
+            del self._supervisors[name], self._tasks[name]
+            self._placed.pop(name, None)
+            self._balance()
+            self._changed()
+
+    async def _command(self, name: str, command: Command) -> InstanceView:
+        supervisor = self._find(name)
+        await supervisor.accept(command)
+        self._balance()
+        await self._save()
+        return await supervisor.settle()
+
+    async def _halt(self, supervisor: Supervisor) -> None:
+        """Stop one for the daemon's sake, wanted or not."""
+        try:
+            await supervisor.accept(Stop(), wanted_stays=True)
+        except TeimgrError:
+            return  # it has no process, or is gone
+        await supervisor.settle()
+
+    # Placement
+
+    async def _plan(self, spec: InstanceSpec) -> WorkerSpec:
+        """What to tell the next worker of `spec`; asked anew at each launch.
+
+        Raises:
+            TeimgrError: there is no place for it.
+        """
+        inventory = await self._gpus.read()
+        gpu = place(spec, inventory, self._loading())
+        self._placed[spec.name] = uuid = gpu.uuid if gpu else None
+        return worker_spec(spec, self._settings, uuid, self._shares().get(spec.name, 1))
+
+    def _loading(self) -> Counter[str]:
+        """Workers per card that have not proved themselves yet, so that the card may not show their memory."""
+        starting = (name for name, each in self._supervisors.items() if each.view().state is State.STARTING)
+        return Counter(uuid for name in starting if (uuid := self._placed.get(name)))
+
+    def _accepts(self, found: WorkerSpec, inventory: Inventory) -> bool:
+        """Whether a worker of an earlier daemon is one that we would launch now."""
+        supervisor = self._supervisors.get(found.name)
+        if supervisor is None or not supervisor.spec.wanted_running:
+            return False
+        try:
+            chosen = place(supervisor.spec, inventory) if supervisor.spec.gpu_id is not None else None
+            gpu = chosen.uuid if chosen else found.gpu
+            same = worker_spec(supervisor.spec, self._settings, gpu, found.threads).hash == found.hash
+        except TeimgrError:
+            return False
+        there = found.gpu is None or found.gpu in {card.uuid for card in inventory.gpus}
+        if same and there:
+            self._placed[found.name] = found.gpu
+        return same and there
+
+    def _shares(self) -> dict[str, int]:
+        """CPU threads by name; an instance that is about to start counts as wanted."""
+        return share_threads(self._cores, (spec for spec in self._specs() if spec.wanted_running))
+
+    def _balance(self) -> None:
+        for name, threads in self._shares().items():
+            self._supervisors[name].set_threads(threads)
+
+    # State and figures
+
+    async def _save(self) -> None:
+        """Have the disk say what is wanted now. A disk that refuses is an alarm; the fleet goes on."""
+        async with self._saving:
+            try:
+                await asyncio.to_thread(self._store.save, self._specs())
+            except OSError as error:
+                self._raise_alarm("save", f"the state cannot be saved: {error}")
+            else:
+                self._alarms.pop("save", None)
+
+    @property
+    def store_alarm(self) -> str | None:
+        """What people must know of the state file; None when all is well."""
+        return "; ".join(self._alarms.values()) or None
+
+    def _raise_alarm(self, kind: str, text: str | None) -> None:
+        if text is not None:
+            log.error("state alarm", extra={"reason": text})
+            self._alarms[kind] = "; ".join(filter(None, (self._alarms.get(kind), text))) if kind == "load" else text
+
+    def _changed(self) -> None:
+        self._metrics.fleet(self.list())
+
+
+def _policy(settings: Settings) -> Policy:
+    return Policy(
+        startup_timeout_s=settings.startup_timeout_secs,
+        max_probe_failures=settings.max_failures_before_restart,
+        backoff_s=settings.restart_backoff_secs,
+        backoff_max_s=settings.restart_backoff_max_secs,
+    )
+
+
+def _report_defect(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,45 @@
+"""Where an instance runs: which GPU, or the CPU, and with how many threads. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from teimgr.control.gpus import Gpu, Inventory
+from teimgr.errors import InvalidGpuId
+from teimgr.spec import InstanceSpec
+
+LOADING_BYTES = 2 << 30
+"""What a worker that is still loading is taken to need, for the card's own figure does not show it yet."""
+
+
+def place(spec: InstanceSpec, inventory: Inventory, loading: Mapping[str, int] | None = None) -> Gpu | None:
+    """The card for one more worker of `spec`; None means the CPU, which is for hosts without a card.
+
+    `loading` counts, by UUID, the workers whose memory NVML cannot show yet. Without a `gpu_id` the card with the most
+    memory to spare wins, the first of equals.
+
+    Raises:
+        InvalidGpuId: `gpu_id` is none of the cards.
+    """
+    if spec.gpu_id is not None:
+        return _named(spec.gpu_id, inventory)
+    pending = loading or {}
+    return max(inventory.gpus, key=lambda gpu: _spare_bytes(gpu, pending), default=None)
+
+
+def _named(gpu_id: int, inventory: Inventory) -> Gpu:
+    for gpu in inventory.gpus:
+        if gpu.index == gpu_id:
+            return gpu
+    raise InvalidGpuId(gpu_id, inventory.indexes, inventory.reason)
+
+
+def _spare_bytes(gpu: Gpu, loading: Mapping[str, int]) -> int:
+    return gpu.memory_free_bytes - LOADING_BYTES * loading.get(gpu.uuid, 0)
+
+
+def share_threads(cores: int, wanted: Iterable[InstanceSpec]) -> dict[str, int]:
+    """Name → CPU threads of its worker: an equal share of the cores, at least one; an explicit `threads` wins."""
+    specs = list(wanted)
+    share = max(1, cores // max(1, len(specs)))
+    return {spec.name: spec.threads or share for spec in specs}

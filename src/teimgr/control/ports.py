@@ -1,0 +1,85 @@
+"""Ports for instances: handed out from a range that goes round, or taken as the user says, if nobody has them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping
+
+from teimgr.errors import InvalidPort, PortAllocationFailed, PortConflict
+
+UNPRIVILEGED_PORT = 1024
+LAST_PORT = 65535
+FIRST_PROMETHEUS_PORT = 9100
+_PROMETHEUS_TRIES = 1000
+
+
+class Ports:
+    """The range `[start, end)` on `host`. `reserved` are the daemon's own ports: number → whose it is."""
+
+    def __init__(self, host: str, start: int, end: int, reserved: Mapping[int, str]) -> None:
+        self._host = host
+        self._range = range(start, end)
+        self._reserved = reserved
+        self._next = start
+        self._next_prometheus = FIRST_PROMETHEUS_PORT
+
+    def allocate(self, taken: Collection[int]) -> int:
+        """A free port of the range that is not in `taken`.
+
+        The search goes on where the last one ended, so that a port just given up rests for a while.
+
+        Raises:
+            PortAllocationFailed: there is none.
+        """
+        start, size = self._range.start, len(self._range)
+        for step in range(size):
+            port = start + (self._next - start + step) % size
+            if port not in taken and port not in self._reserved and is_free(self._host, port):
+                self._next = port + 1
+                return port
+        raise PortAllocationFailed(
+            f"Could not find free port in range [{start}, {self._range.stop}). Delete an instance, or widen "
+            f"instance_port_start and instance_port_end"
+        )
+
+    def check(self, port: int, holders: Mapping[int, str]) -> int:
+        """`port` itself, when an instance may have it; `holders` are the instances' ports: number → name.
+
+        Raises:
+            InvalidPort: it is no port, or a privileged one.
+            PortConflict: an instance, the daemon or a stranger has it.
+        """
+        if not UNPRIVILEGED_PORT <= port <= LAST_PORT:
+            raise InvalidPort(f"Invalid port {port}: must be between {UNPRIVILEGED_PORT} and {LAST_PORT}")
+        if port in holders:
+            raise PortConflict(port, f"instance '{holders[port]}'")
+        if port in self._reserved:
+            raise PortConflict(port, self._reserved[port])
+        if not is_free(self._host, port):
+            raise PortConflict(port, "another process")
+        return port
+
+    def allocate_prometheus(self, taken: Collection[int]) -> int:
+        """A free port from 9100 upwards, never the same twice.
+
+        Raises:
+            PortAllocationFailed: there is none within a thousand.
+        """
+        first = self._next_prometheus
+        for port in range(first, min(first + _PROMETHEUS_TRIES, LAST_PORT + 1)):
+            if port not in taken and port not in self._reserved and is_free(self._host, port):
+                self._next_prometheus = port + 1
+                return port
+        raise PortAllocationFailed(f"Could not find free port in range {first}-{first + _PROMETHEUS_TRIES}")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a listener could be bound there now; connections in TIME_WAIT do not matter."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
