@@ -47,7 +47,12 @@ class Daemon:
         self.metrics = Metrics()
         self.directory = Directory()
         self.launcher = LocalLauncher(
-            LocalOptions(settings.run_dir, settings.log_dir, settings.log_max_bytes, settings.log_keep)
+            LocalOptions(
+                run_dir=settings.run_dir,
+                log_dir=settings.log_dir,
+                log_max_bytes=settings.log_max_bytes,
+                log_keep=settings.log_keep,
+            )
         )
         self.stopping = asyncio.Event()
         self.muxes = [

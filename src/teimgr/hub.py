@@ -27,6 +27,8 @@ _OTHER_RUNTIMES = [
     "*.tflite",
     "*.gguf",
 ]
+# What a snapshot may lack and still be whole to the hub library; whether it is whole to us, `is_complete` says.
+_UNASKED = [*_OTHER_RUNTIMES, "*.bin"]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -68,7 +70,7 @@ def find_cached(model_id: str, revision: str | None = None) -> ModelSource | Non
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(model_id, revision=revision, local_files_only=True))
+        path = Path(snapshot_download(model_id, revision=revision, local_files_only=True, ignore_patterns=_UNASKED))
     except HFValidationError as error:
         raise ModelNotFound(f"Model '{model_id}' is neither a directory nor a hub id: {error}") from error
     except LocalEntryNotFoundError:
