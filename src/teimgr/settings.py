@@ -161,6 +161,8 @@ class Settings:
             yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
         if self.auth and self.auth.mtls and self.auth.mtls.allow_self_signed:
             yield "auth.mtls.allow_self_signed is ignored: clients must present a chain to ca_cert"
+        if self.grpc_enabled and self.mtls and (self.mtls.allowed_subjects or self.mtls.allowed_sans):
+            yield "auth.mtls.allowed_…: REST asks for them; gRPC lets in whom ca_cert certified"
         for name in ("api_host", "grpc_host", "instance_host"):
             host = getattr(self, name)
             # TLS covers the two shared listeners, never the instances' own ports.

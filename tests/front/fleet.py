@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from teimgr.errors import (
     AlreadyRunning,
@@ -74,9 +73,6 @@ class Fleet:
         if name not in self._views:
             raise InstanceNotFound(name)
         return self._views[name]
-
-    def log_path(self, name: str) -> Path:
-        return self._settings.log_dir / f"{name}.log"
 
     def put(self, view: InstanceView) -> InstanceView:
         """Make this the view of its instance."""

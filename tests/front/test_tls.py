@@ -15,7 +15,8 @@ import aiohttp
 import pytest
 from rest import Front, listening
 
-from teimgr.front.tls import permitted, subject_of, uvicorn_options
+from teimgr.front.callers import permitted
+from teimgr.front.tls import subject_of, uvicorn_options
 from teimgr.settings import Auth, Mtls, Settings
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")

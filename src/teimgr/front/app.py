@@ -39,7 +39,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.manager, app.state.metrics = manager, metrics
+    app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted
     for router in ROUTERS:
         app.include_router(router)

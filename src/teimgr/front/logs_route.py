@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import StreamingResponse
 
 from teimgr.errors import InstanceNotFound
-from teimgr.front.instances import UNKNOWN, TheManager
+from teimgr.front.instances import UNKNOWN
 from teimgr.front.log_lines import pieces, read_lines
 from teimgr.front.schemas import LogSlice
+from teimgr.settings import Settings
 from teimgr.spec import check_name
 
 router = APIRouter(tags=["instances"])
@@ -27,9 +28,10 @@ Index = Annotated[int | None, Query(ge=-I32, lt=I32, description="as in a Python
 
 
 @router.get("/instances/{name}/logs", response_model=LogSlice, responses=UNKNOWN)
-def get_logs(name: str, manager: TheManager, start: Index = None, end: Index = None) -> StreamingResponse:
+def get_logs(request: Request, name: str, start: Index = None, end: Index = None) -> StreamingResponse:
     """Lines [start, end) of the log, rotated files included; memory does not grow with the log."""
-    parts = pieces(manager.log_path(check_name(name)))
+    settings: Settings = request.app.state.settings
+    parts = pieces(settings.log_dir / f"{check_name(name)}.log")
     if not parts:
         raise InstanceNotFound(name)
     total = sum(piece.lines for piece in parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 from teimgr.spec import InstanceSpec, InstanceView
@@ -46,6 +45,3 @@ class Manager(Protocol):
 
     def get(self, name: str) -> InstanceView:
         """One instance."""
-
-    def log_path(self, name: str) -> Path:
-        """Where the log of an instance of this name lies, or would lie."""

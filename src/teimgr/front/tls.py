@@ -1,19 +1,19 @@
 """Mutual TLS of the REST listener: what uvicorn is told, and which certified callers are let in.
 
 The handshake verifies that a client's certificate chains to `ca_cert`. Subjects and alternative names are judged per
-request, so that a refused caller reads why. `permitted` is the rule of the gRPC listener too.
+request, so that a refused caller reads why.
 """
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from teimgr.front.answers import refusal
+from teimgr.front.callers import permitted
 from teimgr.settings import Mtls
 
 PUBLIC = ("/health", "/metrics")
@@ -59,20 +59,6 @@ def uvicorn_options(mtls: Mtls | None) -> dict[str, Any]:
         "ssl_ca_certs": str(mtls.ca_cert),
         "ssl_cert_reqs": ssl.CERT_REQUIRED,
     }
-
-
-def permitted(mtls: Mtls, subject: str, sans: Sequence[str]) -> bool:
-    """Whether a caller with this certificate may come in.
-
-    One of `allowed_subjects` must occur in `subject`; one of `allowed_sans` must equal an alternative name, with or
-    without its kind (`DNS:x` or `x`). A list that is empty, or whose `verify_` key is off, asks for nothing.
-    """
-    if mtls.verify_subject and mtls.allowed_subjects and not any(part in subject for part in mtls.allowed_subjects):
-        return False
-    if not (mtls.verify_san and mtls.allowed_sans):
-        return True
-    names = {*sans, *(san.partition(":")[2] for san in sans)}
-    return not names.isdisjoint(mtls.allowed_sans)
 
 
 def subject_of(certificate: dict[str, Any]) -> str:
