@@ -49,7 +49,10 @@ PRELOAD = (
     ),
 )
 # Libraries that make threads when they are loaded read these then; a worker sets its own number later.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator inside pyarrow
+}
 # Memory runs out: better the one worker whose weights are loaded again than the daemon or the multiplexer.
 _OOM_SCORE_ADJ = "300"
 
