@@ -68,16 +68,16 @@ class Daemon:
         for warning in self.settings.warnings():
             log.warning(warning)
         self.settings.prepare_folders()
-        with contextlib.closing(bind(self.settings.api_host, self.settings.api_port)) as listener:
-            await self.launcher.start()
-            for mux in self.muxes:
-                await mux.start()
-            with self._signals():
-                app = create_app(self.manager, self.settings, self.metrics, self.alarms)
-                async with serving(app, listener, **uvicorn_options(self.settings.mtls)), self._muxes_running():
+        listener = bind(self.settings.api_host, self.settings.api_port)
+        app = create_app(self.manager, self.settings, self.metrics, self.alarms)
+        with self._signals():
+            try:
+                async with serving(app, listener, **uvicorn_options(self.settings.mtls)):
                     await self.manager.boot()
-                    log.info("daemon ready", extra={"version": __version__, **self.addresses()})
-                    await self.stopping.wait()
+                    async with self._muxes_running():
+                        log.info("daemon ready", extra={"version": __version__, **self.addresses()})
+                        await self.stopping.wait()
+            finally:
                 await self._stop()
         return 0
 
@@ -103,7 +103,12 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def _muxes_running(self) -> AsyncIterator[None]:
-        """The muxes are kept while the body runs, and go on by themselves after it."""
+        """The muxes are kept while the body runs, and go on by themselves after it.
+
+        They are fed only now: a mux of an earlier daemon goes on serving what it knows until adoption is over.
+        """
+        for mux in self.muxes:
+            await mux.start()
         tasks = [asyncio.create_task(mux.run()) for mux in self.muxes]
         try:
             yield
@@ -116,12 +121,11 @@ class Daemon:
     def _signals(self) -> Iterator[None]:
         """The first SIGINT or SIGTERM asks for an orderly end, a second one ends the waiting."""
         loop = asyncio.get_running_loop()
-        running = asyncio.current_task()
-        assert running is not None
+        hurrying: set[asyncio.Task[None]] = set()
 
         def on_signal() -> None:
-            if self.stopping.is_set():
-                running.cancel()
+            if self.stopping.is_set() and not hurrying:
+                hurrying.add(loop.create_task(self._hurry()))
             self.stopping.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -131,3 +135,9 @@ class Daemon:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+
+    async def _hurry(self) -> None:
+        log.warning("asked again: stopping without grace")
+        for mux in self.muxes:
+            mux.hurry()
+        await self.manager.shutdown(grace_s=0)

@@ -112,6 +112,11 @@ class MuxKeeper:
         Path(self.config.control_socket).unlink(missing_ok=True)
         self._config_path.unlink(missing_ok=True)
 
+    def hurry(self) -> None:
+        """End a stop under way without waiting for calls: a second signal says so to the mux."""
+        if self._pidfd is not None:
+            self._signal(signal.SIGTERM)
+
     @property
     def _config_path(self) -> Path:
         return self._run_file.with_suffix(".config")
