@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -58,3 +60,16 @@ async def channel(mux: MuxProcess, control: Control) -> AsyncIterator[grpc.aio.C
     """A client's channel to the shared mux."""
     async with client(await control.stats()) as channel:
         yield channel
+
+
+@pytest.fixture
+def start_mux() -> Iterator[Callable[..., MuxProcess]]:
+    """Start mux processes with a config of their own."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**overrides: Any) -> MuxProcess:
+            process = MuxProcess(**overrides)
+            stack.callback(process.close)
+            return process
+
+        yield start

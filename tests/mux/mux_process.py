@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message_factory import GetMessageClass
 
 from teimgr.directory import Entry, Snapshot
 from teimgr.front.mux_config import MuxConfig
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.spec import State
+from teimgr.wire.rpc import SERVICE
 
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 WINDOW = 16
@@ -49,7 +53,9 @@ class MuxProcess:
             seen += line
             if b"mux serves" in line:
                 return
-        raise RuntimeError(seen.decode())
+        status = self.process.wait()
+        self.close()
+        raise RuntimeError(seen.decode(), status)
 
     def close(self) -> None:
         self.process.kill()
@@ -96,3 +102,27 @@ def client(stats: dict[str, object]) -> grpc.aio.Channel:
     """A channel of its own connection to the mux whose stats these are."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     return grpc.aio.insecure_channel(f"127.0.0.1:{stats['port']}", options=options)
+
+
+def stub(channel: grpc.aio.Channel, name: str) -> Any:
+    """The real client's callable for a method of the multiplexer, typed messages in and out."""
+    method = SERVICE.methods_by_name[name]
+    shape = (
+        ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
+    )
+    return getattr(channel, shape)(
+        f"/{SERVICE.full_name}/{name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
+
+
+def to(name: str) -> mux_pb2.Target:
+    """A target by instance name."""
+    return mux_pb2.Target(instance_name=name)
+
+
+def embed(text: str, target: str | None = "a") -> mux_pb2.EmbedRequest:
+    """An Embed request for the instance `target`, None for no target."""
+    request = tei_pb2.EmbedRequest(inputs=text)
+    return mux_pb2.EmbedRequest(target=None if target is None else to(target), request=request)

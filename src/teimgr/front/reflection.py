@@ -32,7 +32,7 @@ def reflection_handlers() -> tuple[Any, ...]:
     """A generic handler per version, for `grpc.aio.Server.add_generic_rpc_handlers`."""
     files = [_proto(file) for file in _FILES]
     files.append(_renamed_v1(files[-1]))
-    servicer = _LIBRARY.aio.ReflectionServicer(service_names(files), _pool(files))
+    servicer = _LIBRARY.aio.ReflectionServicer(service_names(files), _Pool(files))
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
@@ -71,9 +71,33 @@ def _renamed_v1(alpha: FileDescriptorProto) -> FileDescriptorProto:
     return v1
 
 
-def _pool(files: list[FileDescriptorProto]) -> DescriptorPool:
-    """A pool of its own: the default one is shared with whatever else is loaded."""
-    pool = DescriptorPool()
-    for file in files:
-        pool.Add(file)
-    return pool
+class _Pool:
+    """The part of a descriptor pool that reflection asks, complete: protobuf's own does not find methods and oneofs.
+
+    A pool of its own, because the default one is shared with whatever else is loaded. Unknown names are a KeyError.
+    """
+
+    def __init__(self, files: list[FileDescriptorProto]) -> None:
+        self._pool = DescriptorPool()
+        for file in files:
+            self._pool.Add(file)
+        self.FindFileByName = self._pool.FindFileByName
+        self.FindMessageTypeByName = self._pool.FindMessageTypeByName
+        self.FindExtensionByNumber = self._pool.FindExtensionByNumber
+        self.FindAllExtensions = self._pool.FindAllExtensions
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802  the library's name
+        """The file that defines the service, method, message, field, oneof, enum or enum value of that full name."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            parent, _, leaf = symbol.rpartition(".")
+            return self._members(parent)[leaf]
+
+    def _members(self, parent: str) -> dict[str, FileDescriptor]:
+        try:
+            service = self._pool.FindServiceByName(parent)
+        except KeyError:
+            message = self._pool.FindMessageTypeByName(parent)
+            return dict.fromkeys(message.oneofs_by_name, message.file)
+        return dict.fromkeys(service.methods_by_name, service.file)

@@ -1,0 +1,158 @@
+"""FrameProtocol over real sockets: whatever way the bytes are cut, the frames come out whole."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from teimgr.wire.frames import HEADER, Flag, FrameType, Header, Method, pack_header
+from teimgr.wire.stream import FrameProtocol
+
+LIMIT = 4 * 1024 * 1024
+
+
+@dataclass
+class End(FrameProtocol):
+    """One end that keeps what it gets."""
+
+    frames: asyncio.Queue[tuple[Header, bytes]] = field(default_factory=asyncio.Queue)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        super().__init__(LIMIT)
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        self.frames.put_nowait((header, payload))
+
+    def link_lost(self, error: Exception | None) -> None:
+        self.lost.set()
+
+    async def payloads(self, count: int) -> list[bytes]:
+        return [(await self.frames.get())[1] for _ in range(count)]
+
+
+@dataclass
+class Pair:
+    """An end under test and the raw socket on the other side."""
+
+    end: End
+    peer: socket.socket
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.peer, data)
+
+    async def read(self, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        got = b""
+        while len(got) < count:
+            got += await loop.sock_recv(self.peer, count - len(got))
+        return got
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    _, end = await asyncio.get_running_loop().create_unix_connection(End, sock=ours)
+    yield Pair(end, theirs)
+    theirs.close()
+    end.close()
+    await end.lost.wait()
+
+
+def frame(payload: bytes, id: int = 1) -> bytes:
+    return pack_header(len(payload), FrameType.REQUEST, Method.EMBED, id) + payload
+
+
+async def test_a_frame_cut_at_every_byte_arrives_whole(pair: Pair) -> None:
+    data = frame(b"hello", 7)
+
+    for cut in range(1, len(data)):
+        await pair.write(data[:cut])
+        await asyncio.sleep(0)
+        await pair.write(data[cut:])
+        header, payload = await pair.end.frames.get()
+
+        assert (header.id, header.method, payload) == (7, Method.EMBED, b"hello")
+
+
+async def test_many_frames_in_one_write_arrive_in_order(pair: Pair) -> None:
+    sent = [bytes([number % 256]) * (number % 300) for number in range(2_000)]
+
+    await pair.write(b"".join(frame(payload) for payload in sent))
+
+    assert await pair.end.payloads(len(sent)) == sent
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 262_120, 262_144, 3_000_000])
+async def test_payloads_around_the_buffer_sizes_arrive_between_small_neighbours(pair: Pair, size: int) -> None:
+    large = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+
+    await pair.write(frame(b"before") + frame(large) + frame(b"after") + frame(large) + frame(b"end"))
+
+    assert await pair.end.payloads(5) == [b"before", large, b"after", large, b"end"]
+
+
+async def test_frames_of_one_tick_leave_in_one_write(pair: Pair) -> None:
+    writes: list[int] = []
+    transport = pair.end._transport
+    assert transport is not None
+    original = transport.writelines
+    transport.writelines = lambda parts: (writes.append(len(list(parts))), original(parts))[1]  # type: ignore[method-assign]
+
+    for number in range(3):
+        pair.end.send(FrameType.REPLY, Method.EMBED, number, b"abc", flags=Flag.TIMINGS, deadline_ms=5)
+    data = await pair.read(3 * (HEADER.size + 3))
+
+    assert writes == [6]
+    assert data == b"".join(
+        pack_header(3, FrameType.REPLY, Method.EMBED, number, Flag.TIMINGS, 5) + b"abc" for number in range(3)
+    )
+
+
+async def test_views_and_bytearrays_are_sent_as_they_are(pair: Pair) -> None:
+    pair.end.send(FrameType.REPLY, Method.EMBED, 1, memoryview(b"abcdef")[2:4])
+    pair.end.send(FrameType.REPLY, Method.EMBED, 1, bytearray(b"xy"))
+
+    data = await pair.read(2 * (HEADER.size + 2))
+
+    assert data[HEADER.size : HEADER.size + 2] == b"cd"
+    assert data.endswith(b"xy")
+
+
+async def test_a_frame_over_the_limit_breaks_the_link_before_it_is_read(pair: Pair) -> None:
+    await pair.write(frame(b"fine") + pack_header(LIMIT + 1, FrameType.REQUEST, Method.EMBED, 2))
+
+    await pair.end.lost.wait()
+
+    assert await pair.end.payloads(1) == [b"fine"]
+    assert not pair.end.is_open
+
+
+async def test_a_peer_that_closes_is_noticed_and_sending_then_is_harmless(pair: Pair) -> None:
+    pair.peer.close()
+
+    await pair.end.lost.wait()
+    pair.end.send(FrameType.REQUEST, Method.EMBED, 1, b"late")
+
+    assert pair.end.unsent_bytes == 0
+
+
+async def test_unsent_bytes_tell_what_the_peer_has_not_taken(pair: Pair) -> None:
+    size = 3_000_000
+
+    pair.end.send(FrameType.REPLY, Method.EMBED, 1, b"x" * size)
+
+    assert pair.end.unsent_bytes == size + HEADER.size
+    await pair.read(size + HEADER.size)
+
+
+async def test_close_sends_what_is_queued_first(pair: Pair) -> None:
+    pair.end.send(FrameType.REPLY, Method.EMBED, 1, b"last words")
+    pair.end.close()
+
+    assert (await pair.read(HEADER.size + 10)).endswith(b"last words")
