@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from teimgr.engine.attention import PACKED, Packing
@@ -122,7 +123,7 @@ def load_transformer(layout: Layout, device: torch.device) -> Transformer:
         )
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError) as error:
         raise ModelLoadFailed(f"transformers cannot load this model: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadFailed(f"{len(missing)} weights are missing from the files, first {missing[0]}")

@@ -108,8 +108,7 @@ class Shelf:
             self._by_age.popleft()
             if not head.taken:
                 bucket = self._by_length[head.length]
-                bucket.remove(head)
-                self._hand_out(head, take, now)
+                self._hand_out(bucket.popleft(), take, now)
                 if not bucket:
                     self._forget(head.length)
         return None

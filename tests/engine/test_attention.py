@@ -1,0 +1,78 @@
+"""Packed attention against attention written out, one text at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from teimgr.engine.attention import CannotPackError, Packing, packed_attention
+from teimgr.engine.batch import pack
+
+LENGTHS = (1, 2, 7, 7, 7, 12)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """[heads, L, d] of one text."""
+    k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) * 0.3
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])[None, :]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen &= distance.abs() < window
+    if causal:
+        seen &= distance >= 0
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_texts_attend_to_themselves_only(kv_heads: int, causal: bool, window: int | None) -> None:
+    torch.manual_seed(0)
+    batch = pack([np.zeros(n, dtype=np.int32) for n in LENGTHS])
+    q, k, v = (torch.randn(1, batch.tokens, heads, 8).transpose(1, 2) for heads in (4, kv_heads, kv_heads))
+    packing = Packing.of(batch, None)
+    result, weights = packed_attention(
+        Attention(causal), q, k, v, None, scaling=0.3, sliding_window=window, packing=packing
+    )
+
+    assert weights is None
+    assert result.shape == (1, batch.tokens, 4, 8)
+    for start, stop in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        one = written_out(*(x[0, :, start:stop] for x in (q, k, v)), causal, window)
+        torch.testing.assert_close(result[0, start:stop].transpose(0, 1), one, atol=1e-6, rtol=1e-5)
+
+
+def test_the_call_overrules_the_module_on_causality() -> None:
+    batch = pack([np.zeros(5, dtype=np.int32)])
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    packing = Packing.of(batch, None)
+    told, _ = packed_attention(Attention(True), q, k, v, None, is_causal=False, packing=packing)
+    own, _ = packed_attention(Attention(False), q, k, v, None, packing=packing)
+
+    torch.testing.assert_close(told, own)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"packing": None},
+        {"attention_mask": torch.zeros(1, 1, 3, 3)},
+        {"softcap": 50.0},
+        {"position_bias": torch.zeros(1, 2, 3, 3)},
+    ],
+)
+def test_what_it_does_not_do_is_refused(extra: dict[str, object]) -> None:
+    batch = pack([np.zeros(3, dtype=np.int32)])
+    rows = [torch.randn(1, 2, 3, 4) for _ in range(3)]
+    inputs = {"attention_mask": None, "packing": Packing.of(batch, None)} | extra
+
+    with pytest.raises(CannotPackError, match="asks for more"):
+        packed_attention(Attention(False), *rows, **inputs)

@@ -1,0 +1,187 @@
+"""The queue decides alone: these tests need no model and no torch."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+
+import numpy as np
+
+from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.queue import BatchLimits, EntryQueue
+from teimgr.engine.shelf import Entry, Take
+
+LIMITS = BatchLimits(tokens=100, bulk_tokens_beside_interactive=20)
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def entry(length: int, lane: Lane = Lane.BULK, deadline: float | None = None, job: Job | None = None) -> Entry:
+    job = job or Job(["x"], EmbedOptions(), lane, deadline)
+    return Entry(job, 0, np.zeros(length, dtype=np.int32))
+
+
+def take(queue: EntryQueue) -> Take:
+    batch = queue.next_batch(timeout_s=0.0)
+    assert batch is not None
+    return batch
+
+
+def lengths(queue: EntryQueue) -> list[int]:
+    return sorted(e.length for e in take(queue).entries)
+
+
+def test_a_query_goes_before_bulk_that_came_earlier() -> None:
+    queue = EntryQueue(LIMITS)
+    query = entry(3, Lane.INTERACTIVE)
+    queue.put([entry(10), entry(10)])
+    queue.put([query])
+
+    assert take(queue).entries == [query]
+
+
+def test_a_batch_keeps_both_bounds() -> None:
+    queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=20, texts=3))
+    queue.put([entry(40) for _ in range(3)] + [entry(1) for _ in range(5)])
+
+    assert lengths(queue) == [1, 40, 40]
+    assert lengths(queue) == [1, 1, 40]
+    assert lengths(queue) == [1, 1]
+
+
+def test_a_text_longer_than_the_bound_rides_alone() -> None:
+    queue = EntryQueue(LIMITS)
+    queue.put([entry(400), entry(1)])
+
+    assert lengths(queue) == [400]
+    assert lengths(queue) == [1]
+
+
+def test_a_batch_takes_the_nearest_lengths() -> None:
+    queue = EntryQueue(LIMITS)
+    queue.put([entry(n) for n in (30, 5, 90, 32, 33, 2)])
+
+    assert lengths(queue) == [5, 30, 32, 33]
+
+
+def test_every_batch_holds_the_oldest_entry_whatever_comes_later() -> None:
+    """So no length can be starved by a stream of another."""
+    chance = random.Random(7)
+    queue = EntryQueue(LIMITS)
+    waiting: list[Entry] = []
+    for _ in range(300):
+        fresh = [entry(chance.randint(1, 60)) for _ in range(chance.randint(0, 6))]
+        queue.put(fresh)
+        waiting += fresh
+        batch = take(queue).entries
+        if waiting:
+            assert waiting[0] in batch
+        assert sum(e.length for e in batch) <= LIMITS.tokens
+        waiting = [e for e in waiting if e not in batch]
+
+    assert len(queue) == len(waiting)
+    assert queue.tokens(Lane.BULK) == sum(e.length for e in waiting)
+
+
+def test_under_a_flood_of_queries_bulk_keeps_about_its_share() -> None:
+    queue = EntryQueue(LIMITS)
+    served = dict.fromkeys(Lane, 0)
+    for _ in range(2000):
+        queue.put([entry(10, Lane.INTERACTIVE) for _ in range(10)])
+        queue.put([entry(10)])
+        for e in take(queue).entries:
+            served[e.job.lane] += e.length
+    share = served[Lane.BULK] / sum(served.values())
+
+    assert 0.08 < share < 0.3
+
+
+def test_bulk_batches_are_small_while_queries_were_seen_lately() -> None:
+    clock = Clock()
+    queue = EntryQueue(LIMITS, clock)
+    queue.put([entry(10) for _ in range(30)])
+    assert len(take(queue).entries) == 10
+
+    queue.put([entry(3, Lane.INTERACTIVE)])
+    assert len(take(queue).entries) == 1
+    assert len(take(queue).entries) == 2
+
+    clock.now += LIMITS.interactive_memory_s
+    assert len(take(queue).entries) == 10
+
+
+def test_cancelled_entries_vanish() -> None:
+    queue = EntryQueue(LIMITS)
+    gone = Job(["x"] * 3, EmbedOptions(), Lane.BULK)
+    stays = entry(10)
+    queue.put([entry(10, job=gone), stays, entry(11, job=gone), entry(50, job=gone)])
+    gone.cancel()
+
+    assert take(queue).entries == [stays]
+    assert take(queue).entries == []
+    assert len(queue) == queue.tokens(Lane.BULK) == 0
+
+
+def test_expired_entries_come_back_apart() -> None:
+    clock = Clock()
+    queue = EntryQueue(LIMITS, clock)
+    late, timely = entry(10, deadline=clock.now + 1), entry(10, deadline=clock.now + 10)
+    queue.put([late, timely])
+    clock.now += 5
+    batch = take(queue)
+
+    assert batch.expired == [late]
+    assert batch.entries == [timely]
+
+
+def test_a_purge_makes_room_and_loses_no_failure() -> None:
+    clock = Clock()
+    queue = EntryQueue(LIMITS, clock)
+    gone, late, stays = entry(10), entry(20, deadline=clock.now + 1), entry(30)
+    queue.put([stays, late, gone])
+    gone.job.cancel()
+    clock.now += 5
+    queue.purge()
+    assert queue.tokens(Lane.BULK) == 30
+
+    batch = take(queue)
+    assert batch.entries == [stays]
+    assert batch.expired == [late]
+
+
+def test_the_taker_sleeps_until_something_comes() -> None:
+    queue = EntryQueue(LIMITS)
+    seen: list[Take | None] = []
+    taker = threading.Thread(target=lambda: seen.append(queue.next_batch(timeout_s=30.0)))
+    taker.start()
+    queue.put([entry(5)])
+    taker.join(30.0)
+
+    assert [len(batch.entries) for batch in seen if batch] == [1]
+
+
+def test_a_closed_queue_is_emptied_first_and_an_abandoned_one_is_not() -> None:
+    queue = EntryQueue(LIMITS)
+    left = entry(60)
+    queue.put([entry(60), left])
+    queue.close()
+    assert lengths(queue) == [60]
+
+    queue.abandon()
+    assert queue.next_batch(timeout_s=0.0) is None
+    assert queue.drain() == [left]
+
+
+def test_queue_and_batch_need_no_torch() -> None:
+    code = "import sys, teimgr.engine.queue, teimgr.engine.batch; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,60 @@
+"""Every pooling against the plain formula, with and without a prompt that is left out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from teimgr.engine.batch import pack
+from teimgr.engine.heads import finish
+from teimgr.engine.pooling import POOLINGS, pool
+
+LENGTHS = (4, 1, 9, 4)
+PROMPTS = (2, 0, 3, 2)
+
+
+def plainly(name: str, rows: np.ndarray, prompt: int) -> np.ndarray:
+    kept, weights = rows[prompt:], np.arange(1, len(rows) + 1)[prompt:, None]
+    return {
+        "cls": kept[0],
+        "last_token": kept[-1],
+        "max": kept.max(0),
+        "mean": kept.mean(0),
+        "mean_sqrt_len": kept.sum(0) / np.sqrt(len(kept)),
+        "weighted_mean": (kept * weights).sum(0) / weights.sum(),
+    }[name]
+
+
+@pytest.mark.parametrize("prompts", [None, PROMPTS])
+@pytest.mark.parametrize("name", sorted(POOLINGS))
+def test_pooling_is_its_formula(name: str, prompts: tuple[int, ...] | None) -> None:
+    batch = pack([np.zeros(n, dtype=np.int32) for n in LENGTHS], prompts)
+    hidden = torch.randn(batch.tokens, 6, generator=torch.Generator().manual_seed(1))
+    result = pool(hidden, batch, [name]).numpy()
+
+    for row, source in enumerate(batch.order):
+        rows = hidden[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].numpy()
+        np.testing.assert_allclose(result[row], plainly(name, rows, prompts[source] if prompts else 0), atol=1e-6)
+
+
+def test_several_poolings_are_concatenated() -> None:
+    batch = pack([np.zeros(3, dtype=np.int32)])
+    hidden = torch.randn(3, 6)
+
+    torch.testing.assert_close(pool(hidden, batch, ["cls", "mean"])[0], torch.cat([hidden[0], hidden.mean(0)]))
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    batch = pack([np.zeros(4096, dtype=np.int32)])
+    hidden = torch.full((4096, 1), 1.0078125, dtype=torch.bfloat16)
+
+    assert pool(hidden, batch, ["mean"]).item() == 1.0078125
+
+
+def test_the_cut_comes_before_the_norm_and_a_zero_row_stays_zero() -> None:
+    rows = np.array([[3, 4, 12], [0, 0, 5]], dtype=np.float32)
+
+    np.testing.assert_allclose(finish(rows, 2, True), [[0.6, 0.8], [0, 0]])
+    np.testing.assert_allclose(finish(rows, None, True)[0], rows[0] / 13)
+    np.testing.assert_allclose(finish(rows, 1, False), [[3], [0]])

@@ -1,0 +1,137 @@
+"""Ids are those of the model's tokenizer, limits are the contract's, and a cut never changes a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.models import edit
+from tokenizers import Tokenizer
+
+from teimgr.engine.layout import read_layout
+from teimgr.engine.prompts import Prompts
+from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
+
+RIGHT, LEFT, OFF = Truncation(), Truncation(left=True), Truncation(on=False)
+
+
+@pytest.fixture
+def tokenizer(minilm: Path) -> TextTokenizer:
+    return TextTokenizer(read_layout(minilm), 256)
+
+
+def ids(tokenizer: TextTokenizer, text: str, truncation: Truncation = RIGHT) -> list[int]:
+    (result,) = tokenizer.encode([text], truncation)
+    assert isinstance(result, np.ndarray), result
+    return result.tolist()
+
+
+def test_padding_and_truncation_of_the_file_are_not_obeyed(tokenizer: TextTokenizer) -> None:
+    assert len(ids(tokenizer, "hi")) == 3
+    assert len(ids(tokenizer, "word " * 200)) == 202
+
+
+def test_truncation_keeps_either_end_and_the_special_tokens(tokenizer: TextTokenizer) -> None:
+    text = "one " * 300 + "two " * 300
+    left, right = ids(tokenizer, text, LEFT), ids(tokenizer, text, RIGHT)
+
+    assert len(left) == len(right) == 256
+    assert left[0] == right[0] == 101
+    assert left[-1] == right[-1] == 102
+    assert set(right[1:-1]) != set(left[1:-1])
+
+
+def test_a_text_as_long_as_the_limit_is_no_error(tokenizer: TextTokenizer) -> None:
+    fits, over = tokenizer.encode(["word " * 254, "word " * 255], OFF)
+
+    assert isinstance(fits, np.ndarray)
+    assert isinstance(over, InvalidInput)
+    assert over.message == "Input validation error: `inputs` must have less than 256 tokens. Given: 257"
+
+
+def test_texts_are_checked_before_they_cost_time(tokenizer: TextTokenizer) -> None:
+    assert isinstance(tokenizer.check("", RIGHT), EmptyInput)
+    assert "null" in str(tokenizer.check(None, RIGHT))
+    assert tokenizer.check("x" * 64_000, OFF) is None
+    assert tokenizer.check("x" * 64_001, RIGHT) is None
+    assert str(tokenizer.check("x" * 64_001, OFF)) == (
+        "Input validation error: `inputs` must have less than 64000 characters. Given: 64001"
+    )
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "modernbert", "qwen3"])
+@pytest.mark.parametrize("truncation", [RIGHT, LEFT])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The quick brown fox, naïve and São. " * 900,
+        " " * 30_000 + "fog on the harbour",  # what counts lies behind the character bound
+        "fog on the harbour" + " " * 30_000,
+        "x" * 30_000,
+        "fog " * 50 + " " * 30_000 + "lamps " * 50,
+        "a\n\n b\t" * 6_000,
+        "don't  stop!? " * 3_000,
+    ],
+)
+def test_the_cut_of_a_very_long_text_changes_nothing(
+    family: str, truncation: Truncation, text: str, model_dir: Callable[..., Path]
+) -> None:
+    path = model_dir(family)
+    plain = Tokenizer.from_file(str(path / "tokenizer.json"))
+    plain.no_padding()
+    plain.enable_truncation(96, direction="left" if truncation.left else "right")
+
+    assert ids(TextTokenizer(read_layout(path), 96), text, truncation) == plain.encode(text).ids
+
+
+def test_offsets_are_bytes_and_special_tokens_have_none(tokenizer: TextTokenizer) -> None:
+    text = "héllo 世界 ok"
+    tokens = tokenizer.tokenize(text, add_special_tokens=True, prompt="")
+    raw = text.encode()
+
+    assert [t.text for t in tokens] == ["[CLS]", "héllo", "世", "界", "ok", "[SEP]"]
+    assert [t.special for t in tokens] == [True, False, False, False, False, True]
+    assert (tokens[0].start, tokens[0].stop) == (None, None)
+    assert [raw[t.start : t.stop].decode() for t in tokens[1:-1]] == ["héllo", "世", "界", "ok"]
+    assert len(tokenizer.tokenize(text, add_special_tokens=False, prompt="")) == 4
+    assert tokenizer.tokenize("b", True, prompt="a ")[2].start == 2
+
+
+def test_decoding_is_the_way_back(tokenizer: TextTokenizer) -> None:
+    encoded = ids(tokenizer, "what is deep learning?")
+
+    assert tokenizer.decode(encoded, skip_special_tokens=True) == "what is deep learning?"
+    assert tokenizer.decode(encoded, skip_special_tokens=False).startswith("[CLS]")
+    with pytest.raises(EmptyInput, match="input_ids"):
+        tokenizer.decode([], skip_special_tokens=True)
+    with pytest.raises(TokenizerFailed):
+        tokenizer.decode([-1], skip_special_tokens=True)
+
+
+def test_lower_casing_of_the_old_files_is_obeyed(model_dir: Callable[..., Path]) -> None:
+    path = model_dir("roberta", seed=1)
+    assert ids(TextTokenizer(read_layout(path), 96), "FOX") != ids(TextTokenizer(read_layout(path), 96), "fox")
+
+    edit(path / "sentence_bert_config.json", do_lower_case=True)
+    assert ids(TextTokenizer(read_layout(path), 96), "FOX") == ids(TextTokenizer(read_layout(path), 96), "fox")
+
+
+def test_prompts_are_found_by_name_and_by_default(model_dir: Callable[..., Path]) -> None:
+    layout = read_layout(model_dir("bert", prompts={"q": "ask: ", "d": "say: "}, default_prompt_name="d"))
+
+    assert Prompts(layout).text(None) == "say: "
+    assert Prompts(layout, default_name="q").text(None) == "ask: "
+    assert Prompts(layout, default_text="free: ").text(None) == "free: "
+    assert Prompts(layout, default_text="free: ").text("q") == "ask: "
+    with pytest.raises(InvalidConfig, match='Available prompts: \\["q", "d"\\]'):
+        Prompts(layout, default_name="x")
+    with pytest.raises(InvalidInput, match="`default-prompt-name` is set to `x` but it was not found"):
+        Prompts(layout).text("x")
+
+
+def test_a_model_without_prompts_says_so(minilm: Path) -> None:
+    with pytest.raises(InvalidInput, match="no prompts were found in the Sentence Transformers configuration"):
+        Prompts(read_layout(minilm)).text("query")
