@@ -152,6 +152,8 @@ async def test_the_openapi_document_names_every_route_and_its_failures(front: Fr
     }
     create = document["paths"]["/instances"]["post"]
     assert {"201", "400", "409", "413", "415", "422"} <= set(create["responses"])
+    assert set(document["components"]["schemas"]["Failure"]["properties"]) == {"error", "code", "timestamp"}
+    assert "HTTPValidationError" not in document["components"]["schemas"]
     assert create["requestBody"]["content"]["application/json"]["schema"]["properties"]["port"]["description"]
 
 

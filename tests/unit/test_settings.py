@@ -245,7 +245,9 @@ def test_mutual_tls_is_on_when_enabled_and_whole(file: Path, tmp_path: Path) -> 
         allowed_sans=("x",),
         allow_self_signed=True,
     )
-    assert any("allow_self_signed" in warning for warning in settings.warnings())
+    warnings = "\n".join(settings.warnings())
+    assert "allow_self_signed is ignored" in warnings
+    assert "gRPC lets in whom ca_cert certified" in warnings
 
 
 def test_authentication_that_is_off_is_not_judged(file: Path) -> None:

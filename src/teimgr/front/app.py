@@ -12,6 +12,7 @@ from teimgr.front import answers, docs_page, instances, logs_route, probes
 from teimgr.front.manager import Manager
 from teimgr.front.middleware import HeadAsGet, Observe, WholeNames
 from teimgr.front.probes import Alarms
+from teimgr.front.schemas import Failure
 from teimgr.front.tls import CertifiedCallers
 from teimgr.metrics import Metrics
 from teimgr.settings import Settings
@@ -38,6 +39,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses={"default": {"model": Failure, "description": "any other failure, in this one shape"}},
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted

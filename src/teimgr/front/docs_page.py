@@ -38,7 +38,7 @@ def page(document: dict[str, Any]) -> str:
     """An OpenAPI document as HTML."""
     info = document["info"]
     sections = "".join(
-        _section(verb, path, operation)
+        _section(document, verb, path, operation)
         for path, operations in document["paths"].items()
         for verb, operation in operations.items()
     )
@@ -50,10 +50,10 @@ def page(document: dict[str, Any]) -> str:
     )
 
 
-def _section(verb: str, path: str, operation: dict[str, Any]) -> str:
+def _section(document: dict[str, Any], verb: str, path: str, operation: dict[str, Any]) -> str:
     title = f"<h2><b>{escape(verb.upper())}</b> {escape(path)}</h2>"
     text = f"<p>{escape(operation.get('description', ''))}</p>"
-    rows = "".join(_row(name, fact) for name, fact in (*_parameters(operation), *_fields(operation)))
+    rows = "".join(_row(name, fact) for name, fact in (*_parameters(operation), *_fields(document, operation)))
     answers = ", ".join(
         f"{status} {answer.get('description', '')}" for status, answer in operation["responses"].items()
     )
@@ -70,9 +70,12 @@ def _parameters(operation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         yield parameter["name"], parameter["schema"] | {"description": parameter.get("description", "")}
 
 
-def _fields(operation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _fields(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    yield from body.get("schema", {}).get("properties", {}).items()
+    schema = body.get("schema", {})
+    if "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    yield from schema.get("properties", {}).items()
 
 
 def _type(schema: dict[str, Any]) -> str:
