@@ -18,6 +18,6 @@ def _quota_cores(cpu_max: Path) -> int | None:
     """The quota in whole cores, rounded to the nearest; None where there is no limit."""
     try:
         quota, period = cpu_max.read_text().split()
-        return None if quota == "max" else round(int(quota) / int(period))
+        return None if quota == "max" else max(1, round(int(quota) / int(period)))
     except (OSError, ValueError):
         return None

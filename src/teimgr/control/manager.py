@@ -47,7 +47,7 @@ class Manager:
     """Owns the set of instances; each instance's supervisor owns that instance.
 
     Checks that a decision rests on and the decision itself happen without an await in between, so two calls cannot
-    both have the last port.
+    both have the last port. `booted` is set when the instances of before are known; the verbs wait for it.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Manager:
         self._placed: dict[str, str | None] = {}
         self._saving = asyncio.Lock()
         self._alarms: dict[str, str] = {}
+        self.booted = asyncio.Event()
         self._around = Surroundings(
             launcher=launcher,
             directory=directory,
@@ -88,7 +89,7 @@ class Manager:
     async def boot(self) -> None:
         """Adopt live workers, restore or seed the instances, begin to start those that are wanted.
 
-        Connect routers to the directory after this: adopted workers serve in it without a gap.
+        Connect routers to the directory when `booted` is set: adopted workers serve in it without a gap.
 
         Raises:
             InvalidConfig: the launcher cannot use the run directory.
@@ -110,6 +111,7 @@ class Manager:
         for name, supervisor in self._supervisors.items():
             if supervisor.spec.wanted_running and name not in adopted and name not in refused:
                 await supervisor.accept(Start())
+        self.booted.set()
 
     async def shutdown(self, grace_s: float | None = None) -> None:
         """Stop every worker in parallel; what is wanted stays as it is on disk.
@@ -134,6 +136,7 @@ class Manager:
             InvalidInstanceName, ValidationError, InvalidConfig, InvalidGpuId, InvalidPort: the request is wrong.
             InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it cannot be met.
         """
+        await self.booted.wait()
         place(request, await self._gpus.read())
         spec = self._admission.admit(request, self._specs())
         spec = replace(spec, created_at=_now(), wanted_running=True)
@@ -175,6 +178,7 @@ class Manager:
         Raises:
             InstanceNotFound.
         """
+        await self.booted.wait()
         supervisor, task = self._find(name), self._tasks[name]
         await supervisor.accept(Delete())
         view = await supervisor.settle()
@@ -245,6 +249,7 @@ class Manager:
             self._changed()
 
     async def _command(self, name: str, command: Command) -> InstanceView:
+        await self.booted.wait()
         supervisor = self._find(name)
         await supervisor.accept(command)
         self._balance()

@@ -126,7 +126,6 @@ class Supervisor:
     def view(self) -> InstanceView:
         """A snapshot for display."""
         life, handle = self._life, self._attempt.handle if self._attempt else None
-        status = self._attempt.status if self._attempt else None
         return InstanceView(
             spec=self.spec,
             state=life.phase.state,
@@ -137,7 +136,7 @@ class Supervisor:
             last_health_check=self._probed_at.isoformat().replace("+00:00", "Z") if self._probed_at else None,
             reason=life.reason,
             model=self._model,
-            threads=status.threads if status else None,
+            threads=self._threads if handle else None,
         )
 
     def set_threads(self, threads: int) -> None:

@@ -82,7 +82,7 @@ class Launcher(Protocol):
     """Makes workers, finds those of a daemon that died, and keeps their logs."""
 
     async def start(self) -> None:
-        """Get ready; returns before slow preparations end.
+        """Get ready, once; returns before slow preparations end.
 
         Raises:
             InvalidConfig: the run directory cannot be used, or another daemon uses it.

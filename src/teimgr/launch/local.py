@@ -58,7 +58,9 @@ class LocalLauncher:
         self._log_keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take the run directory and start the nursery."""
+        """Take the run directory and start the nursery; a second call changes nothing."""
+        if self._lock is not None:
+            return
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._run_dir.chmod(0o700)

@@ -1,0 +1,76 @@
+"""TEI's flags as extra arguments."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from teimgr.control.extra_args import FLAGS, LENGTH_LIMIT_CHARS, parse
+from teimgr.errors import InvalidConfig
+from teimgr.spec import WorkerSpec
+
+
+def test_flags_become_fields_of_the_workers_orders() -> None:
+    flags = ["--dtype", "float16", "--pooling=cls", "--max-batch-requests", "8", "--default-prompt", "query: "]
+
+    assert parse(flags) == {
+        "dtype": "float16",
+        "pooling": "cls",
+        "max_batch_requests": 8,
+        "default_prompt": "query: ",
+    }
+
+
+def test_every_flag_with_a_meaning_has_a_field() -> None:
+    names = {field.name for field in fields(WorkerSpec)}
+
+    assert {flag.field for flag in FLAGS.values() if flag.field} <= names
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (["--auto-truncate"], True),
+        (["--auto-truncate", "false"], False),
+        (["--auto-truncate=false"], False),
+        (["--auto-truncate", "--json-output"], True),
+    ],
+)
+def test_a_bare_boolean_is_true_and_takes_a_value_if_one_follows(flags: list[str], value: bool) -> None:
+    assert parse(flags) == {"auto_truncate": value}
+
+
+def test_flags_that_mean_nothing_here_are_accepted() -> None:
+    flags = ["--json-output", "--hostname", "0.0.0.0", "--otlp-endpoint=http://x", "--tokenization-workers", "2"]
+
+    assert parse(flags) == {}
+
+
+def test_a_value_may_look_like_a_flag() -> None:
+    assert parse(["--default-prompt", "--dtype"]) == {"default_prompt": "--dtype"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dytpe", "float16"], "unknown flag '--dytpe'; did you mean --dtype?"),
+        (["serve"], "unknown flag 'serve'; known: "),
+        (["--dtype"], "--dtype needs a value"),
+        (["--dtype", "int7"], "--dtype must be one of auto, float32, float16, bfloat16 (got 'int7')"),
+        (["--max-batch-tokens", "0"], "--max-batch-tokens must be a positive number (got '0')"),
+        (["--payload-limit", "²"], "--payload-limit must be a positive number"),
+        (["--auto-truncate=yes"], "--auto-truncate must be true or false (got 'yes')"),
+        (["--dtype", "auto", "--dtype=auto"], "--dtype is given twice"),
+        (["--default-prompt", "a", "--default-prompt-name", "b"], "exclude each other"),
+        (["--port", "80"], "--port is not taken here: the port is the instance's own field"),
+        (["--hf-token=secret"], "set HF_TOKEN in the daemon's environment"),
+        (["--default-prompt", "x" * LENGTH_LIMIT_CHARS], "longer than"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_by_name(flags: list[str], message: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        parse(flags)
+
+    assert message in caught.value.message
+    assert "secret" not in caught.value.message

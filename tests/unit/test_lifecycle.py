@@ -1,0 +1,317 @@
+"""The state machine, as lists of events and effects."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from teimgr.control.lifecycle import (
+    LAST_WORDS_LIMIT_S,
+    TRANSITIONS,
+    Adopt,
+    Command,
+    CommandRefused,
+    Delete,
+    Effect,
+    Event,
+    Exited,
+    Failure,
+    Gone,
+    Kill,
+    Launch,
+    Life,
+    News,
+    Phase,
+    Policy,
+    ProbeFailed,
+    ProbeOk,
+    Restart,
+    Start,
+    Stop,
+    Terminate,
+    Tick,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerReady,
+    explain,
+)
+from teimgr.launch.base import Exit, LastWords
+from teimgr.spec import State
+
+POLICY = Policy(startup_timeout_s=60, max_probe_failures=3, backoff_s=1.0, backoff_max_s=10.0, stable_after_s=30.0)
+KILLED = Exited(Exit(-9))
+HOPELESS = Exited(Exit(3, LastWords(11, "no such model", permanent=True)))
+
+
+def after(*events: Event | tuple[float, Event], life: Life | None = None) -> tuple[Life, list[Effect]]:
+    """The life after the events, each at its time or at 0, and the effects of the last one."""
+    life, effects = life or Life(policy=POLICY), []
+    for item in events:
+        now, event = item if isinstance(item, tuple) else (0.0, item)
+        life, effects = life.step(event, now)
+    return life, effects
+
+
+RUNNING, _ = after(Start(), WorkerReady())
+
+
+# Start, stop, restart, delete
+
+
+def test_start_launches_the_first_attempt_and_sets_the_deadline() -> None:
+    life, effects = after((5.0, Start()))
+
+    assert effects == [Launch(attempt=1)]
+    assert (life.phase, life.phase.state, life.wake_at) == (Phase.STARTING, State.STARTING, 65.0)
+
+
+def test_a_ready_worker_runs_and_has_no_deadline() -> None:
+    assert (RUNNING.phase, RUNNING.wake_at, RUNNING.restarts) == (Phase.RUNNING, None, 0)
+
+
+def test_an_adopted_worker_is_not_launched() -> None:
+    life, effects = after(Adopt())
+
+    assert (life.phase, effects) == (Phase.STARTING, [])
+
+
+def test_stop_terminates_and_ends_stopped_whatever_the_exit_says() -> None:
+    stopping, effects = after(Stop(), life=RUNNING)
+    stopped, none = after(HOPELESS, life=stopping)
+
+    assert (stopping.phase, effects) == (Phase.STOPPING, [Terminate()])
+    assert (stopped.phase, stopped.reason, none) == (Phase.STOPPED, None, [])
+
+
+def test_a_stop_while_waiting_for_the_next_try_ends_the_tries() -> None:
+    waiting, _ = after(KILLED, life=RUNNING)
+    stopped, effects = after(Stop(), life=waiting)
+
+    assert (stopped.phase, stopped.wake_at, effects) == (Phase.STOPPED, None, [])
+
+
+def test_restart_terminates_then_launches_at_once() -> None:
+    replacing, effects = after(Restart(), life=RUNNING)
+    starting, launch = after(KILLED, life=replacing)
+
+    assert (replacing.phase.state, effects) == (State.STARTING, [Terminate()])
+    assert (starting.phase, launch, starting.restarts) == (Phase.STARTING, [Launch(attempt=2)], 1)
+
+
+def test_a_start_during_a_stop_brings_a_new_worker_after_the_old_one() -> None:
+    life, effects = after(Stop(), Start(), life=RUNNING)
+    assert (life.phase, effects) == (Phase.REPLACING, [])
+
+    life, effects = after(KILLED, life=life)
+    assert (life.phase, effects) == (Phase.STARTING, [Launch(attempt=2)])
+
+
+def test_a_stop_during_a_restart_wins() -> None:
+    life, _ = after(Restart(), Stop(), KILLED, life=RUNNING)
+
+    assert life.phase is Phase.STOPPED
+
+
+def test_delete_is_done_when_the_process_is_gone() -> None:
+    life, effects = after(Delete(), life=RUNNING)
+    assert (life.phase, effects) == (Phase.STOPPING, [Terminate()])
+
+    life, effects = after(KILLED, life=life)
+    assert (life.phase, effects) == (Phase.STOPPED, [Gone()])
+
+
+def test_delete_without_a_process_is_done_at_once() -> None:
+    assert after(Delete())[1] == [Gone()]
+
+
+@pytest.mark.parametrize("command", [Start(), Stop(), Restart(), Adopt()])
+def test_nothing_brings_a_deleted_instance_back(command: Command) -> None:
+    life, _ = after(Delete(), life=RUNNING)
+
+    with pytest.raises(CommandRefused):
+        life.step(command, 0.0)
+
+
+# Crashes and restarts
+
+
+def test_a_stable_worker_that_crashes_is_replaced_at_once() -> None:
+    life, effects = after((100.0, KILLED), life=RUNNING)
+    assert (life.phase, life.phase.state, life.wake_at, effects) == (Phase.WAITING, State.STARTING, 100.0, [])
+
+    life, effects = after((100.0, Tick()), life=life)
+    assert (effects, life.restarts, life.reason) == ([Launch(attempt=2)], 1, "the worker was killed by SIGKILL")
+
+
+def test_crashes_in_a_row_wait_twice_as_long_each_time_up_to_the_cap() -> None:
+    life, delays = RUNNING, []
+    for _ in range(6):
+        life, _ = after(KILLED, life=life)
+        assert life.wake_at is not None
+        delays.append(life.wake_at)
+        life, _ = after((life.wake_at, Tick()), life=life)
+
+    assert delays == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+
+
+def test_jitter_shortens_a_wait_by_up_to_a_half() -> None:
+    life, _ = after(Exited(Exit(-9), jitter=1.0), life=RUNNING)
+
+    assert life.wake_at == 0.5
+
+
+def test_a_stable_run_forgives_earlier_crashes() -> None:
+    life, _ = after(KILLED, (1.0, Tick()), (1.0, KILLED), (3.0, Tick()), (3.0, WorkerReady()), life=RUNNING)
+    assert life.streak == 2
+
+    life, _ = after((33.0, KILLED), life=life)
+    assert (life.streak, life.wake_at) == (0, 33.0)
+
+
+def test_a_tick_before_its_time_changes_nothing() -> None:
+    waiting, _ = after(KILLED, life=RUNNING)
+
+    assert after((0.9, Tick()), life=waiting) == (waiting, [])
+
+
+def test_a_permanent_failure_is_not_tried_again() -> None:
+    life, effects = after(Start(), HOPELESS)
+
+    assert (life.phase, life.reason, life.wake_at, effects) == (Phase.FAILED, "no such model", None, [])
+
+
+def test_a_user_may_start_a_failed_instance_again() -> None:
+    life, effects = after(Start(), HOPELESS, Start())
+
+    assert (life.phase, life.reason, effects) == (Phase.STARTING, None, [Launch(attempt=2)])
+
+
+def test_words_on_the_link_count_when_the_exit_has_none() -> None:
+    life, _ = after(Start(), WorkerFailed(Failure("gated", permanent=True)))
+    assert (life.phase, life.wake_at) == (Phase.STARTING, LAST_WORDS_LIMIT_S)
+
+    life, _ = after(KILLED, life=life)
+    assert (life.phase, life.reason) == (Phase.FAILED, "gated")
+
+
+def test_a_failed_worker_that_does_not_exit_is_killed() -> None:
+    life, effects = after(Start(), WorkerFailed(Failure("gated")), (LAST_WORDS_LIMIT_S, Tick()))
+
+    assert effects == [Kill()]
+    assert after(KILLED, life=life)[0].phase is Phase.WAITING
+
+
+def test_a_worker_that_is_not_ready_in_time_is_killed_and_the_instance_has_failed() -> None:
+    life, effects = after(Start(), (60.0, Tick()))
+    assert effects == [Kill()]
+
+    life, _ = after((60.1, KILLED), life=life)
+    assert (life.phase, life.reason) == (Phase.FAILED, "not ready within 60 s")
+
+
+def test_a_worker_that_drains_by_itself_leaves_the_directory_and_is_replaced() -> None:
+    life, effects = after(WorkerDraining(), life=RUNNING)
+    assert (life.phase, effects) == (Phase.REPLACING, [Terminate()])
+
+    life, _ = after((50.0, Exited(Exit(0))), life=life)
+    assert (life.phase, life.wake_at) == (Phase.WAITING, 50.0)
+
+
+# Probes
+
+
+def test_probes_that_fail_in_a_row_kill_and_replace() -> None:
+    life, effects = after(ProbeFailed("x"), ProbeFailed("x"), life=RUNNING)
+    assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 2, [])
+
+    life, effects = after(ProbeFailed("no answer"), life=life)
+    assert (life.phase, effects) == (Phase.REPLACING, [Kill()])
+    assert life.reason == "3 health probes in a row failed: no answer"
+
+    life, _ = after((40.0, KILLED), life=life)
+    assert (life.phase, life.wake_at) == (Phase.WAITING, 40.0)
+
+
+def test_one_good_probe_clears_the_count() -> None:
+    life, _ = after(ProbeFailed("x"), ProbeFailed("x"), ProbeOk(), ProbeFailed("x"), life=RUNNING)
+
+    assert (life.phase, life.probe_failures) == (Phase.RUNNING, 1)
+
+
+def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
+    life, _ = after(Start(), WorkerReady(), life=Life(policy=Policy(max_probe_failures=0)))
+    life, effects = after(*[ProbeFailed("x")] * 50, life=life)
+
+    assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 50, [])
+
+
+# The table
+
+
+def test_every_event_has_a_cell_for_every_phase() -> None:
+    assert set(TRANSITIONS) == {*Command.__args__, *News.__args__}
+    assert all(set(row) == set(Phase) for row in TRANSITIONS.values())
+
+
+_COMMANDS: st.SearchStrategy[Event] = st.sampled_from([Start(), Stop(), Restart(), Delete(), Adopt()])
+_NEWS: st.SearchStrategy[Event] = st.sampled_from(
+    [
+        WorkerReady(),
+        WorkerFailed(Failure("x")),
+        WorkerFailed(Failure("x", permanent=True)),
+        WorkerDraining(),
+        ProbeOk(),
+        ProbeFailed("x"),
+        KILLED,
+        HOPELESS,
+        Exited(Exit(None)),
+        Tick(),
+    ]
+)
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), _COMMANDS | _NEWS), max_size=60))
+def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[float, Event]]) -> None:
+    """At most one process at a time; one that ends was told to; every wait has an end."""
+    life, now, alive, told = Life(policy=POLICY), 0.0, False, False
+    for pause, event in history:
+        now += pause
+        if isinstance(event, Exited) and not alive:
+            continue
+        if isinstance(event, Adopt) and alive:
+            continue
+        try:
+            life, effects = life.step(event, now)
+        except CommandRefused:
+            continue
+        alive = (alive and not isinstance(event, Exited)) or isinstance(event, Adopt)
+        told = told and alive
+        for effect in effects:
+            if isinstance(effect, Launch):
+                assert not alive
+                alive, told = True, False
+            elif isinstance(effect, Gone):
+                assert not alive
+                return
+            else:
+                assert alive
+                told = True
+
+        assert alive == (life.phase in (Phase.STARTING, Phase.RUNNING, Phase.REPLACING, Phase.STOPPING))
+        assert told or not life.is_ending
+        assert (life.wake_at is not None) or told or life.phase not in (Phase.STARTING, Phase.WAITING)
+
+
+@pytest.mark.parametrize(
+    ("exit", "message"),
+    [
+        (Exit(1, None, "boom"), "the worker exited with status 1; its log ends: boom"),
+        (Exit(-11), "the worker was killed by SIGSEGV"),
+        (Exit(-40), "the worker was killed by signal 40"),
+        (Exit(None), "the worker ended"),
+        (Exit(3, LastWords(6, "bad flag", True), "noise"), "bad flag"),
+    ],
+)
+def test_an_exit_is_explained_by_words_then_status_then_log(exit: Exit, message: str) -> None:
+    assert explain(exit).message == message

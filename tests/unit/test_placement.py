@@ -1,0 +1,111 @@
+"""Where instances run: cards, threads, cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from teimgr.control.cores import usable_cores
+from teimgr.control.gpus import Gpu, GpuInventory, Inventory, only_visible
+from teimgr.control.placement import LOADING_BYTES, place, share_threads
+from teimgr.errors import InvalidGpuId
+from teimgr.spec import InstanceSpec
+
+GIB = 1 << 30
+
+
+def card(index: int, free_gib: float, uuid: str = "") -> Gpu:
+    return Gpu(index, uuid or f"GPU-{index}", "card", 24 * GIB, int(free_gib * GIB))
+
+
+TWO = Inventory((card(0, 10), card(1, 20)))
+NONE = Inventory(reason="no NVIDIA driver: Library Not Found")
+
+
+def spec(name: str = "a", *, gpu_id: int | None = None, threads: int | None = None) -> InstanceSpec:
+    return InstanceSpec(name=name, model_id="m", gpu_id=gpu_id, threads=threads)
+
+
+def test_without_a_card_an_instance_runs_on_the_cpu() -> None:
+    assert place(spec(), NONE) is None
+
+
+def test_the_card_with_most_free_memory_wins() -> None:
+    assert place(spec(), TWO) == TWO.gpus[1]
+
+
+def test_workers_that_are_still_loading_count_as_memory_taken() -> None:
+    loading = {"GPU-1": (11 * GIB) // LOADING_BYTES + 1}
+
+    assert place(spec(), TWO, loading) == TWO.gpus[0]
+
+
+def test_cards_that_tell_no_memory_are_taken_in_turn() -> None:
+    silent = Inventory((card(0, 0), card(1, 0)))
+
+    assert place(spec(), silent) == silent.gpus[0]
+    assert place(spec(), silent, {"GPU-0": 1}) == silent.gpus[1]
+
+
+def test_an_explicit_card_wins_over_a_better_one() -> None:
+    assert place(spec(gpu_id=0), TWO) == TWO.gpus[0]
+
+
+@pytest.mark.parametrize(
+    ("inventory", "message"),
+    [
+        (TWO, "Invalid GPU ID 7: Available GPUs: [0, 1]"),
+        (NONE, "Invalid GPU ID 7: Available GPUs: [] (no NVIDIA driver: Library Not Found)"),
+    ],
+)
+def test_a_card_that_is_not_there_is_refused_with_what_there_is(inventory: Inventory, message: str) -> None:
+    with pytest.raises(InvalidGpuId) as caught:
+        place(spec(gpu_id=7), inventory)
+
+    assert caught.value.message == message
+
+
+def test_threads_are_shared_equally_and_never_below_one() -> None:
+    assert share_threads(8, [spec("a"), spec("b"), spec("c")]) == {"a": 2, "b": 2, "c": 2}
+    assert share_threads(2, [spec(name) for name in "abc"]) == {"a": 1, "b": 1, "c": 1}
+    assert share_threads(8, []) == {}
+
+
+def test_an_explicit_number_of_threads_wins() -> None:
+    assert share_threads(8, [spec("a", threads=7), spec("b")]) == {"a": 7, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes"), [(None, [0, 1]), ("1", [1]), ("GPU-0", [0]), (" 0, 1", [0, 1]), ("", []), ("9", [])]
+)
+def test_the_daemons_own_visible_devices_limit_the_cards(visible: str | None, indexes: list[int]) -> None:
+    shown = only_visible(TWO, visible)
+
+    assert shown.indexes == indexes
+    assert bool(shown.reason) == (not indexes)
+
+
+async def test_a_missing_driver_is_no_error_and_says_so() -> None:
+    inventory = await GpuInventory({}).read()
+
+    assert inventory.gpus or inventory.reason
+
+
+async def test_a_failed_reading_is_kept_for_a_while() -> None:
+    readings: list[int] = []
+
+    def read() -> Inventory:
+        readings.append(1)
+        return NONE
+
+    gpus = GpuInventory({}, read)
+    assert await gpus.read() == await gpus.read() == NONE
+    assert len(readings) == 1
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1)])
+def test_a_containers_quota_limits_the_cores(tmp_path: Path, quota: str, cores: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+
+    assert usable_cores(tmp_path / "cpu.max") == (cores or usable_cores(tmp_path / "absent"))

@@ -1,0 +1,267 @@
+"""The state file: its form, its durability, what happens when it is damaged."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from teimgr.control.restore import wanted_at_boot
+from teimgr.control.store import SET_ASIDE_KEPT, Store, parse, render
+from teimgr.settings import Settings
+from teimgr.spec import InstanceSpec
+
+FULL = InstanceSpec(
+    name="bge",
+    model_id="BAAI/bge-small-en-v1.5",
+    port=8080,
+    pooling="cls",
+    gpu_id=0,
+    prometheus_port=9100,
+    startup_timeout_secs=20,
+    extra_args=("--dtype", "float16"),
+    created_at="2026-03-04T11:59:58.000000001Z",
+    dtype="float32",
+    revision="main",
+    threads=3,
+    wanted_running=False,
+)
+PLAIN = InstanceSpec(name="plain", model_id="m", port=8081, prometheus_port=9101)
+
+# As tei-manager 0.12 writes it.
+UPSTREAM = b"""\
+last_updated = "2026-03-04T12:00:00.123456789Z"
+
+[[instances]]
+name = "bge-small"
+model_id = "BAAI/bge-small-en-v1.5"
+port = 8080
+max_batch_tokens = 16384
+max_concurrent_requests = 512
+gpu_id = 0
+prometheus_port = 9100
+extra_args = [
+    "--dtype",
+    "float16",
+]
+created_at = "2026-03-04T11:59:58.000000001Z"
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "state.toml")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "state.toml"
+
+
+def test_what_is_saved_is_loaded(store: Store) -> None:
+    store.save([FULL, PLAIN])
+
+    assert store.load().specs == (FULL, PLAIN)
+    assert store.load().alarm is None
+
+
+@given(
+    st.lists(
+        st.builds(
+            InstanceSpec,
+            name=st.text(min_size=1),
+            model_id=st.text(),
+            port=st.integers(0, 65535),
+            gpu_id=st.none() | st.integers(0, 9),
+            extra_args=st.lists(st.text()).map(tuple),
+            wanted_running=st.booleans(),
+        )
+    )
+)
+def test_any_text_survives_the_form(specs: list[InstanceSpec]) -> None:
+    assert parse(render(specs)).specs == tuple(specs)
+
+
+def test_a_file_of_tei_manager_is_read_as_it_is() -> None:
+    (spec,) = parse(UPSTREAM).specs
+
+    assert (spec.name, spec.port, spec.gpu_id, spec.extra_args) == ("bge-small", 8080, 0, ("--dtype", "float16"))
+    assert spec.created_at == "2026-03-04T11:59:58.000000001Z"
+    assert spec.wanted_running
+
+
+def test_the_file_has_tei_managers_keys_and_further_ones_where_they_say_more(store: Store, file: Path) -> None:
+    store.save([PLAIN])
+
+    table = tomllib.loads(file.read_text())
+    assert list(table) == ["last_updated", "instances"]
+    assert list(table["instances"][0]) == [
+        "name",
+        "model_id",
+        "port",
+        "max_batch_tokens",
+        "max_concurrent_requests",
+        "prometheus_port",
+        "extra_args",
+    ]
+
+
+def test_an_empty_state_is_a_state(store: Store, file: Path) -> None:
+    store.save([])
+
+    assert "instances = []" in file.read_text()
+    assert store.load() == parse(file.read_bytes())
+
+
+def test_a_missing_file_is_an_empty_state_without_alarm(store: Store) -> None:
+    assert (store.load().specs, store.load().alarm) == ((), None)
+
+
+def test_nothing_but_the_two_generations_lies_beside_the_file(store: Store, tmp_path: Path) -> None:
+    store.save([PLAIN])
+    store.save([FULL])
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.toml", "state.toml.prev"]
+    assert parse((tmp_path / "state.toml.prev").read_bytes()).specs == (PLAIN,)
+
+
+def test_the_file_is_for_its_owner_alone(store: Store, file: Path) -> None:
+    store.save([PLAIN])
+
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"[[instances", b"instances = []", b'last_updated = "x"'])
+def test_a_corrupt_file_is_kept_aside_and_the_generation_before_is_loaded(
+    store: Store, file: Path, damage: bytes
+) -> None:
+    store.save([PLAIN])
+    store.save([FULL])
+    file.unlink()
+    file.write_bytes(damage)
+
+    loaded = store.load()
+
+    (aside,) = file.parent.glob("state.toml.corrupt-*")
+    assert aside.read_bytes() == damage
+    assert loaded.specs == (PLAIN,)
+    assert loaded.alarm is not None
+    assert aside.name in loaded.alarm
+    assert store.load().specs == (PLAIN,), "a crash before the next save loses nothing"
+
+
+def test_with_both_generations_corrupt_the_daemon_still_starts_and_says_so(store: Store, file: Path) -> None:
+    file.write_bytes(b"junk")
+    (file.parent / "state.toml.prev").write_bytes(b"junk")
+
+    loaded = store.load()
+
+    assert loaded.specs == ()
+    assert "no instance was restored" in str(loaded.alarm)
+
+
+def test_a_bad_entry_is_left_out_and_the_whole_file_is_kept(store: Store, file: Path) -> None:
+    file.write_text('last_updated = "x"\n[[instances]]\nname = "a"\nmodel_id = "m"\n[[instances]]\nport = "no"\n')
+
+    loaded = store.load()
+
+    assert [spec.name for spec in loaded.specs] == ["a"]
+    assert "instances[1]" in str(loaded.alarm)
+    assert len(list(file.parent.glob("state.toml.corrupt-*"))) == 1
+
+
+def test_a_key_of_a_later_version_is_passed_over() -> None:
+    (spec,) = parse(b'last_updated = "x"\n[[instances]]\nname = "a"\nmodel_id = "m"\nfuture = 1\n').specs
+
+    assert spec.name == "a"
+
+
+def test_only_a_few_files_are_kept_aside(store: Store, file: Path) -> None:
+    store.save([PLAIN])
+    for _ in range(SET_ASIDE_KEPT + 3):
+        store.set_aside("backup")
+
+    assert len(list(file.parent.glob("state.toml.backup-*"))) == SET_ASIDE_KEPT
+
+
+def test_a_refused_write_leaves_the_file_as_it_was(store: Store, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save([PLAIN])
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        store.save([FULL])
+
+    assert store.load().specs == (PLAIN,)
+
+
+_WRITER = """
+import itertools, sys
+from pathlib import Path
+from teimgr.control.store import Store
+from teimgr.spec import InstanceSpec
+store = Store(Path(sys.argv[1]))
+print("go", flush=True)
+for turn in itertools.count():
+    size = 1 + turn % 40
+    store.save([InstanceSpec(name=f"n{i}", model_id=f"generation-of-{size}", port=1024 + i) for i in range(size)])
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_generation(file: Path) -> None:
+    """Twenty writers are killed after a random number of writes seen from outside."""
+    choose = random.Random(4)
+    for _ in range(20):
+        writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(file)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"go\n"
+        for _ in range(choose.randrange(1, 4000)):
+            file.exists()  # a stretch of real time whose end falls anywhere in a write
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+
+        loaded = Store(file).load()
+        assert loaded.alarm is None
+        assert {spec.model_id for spec in loaded.specs} in ({f"generation-of-{len(loaded.specs)}"}, set())
+        Store(file).save(loaded.specs)
+
+
+# What is wanted at boot
+
+
+def settings(file: Path, *, restore: bool) -> Settings:
+    seeds = (InstanceSpec(name="bge", model_id="seeded"), InstanceSpec(name="new", model_id="seeded"))
+    return Settings(state_file=file, instances=seeds, auto_restore_on_restart=restore)
+
+
+def test_the_state_wins_over_a_seed_of_the_same_name(store: Store, file: Path) -> None:
+    store.save([FULL])
+
+    wanted = wanted_at_boot(settings(file, restore=True), store)
+
+    assert [(spec.name, spec.model_id) for spec in wanted.specs] == [("bge", FULL.model_id), ("new", "seeded")]
+    assert not wanted.specs[0].wanted_running
+
+
+def test_without_restore_the_seeds_alone_count_and_the_state_is_backed_up(store: Store, file: Path) -> None:
+    store.save([FULL, PLAIN])
+
+    wanted = wanted_at_boot(settings(file, restore=False), store)
+
+    assert [(spec.name, spec.model_id, spec.port) for spec in wanted.specs] == [
+        ("bge", "seeded", FULL.port),
+        ("new", "seeded", 0),
+    ]
+    (backup,) = file.parent.glob("state.toml.backup-*")
+    assert parse(backup.read_bytes()).specs == (FULL, PLAIN)
