@@ -25,6 +25,7 @@ def mux() -> Iterator[MuxProcess]:
     process = MuxProcess()
     yield process
     process.close()
+    assert [line for line in process.log if '"level": "error"' in line or "Traceback" in line] == []
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,24 +44,40 @@ class MuxProcess:
         self.config = MuxConfig(**(values | overrides))
         path = self.folder / "mux.json"
         path.write_text(self.config.to_json())
-        self.process = subprocess.Popen([sys.executable, "-m", "teimgr.front.mux", path], stderr=subprocess.PIPE)
+        command = [sys.executable, "-m", "teimgr.front.mux", path]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
         self.wait_until_serving()
+        # A pipe that nobody empties would stop the process in the middle of a log line.
+        self._emptying = threading.Thread(target=self._empty)
+        self._emptying.start()
 
     def wait_until_serving(self) -> None:
         """Read the log up to the line that says so."""
-        assert self.process.stderr is not None
-        seen = b""
-        for line in self.process.stderr:
-            seen += line
-            if b"mux serves" in line:
+        for line in self._lines():
+            if "mux serves" in line:
                 return
         status = self.process.wait()
-        self.close()
-        raise RuntimeError(seen.decode(), status)
+        self._clean_up()
+        raise RuntimeError("".join(self.log), status)
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._emptying.join()
+        self._clean_up()
+
+    def _empty(self) -> None:
+        for _ in self._lines():
+            pass
+
+    def _lines(self) -> Iterator[str]:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            yield line
+
+    def _clean_up(self) -> None:
         assert self.process.stderr is not None
         self.process.stderr.close()
         shutil.rmtree(self.folder)

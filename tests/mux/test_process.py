@@ -163,6 +163,13 @@ async def test_a_port_that_is_taken_ends_it_with_its_own_status(mux: MuxProcess,
     assert caught.value.args[1] == 4
 
 
+def test_a_control_socket_that_cannot_be_had_ends_it_too() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot listen on /no/such/folder/mux\.sock") as caught:
+        MuxProcess(control_socket="/no/such/folder/mux.sock")
+
+    assert caught.value.args[1] == 4
+
+
 def test_a_bad_config_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mux.json"
     path.write_text(json.dumps({"host": "127.0.0.1", "port": 0, "control_socket": "x", "grpc_prot": 1}))

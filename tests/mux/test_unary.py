@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from typing import Any
 
 import grpc
@@ -342,6 +344,26 @@ async def test_a_thousand_calls_at_once_each_get_their_own_answer(
     answers = await asyncio.gather(*(call(embed("x" * n, "ab"[n % 2])) for n in range(1, 1001)))
 
     assert [answer.embeddings[0] for answer in answers] == list(range(1, 1001))
+
+
+async def test_clients_that_give_up_at_any_moment_harm_nobody(
+    control: Control, channel: Any, start_worker: Any
+) -> None:
+    await control.push(running("a", await start_worker()))
+    call = stub(channel, "Embed")
+    chance = random.Random(7)
+
+    async def give_up() -> None:
+        fickle = call(embed("x"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(chance.random() * 0.01):
+                await fickle.code()
+        fickle.cancel()
+
+    for _ in range(10):
+        await asyncio.gather(*(give_up() for _ in range(50)))
+
+    assert list((await call(embed("still here"))).embeddings) == [10.0]
 
 
 async def test_calls_are_counted_by_method_instance_and_status(

@@ -2,7 +2,7 @@
 
 gRPC for clients on one port, snapshots from the daemon on a unix socket, framed links to the workers. It outlives the
 daemon and serves the last snapshot until the next daemon comes, or the orphan grace is over. Exit status: 0 after a
-stop, 2 for a bad config, 4 when the gRPC port cannot be had.
+stop, 2 for a bad config, 4 when the gRPC port or the control socket cannot be had.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from teimgr.wire.rpc import SERVICE
 _log = logging.getLogger("teimgr.mux")
 _DRAIN_S = 10.0
 _EXIT_BAD_CONFIG = 2
-_EXIT_NO_PORT = 4
+_EXIT_CANNOT_LISTEN = 4
 
 
 class Mux:
@@ -67,12 +67,12 @@ class Mux:
         """Serve until told to stop, then drain.
 
         Raises:
-            Unavailable: the port cannot be had.
+            Unavailable: the port or the control socket cannot be had.
         """
         self._port = self._listen()
         await self._server.start()
         self._capture_signals()
-        await self._control.open()
+        await self._open_control()
         _log.info("mux serves", extra={"host": self._config.host, "port": self._port})
         await self._stopping.wait()
         await self._shut_down()
@@ -118,6 +118,13 @@ class Mux:
         if not port:
             raise Unavailable(f"cannot listen on {address}")
         return int(port)
+
+    async def _open_control(self) -> None:
+        try:
+            await self._control.open()
+        except OSError as error:
+            await self._server.stop(None)
+            raise Unavailable(f"cannot listen on {self._config.control_socket}: {error}") from error
 
     def _capture_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -193,7 +200,7 @@ def main(arguments: list[str]) -> int:
         uvloop.run(serve(config))
     except TeimgrError as error:
         _log.error("mux cannot serve: %s", error.message)
-        return _EXIT_NO_PORT
+        return _EXIT_CANNOT_LISTEN
     return 0
 
 

@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 
 from teimgr.errors import TeimgrError
-from teimgr.front.mux_calls import StreamRelay, answer_one, refuse_stream
+from teimgr.front.mux_calls import answer_one, refuse_stream
 from teimgr.front.mux_counters import Counters, Note
+from teimgr.front.mux_stream import StreamRelay
 from teimgr.route.router import Router
 from teimgr.wire.frames import Timings
 from teimgr.wire.rpc import RPCS, SERVICE, Rpc, Shape
