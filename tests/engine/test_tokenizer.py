@@ -135,3 +135,13 @@ def test_prompts_are_found_by_name_and_by_default(model_dir: Callable[..., Path]
 def test_a_model_without_prompts_says_so(minilm: Path) -> None:
     with pytest.raises(InvalidInput, match="no prompts were found in the Sentence Transformers configuration"):
         Prompts(read_layout(minilm)).text("query")
+
+
+def test_an_older_model_with_a_vocabulary_only_is_converted(
+    minilm: Path, tmp_path: Path, tokenizer: TextTokenizer
+) -> None:
+    for name in ("config.json", "vocab.txt", "tokenizer_config.json", "sentence_bert_config.json", "1_Pooling"):
+        (tmp_path / name).symlink_to(minilm / name)
+    text = "An Ünusual text, with 世界 and [brackets]."
+
+    assert ids(TextTokenizer(read_layout(tmp_path), 256), text) == ids(tokenizer, text)

@@ -117,6 +117,9 @@ class Intake:
         if self._fits(lane, estimate):
             return True
         self._queue.purge()
+        for pending in [p for p in self._inbox[lane] if p.job.cancelled]:
+            self._inbox[lane].remove(pending)
+            self._estimates[lane] -= pending.estimate
         return self._fits(lane, estimate)
 
     def _fits(self, lane: Lane, estimate: int) -> bool:

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, normalizers
 from teimgr.engine.layout import Layout
 from teimgr.errors import ModelLoadFailed
 
+_VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
+
 
 def load_tokenizer(layout: Layout) -> Tokenizer:
     """The model's fast tokenizer, rid of the padding and truncation its file may carry.
@@ -34,9 +36,11 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
 
 
 def _convert(folder: Path) -> Tokenizer:
-    """A fast tokenizer from an older model's vocabulary files."""
+    """A fast tokenizer from an older model's vocabulary. Without one, transformers would make up an empty one."""
     from transformers import AutoTokenizer
 
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(_VOCABULARIES)}")
     slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     backend = getattr(slow, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
