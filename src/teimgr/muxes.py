@@ -69,7 +69,7 @@ class MuxKeeper:
         self.alarm: str | None = None
         self._directory = directory
         self._metrics = metrics
-        self._log_path = settings.log_dir / f"{self.name}.log"
+        self._log_path = settings.log_dir / f"_{self.name}.log"  # no instance's name starts so
         self._run_file = settings.run_dir / f"{self.name}.run"
         self._child: subprocess.Popen[bytes] | None = None
         self._process: Process | None = None

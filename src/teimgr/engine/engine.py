@@ -94,16 +94,24 @@ class Engine:
         """
         if self._sickness is not None:
             raise Unavailable(self._sickness)
-        dimensions = job.options.dimensions
+        self.check(job.options)
+        job.vectors = np.zeros((len(job.texts), job.options.dimensions or self.info.dimension), dtype=np.float32)
+        self._intake.put(job, self._prompts.text(job.options.prompt_name))
+
+    def check(self, options: EmbedOptions) -> None:
+        """See that the model can do what `options` ask for.
+
+        Raises:
+            InvalidInput: bad `dimensions` or `prompt_name`.
+        """
+        dimensions = options.dimensions
         if dimensions is not None and dimensions < 1:
             raise InvalidInput("Input validation error: `dimensions` should be positive")
         if dimensions is not None and dimensions > self.info.dimension:
             raise InvalidInput(
                 "Input validation error: `dimensions` should be smaller than the maximum embedding dimension."
             )
-        prompt = self._prompts.text(job.options.prompt_name)
-        job.vectors = np.zeros((len(job.texts), dimensions or self.info.dimension), dtype=np.float32)
-        self._intake.put(job, prompt)
+        self._prompts.text(options.prompt_name)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[Token]:
         """Every token of prompt + text.

@@ -38,9 +38,10 @@ class Desk:
         self.metrics = TeiMetrics()
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
+        self.max_bytes = spec.max_message_bytes * _MAX_PAYLOADS
         self._admission = Admission(
             max_calls=spec.max_concurrent_requests * (1 + _QUEUED_PER_RUNNING),
-            max_bytes=spec.max_message_bytes * _MAX_PAYLOADS,
+            max_bytes=self.max_bytes,
             max_waiting=_MAX_WAITING,
         )
         self._codec = ThreadPoolExecutor(2, "codec")

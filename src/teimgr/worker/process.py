@@ -38,8 +38,6 @@ EXIT_TRANSIENT = 4
 
 _PROBE_TIMEOUT_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
-# Tokens a full queue may hold, as a multiple of one batch's budget.
-_QUEUED_BATCHES = 64
 # Failures to load that the same files and flags will meet again, and those among them that may pass by themselves.
 _LASTING = (Refused, Broken, OutOfDeviceMemory)
 _PASSING = (PortConflict, Internal)
@@ -128,7 +126,7 @@ class Worker:
             threads=self._threads,
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
-            max_queued_tokens=spec.max_batch_tokens * _QUEUED_BATCHES,
+            max_queued_tokens=desk.max_bytes,  # the desk bounds what is inside; a token has a byte or more
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
         )
