@@ -114,6 +114,31 @@ async def test_frames_of_one_tick_leave_in_one_write(pair: Pair) -> None:
     )
 
 
+async def test_frames_that_may_linger_leave_together_and_with_the_next_that_may_not(pair: Pair) -> None:
+    frame_bytes = HEADER.size + 1
+
+    pair.end.send(FrameType.REQUEST, Method.EMBED, 1, b"a", linger=True)
+    await asyncio.sleep(0)
+    pair.end.send(FrameType.REQUEST, Method.EMBED, 2, b"b", linger=True)
+    assert pair.end.unsent_bytes == 2 * frame_bytes
+    pair.end.send(FrameType.REQUEST, Method.EMBED, 3, b"c")
+    assert await pair.read(3 * frame_bytes) == b"".join(
+        pack_header(1, FrameType.REQUEST, Method.EMBED, id) + letter for id, letter in ((1, b"a"), (2, b"b"), (3, b"c"))
+    )
+
+    pair.end.send(FrameType.REQUEST, Method.EMBED, 4, b"d", linger=True)
+    assert (await pair.read(frame_bytes)).endswith(b"d")
+
+
+async def test_many_frames_do_not_linger(pair: Pair) -> None:
+    for id in range(100):
+        pair.end.send(FrameType.REQUEST, Method.EMBED, id, b"x", linger=True)
+    await asyncio.sleep(0)
+
+    assert pair.end.unsent_bytes == 0
+    await pair.read(100 * (HEADER.size + 1))
+
+
 async def test_views_and_bytearrays_are_sent_as_they_are(pair: Pair) -> None:
     pair.end.send(FrameType.REPLY, Method.EMBED, 1, memoryview(b"abcdef")[2:4])
     pair.end.send(FrameType.REPLY, Method.EMBED, 1, bytearray(b"xy"))

@@ -15,6 +15,8 @@ from teimgr.wire.stream import FrameProtocol, Payload
 _MAX_FRAME_BYTES = 1 << 30
 # What a call costs besides its payload: keeps the number of small calls in flight bounded by the same budget.
 CALL_BYTES = 512
+# With more bulk calls than this in flight the worker has work, and the next one may wait for company on its way there.
+_BUSY_CALLS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,8 @@ class Link(FrameProtocol):
         call = Call(self, self._last_id, method, cost_bytes, timeout_s)
         self._calls[call.id] = call
         deadline_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
-        self.send(FrameType.REQUEST, method, call.id, payload, flags=flags, deadline_ms=deadline_ms)
+        linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
+        self.send(FrameType.REQUEST, method, call.id, payload, flags=flags, deadline_ms=deadline_ms, linger=linger)
         return call
 
     def forget(self, call: Call) -> bool:
