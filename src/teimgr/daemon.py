@@ -40,7 +40,7 @@ def main(settings: Settings) -> int:
 
 
 class Daemon:
-    """All parts of one daemon. `stopping` ends it when set."""
+    """All parts of one daemon. `booted` is set once every instance is known; setting `stopping` ends it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -54,6 +54,7 @@ class Daemon:
                 log_keep=settings.log_keep,
             )
         )
+        self.booted = asyncio.Event()
         self.stopping = asyncio.Event()
         self.muxes = [
             MuxKeeper(number, settings, self.directory, self.metrics)
@@ -69,11 +70,12 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
-        app = create_app(self.manager, self.settings, self.metrics, self.alarms)
+        app = create_app(self.manager, self.settings, self.metrics, self.alarms, self.booted.is_set)
         with self._signals():
             try:
                 async with serving(app, listener, **uvicorn_options(self.settings.mtls)):
                     await self.manager.boot()
+                    self.booted.set()
                     async with self._muxes_running():
                         log.info("daemon ready", extra={"version": __version__, **self.addresses()})
                         await self.stopping.wait()

@@ -14,6 +14,8 @@ from teimgr.errors import PortConflict
 
 _CLOSE_GRACE_S = 5
 
+_THROW_AWAY_BYTES = 64 * 2**20
+
 AsgiApp = Callable[..., Any]
 
 
@@ -56,6 +58,24 @@ async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterato
     finally:
         server.should_exit = True
         await task
+
+
+async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
+    """A request's whole body; None when it is larger than `limit_bytes`.
+
+    The rest of a body that is too large is read and thrown away, to a bound: a client that is cut off while it still
+    sends never sees the answer that says why.
+    """
+    body = bytearray()
+    thrown_away = 0
+    async for chunk in chunks:
+        if thrown_away or len(body) + len(chunk) > limit_bytes:
+            thrown_away += len(chunk)
+            if thrown_away > _THROW_AWAY_BYTES:
+                return None
+        else:
+            body += chunk
+    return None if thrown_away else bytes(body)
 
 
 class _Server(uvicorn.Server):

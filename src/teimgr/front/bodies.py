@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from teimgr.errors import TooLarge
+from teimgr.listening import read_limited
 from teimgr.typed import nearest, said
 
 BODY_LIMIT_BYTES = 2 * 2**20
@@ -27,7 +28,9 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
         HTTPException: 415 for another content type, 400 for what is no JSON, 422 for another shape.
     """
     _check_content_type(request)
-    text = await _read(request, limit_bytes)
+    text = await read_limited(request.stream(), limit_bytes)
+    if text is None:
+        raise TooLarge(f"Failed to buffer the request body: the limit is {limit_bytes} bytes")
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -44,22 +47,6 @@ def _check_content_type(request: Request) -> None:
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {said(given)})")
-
-
-async def _read(request: Request, limit_bytes: int) -> bytearray:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise _too_large(f"{declared} bytes", limit_bytes)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise _too_large(f"{len(body)} bytes or more", limit_bytes)
-    return body
-
-
-def _too_large(size: str, limit_bytes: int) -> TooLarge:
-    return TooLarge(f"Failed to buffer the request body: {size}, the limit is {limit_bytes} bytes")
 
 
 def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:

@@ -8,6 +8,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
+from teimgr.listening import read_limited
+
 JSON = "application/json"
 
 
@@ -45,8 +47,11 @@ async def read_body(request: Request, kind: type[BodyT], limit_bytes: int) -> Bo
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
         raise BodyRefused(415, f"Expected request with `Content-Type: {JSON}`")
+    body = await read_limited(request.stream(), limit_bytes)
+    if body is None:
+        raise BodyRefused(413, "Failed to buffer the request body: length limit exceeded")
     try:
-        value = orjson.loads(await _limited(request, limit_bytes))
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BodyRefused(400, f"Failed to parse the request body as JSON: {error}") from error
     try:
@@ -56,12 +61,3 @@ async def read_body(request: Request, kind: type[BodyT], limit_bytes: int) -> Bo
         where = ".".join(str(part) for part in first["loc"])
         text = f"Failed to deserialize the JSON body into the target type: {where}: {first['msg']}"
         raise BodyRefused(422, text) from error
-
-
-async def _limited(request: Request, limit_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise BodyRefused(413, "Failed to buffer the request body: length limit exceeded")
-    return bytes(body)
