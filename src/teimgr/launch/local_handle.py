@@ -54,9 +54,7 @@ class LocalHandle:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
         if not await self._gone_within(grace_s):
-            if not self._ended.is_set():
-                with suppress(ProcessLookupError):
-                    os.killpg(self.pid, signal.SIGKILL)  # every worker leads a group of its own
+            self._kill()
             if not await self._gone_within(KILL_LIMIT_S):
                 raise LaunchFailed(f"process {self.pid} is still there {KILL_LIMIT_S:g} s after SIGKILL")
         return await self.wait()
@@ -69,6 +67,14 @@ class LocalHandle:
         """Forget the process; it goes on."""
         self._exit.cancel()
         await asyncio.wait({self._exit})
+
+    def _kill(self) -> None:
+        if self._ended.is_set():
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # a worker leads a group of its own
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # unless it is too young to have one
 
     async def _gone_within(self, timeout_s: float) -> bool:
         done, _ = await asyncio.wait({self._exit}, timeout=timeout_s)
@@ -85,7 +91,16 @@ class LocalHandle:
         return exit
 
     async def _exit_status(self) -> int | None:
-        if self._status is None:
+        if self._status is not None:
+            done, _ = await asyncio.wait({self._status}, timeout=_STATUS_LIMIT_S)
+            if done and self._status.result() is not None:
+                return self._status.result()
+        return self._reap()
+
+    def _reap(self) -> int | None:
+        """The status where we have become the parent: the first process of a container inherits all orphans."""
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:
             return None
-        done, _ = await asyncio.wait({self._status}, timeout=_STATUS_LIMIT_S)
-        return self._status.result() if done else None
+        return os.waitstatus_to_exitcode(status) if pid else None

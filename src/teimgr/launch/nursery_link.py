@@ -22,6 +22,8 @@ from teimgr.launch.nursery import MESSAGE_LIMIT_BYTES
 IMPORT_LIMIT_S = 120.0
 FORK_LIMIT_S = 30.0
 _LOG_LIMIT_BYTES = 1 << 20
+# Between the end of its socket and the end of the process there may be a traceback to print.
+_LAST_WORDS_LIMIT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +149,7 @@ class _Life:
         self._request = 0
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
         self._gone = asyncio.Event()
+        self._doom: asyncio.TimerHandle | None = None
         self._pidfd = os.pidfd_open(self.process.pid)
         self._loop.add_reader(self._pidfd, self._ended)
         self._loop.add_reader(self._control.fileno(), self._readable)
@@ -181,7 +184,7 @@ class _Life:
 
     async def end(self) -> None:
         """Close the socket and see the process out."""
-        self._control.shutdown(socket.SHUT_RDWR)
+        self.process.terminate()  # it may be importing, and not look at its socket for seconds
         await self._gone.wait()
 
     def _readable(self) -> None:
@@ -194,7 +197,7 @@ class _Life:
                 message, descriptors = b"", []
             if not message:
                 self._loop.remove_reader(self._control.fileno())
-                self.process.kill()  # without the socket it is of no use, whatever it is doing
+                self._doom = self._loop.call_later(_LAST_WORDS_LIMIT_S, self.process.kill)
                 return
             self._take(json.loads(message), *descriptors)
 
@@ -225,6 +228,10 @@ class _Life:
         self._readable()  # the last ends it reported
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        if self._doom is not None:
+            self._doom.cancel()
+        # A child that was just forked may still hold the other end: its end need not have been seen.
+        self._loop.remove_reader(self._control.fileno())
         self._control.close()
         self.process.wait()
         self._fail(NurseryDied(self._died(self._ready.done())))
