@@ -12,7 +12,7 @@ import psutil
 import pytest
 from daemon_process import MINILM, DaemonProcess
 from load import Load
-from models import save_bert
+from models import build
 
 from teimgr.errors import NotRunning, TeimgrError
 from teimgr.spec import State
@@ -22,7 +22,9 @@ HEAL_LIMIT_S = 10.0
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("tiny"))
+    folder = tmp_path_factory.mktemp("tiny")
+    build("bert", folder)
+    return folder
 
 
 @pytest.fixture
