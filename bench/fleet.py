@@ -62,6 +62,8 @@ def fleet() -> Iterator[Fleet]:
             with Client(f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}", timeout_s=120) as client:
                 _await_listening(client, process, folder / "daemon.log")
                 yield Fleet(psutil.Process(process.pid), f"http://127.0.0.1:{grpc}", client)
+        except Unavailable as error:
+            raise RuntimeError(f"{error}; the daemon's last words:\n{_tail(folder / 'daemon.log')}") from error
         finally:
             _stop(process)
 
@@ -84,7 +86,11 @@ def _await_listening(client: Client, process: subprocess.Popen[bytes], log: Path
             time.sleep(0.02)
         else:
             return
-    raise RuntimeError("the daemon does not listen:\n" + log.read_text()[-2000:])
+    raise RuntimeError(f"the daemon does not listen:\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
     facts = {
         "model": "all-MiniLM-L6-v2, dtype auto, all workers alive at the end",
         "daemon listens after": f"{listening_s:.2f} s",
+        "first worker": "created as soon as the daemon listens, so it waits for the nursery to import torch",
         "create to running": "from POST /instances to the first GET that says running, asked every 5 ms",
         "USS": "memory that comes back when the worker ends; after one text, all workers alive",
     }

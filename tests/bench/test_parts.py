@@ -1,0 +1,57 @@
+"""The parts of the benchmarks that a wrong number could come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+
+import pytest
+from bench import corpus, machine
+from bench.contest import Row
+from bench.report import markdown_table
+from bench.table import ratios
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return corpus.corpus(1000)
+
+
+def test_the_corpus_has_mixed_lengths_and_its_digest_names_it(texts: list[str]) -> None:
+    words = sorted(len(text.split()) for text in texts)
+    assert len(texts) == 1000
+    assert words[0] >= 3
+    assert 15 < words[500] < 45
+    assert words[-1] > 200
+    assert corpus.digest(texts) == corpus.digest(list(texts)) != corpus.digest(texts[1:])
+
+
+def test_queries_are_short_and_always_the_same() -> None:
+    queries = corpus.queries(20)
+    assert queries == corpus.queries(20)
+    assert all(4 <= len(query.split()) <= 14 for query in queries)
+
+
+def test_ratios_are_paired_by_round() -> None:
+    baseline = Row("theirs", seconds=[10.0, 30.0, 10.0])
+    row = Row("ours", seconds=[5.0, 10.0, 5.0])
+    assert ratios(row, baseline) == {"best": 2.0, "median": 2.0}
+
+
+def test_a_table_is_aligned_and_says_nothing_for_what_is_missing() -> None:
+    assert markdown_table(("path", "n"), [["a", 1234.0], ["long", None]]) == (
+        "| path |     n |\n| ---- | ----: |\n| a    | 1,234 |\n| long |     – |"
+    )
+
+
+def test_a_result_does_not_name_its_host() -> None:
+    described = json.dumps(machine.describe())
+    assert platform.node() not in described
+    assert os.path.expanduser("~") not in described  # noqa: PTH111
+
+
+def test_memory_and_time_of_a_process_are_read() -> None:
+    pid = os.getpid()
+    assert 0 < machine.unique_mib(pid) <= machine.peak_rss_mib(pid)
+    assert 0 < machine.cpu_s(pid) <= machine.busy_s()
