@@ -61,7 +61,7 @@ def _publish(rows: list[Row], texts: list[str], tokens: int, rounds: int, worker
     facts = {
         "texts": f"{len(texts)} of mixed length (digest {corpus.digest(texts)}), {tokens} real tokens",
         "model": "all-MiniLM-L6-v2, the real weights, 256 tokens at most",
-        "threads": f"{len(os.sched_getaffinity(0))} for the bare engine, {worker.details.get('threads')} for the worker",
+        "threads": f"{len(os.sched_getaffinity(0))} bare, {worker.details.get('threads')} in the worker",
         "method": f"{rounds} rounds, one pass of each path in turn; ratios within a round",
         "EmbedArrow against the bare engine": f"{bare['median']:.1%} (median), {bare['best']:.1%} (best passes)",
     }
