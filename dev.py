@@ -136,7 +136,9 @@ def install(*extras: str) -> int:
         return 1
     if not PYTHON.exists():
         venv.create(VENV, with_pip=True)
-    status = call(PYTHON, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[{','.join(extras)}]")
+    print(f"Installing teimgr[{','.join(extras)}] into {VENV.name} …", flush=True)
+    verbosity = [] if sys.stdout.isatty() else ["-qq"]  # people get pip's progress bars, logs get errors only
+    status = call(PYTHON, "-m", "pip", "install", *verbosity, "--editable", f"{ROOT}[{','.join(extras)}]")
     if status == 0:
         stamp.write_text(wanted)
     return status

@@ -144,10 +144,9 @@ def suggestions(addresses: Addresses) -> list[str]:
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
     body = f'{{"name": "second", "model_id": "{MODEL}"}}'
-    call = f"print(Client(grpc='{addresses.grpc}').embed('hello', instance='{INSTANCE}').shape)"
     return [
         f"curl -X POST {addresses.api}/instances -H 'content-type: application/json' -d '{body}'",
-        f'{folder}/python -c "from teimgr.client import Client; {call}"',
+        f"{folder}/python -m teimgr.client --grpc {addresses.grpc} {INSTANCE} 'What is deep learning?'",
         f"{folder}/bench-client -e {addresses.grpc} -i {INSTANCE} --mode arrow --num-texts 2000",
     ]
 

@@ -1,0 +1,58 @@
+"""`teimgr quickstart` ends with an embedding and three commands that work as they are printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 90
+
+
+@pytest.fixture(scope="module")
+def greeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """What it prints until it says how to stop it, and where it ran; stopped by an interrupt afterwards."""
+    folder = tmp_path_factory.mktemp("q")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "teimgr", "quickstart"],
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "Ctrl-C" in line:
+            break
+    yield "".join(lines), folder
+    process.send_signal(signal.SIGTERM)
+    process.stdout.close()
+    assert process.wait(LIMIT_S) == 0
+
+
+def test_it_prints_an_embedding(greeting: tuple[str, Path]) -> None:
+    assert re.search(r"→ 384 values: \[-?0\.\d{6}, ", greeting[0])
+
+
+def test_the_three_commands_work_as_they_are_printed(greeting: tuple[str, Path]) -> None:
+    text, folder = greeting
+    commands = [line.strip() for line in text.splitlines() if line.startswith("  ") and "weights" not in line]
+    assert len(commands) == 3
+
+    outputs = [
+        subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+        for command in commands
+    ]
+
+    assert [done.returncode for done in outputs] == [0, 0, 0], outputs
+    assert '"status":"starting"' in outputs[0].stdout
+    assert outputs[1].stdout.count(",") == 383
+    assert '"failed": 0' in outputs[2].stdout
