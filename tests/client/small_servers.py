@@ -54,11 +54,12 @@ class Multiplexer:
     """The methods the client uses, each a few lines; texts ask for their own failures.
 
     A text `refuse` fails with INVALID_ARGUMENT and a code in the trailers, `overload` with RESOURCE_EXHAUSTED,
-    `hang` is never answered.
+    `hang` is never answered, `enough` ends a stream without an answer.
     """
 
     def __init__(self) -> None:
         self.seen = Seen()
+        self.hanging = asyncio.Event()
         self.together: asyncio.Barrier | None = None  # unary embeds are answered in groups of its size
 
     async def check(self, target: mux_pb2.Target, context: grpc.aio.ServicerContext) -> None:
@@ -76,6 +77,7 @@ class Multiplexer:
         if text == "overload":
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Model is overloaded")
         if text == "hang":
+            self.hanging.set()
             await asyncio.Event().wait()
         return tei_pb2.EmbedResponse(embeddings=vector_of(text)[: request.request.dimensions or DIM])
 
@@ -95,6 +97,8 @@ class Multiplexer:
         self, requests: AsyncIterator[mux_pb2.EmbedRequest], context: Any
     ) -> AsyncIterator[tei_pb2.EmbedResponse]:
         async for request in requests:
+            if request.request.inputs == "enough":
+                return
             yield await self.embed_one(request, context)
 
     async def EmbedArrow(self, request: mux_pb2.EmbedArrowRequest, context: Any) -> mux_pb2.EmbedArrowResponse:

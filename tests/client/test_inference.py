@@ -12,6 +12,7 @@ from small_servers import DIM, INSTANCE, MODEL, Multiplexer, vector_of
 
 from teimgr.client import AsyncClient
 from teimgr.errors import (
+    Cancelled,
     DeadlineExceeded,
     EmptyInput,
     InstanceNotFound,
@@ -208,6 +209,29 @@ async def test_a_slow_source_is_no_reason_to_end_a_stream(mux_url: str) -> None:
     async with AsyncClient(grpc=mux_url, timeout_s=0.1) as client:
         rows = [row async for row in client.embed_stream(texts(), instance=INSTANCE)]
     assert len(rows) == 2
+
+
+@pytest.mark.parametrize("more", [[], ["later"] * 2000], ids=["all sent", "more to come"])
+async def test_a_server_that_ends_a_stream_early_is_not_taken_for_success(client: AsyncClient, more: list[str]) -> None:
+    stream = client.embed_stream(["a", "enough", *more], instance=INSTANCE, window=4)
+    rows, failure = await until_failure(stream)
+    assert len(rows) == 1
+    assert isinstance(failure, Internal)
+
+
+async def test_closing_the_client_ends_its_calls_as_cancelled(mux_url: str, multiplexer: Multiplexer) -> None:
+    async with AsyncClient(grpc=mux_url) as client:
+        calling = asyncio.create_task(client.embed("hang", instance=INSTANCE))
+        await asyncio.wait_for(multiplexer.hanging.wait(), 20)
+    with pytest.raises(Cancelled):
+        await calling
+
+
+async def test_closing_the_client_ends_its_streams_as_cancelled(mux_url: str, multiplexer: Multiplexer) -> None:
+    async with AsyncClient(grpc=mux_url) as client:
+        reading = asyncio.create_task(until_failure(client.embed_stream(["hang"], instance=INSTANCE)))
+        await asyncio.wait_for(multiplexer.hanging.wait(), 20)
+    assert isinstance((await reading)[1], Cancelled)
 
 
 async def test_embed_arrow_gives_rows_in_order_over_several_batches(

@@ -11,7 +11,7 @@ import grpc
 from teimgr.client.conversation import Conversation
 from teimgr.client.failures import from_grpc
 from teimgr.client.tls import Endpoint, Tls
-from teimgr.errors import Internal, Unavailable
+from teimgr.errors import Cancelled, Internal, Unavailable
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
@@ -83,6 +83,11 @@ class Calls:
             reply: bytes = await call(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Cancelled("the client was closed during the call") from None
         return reply
 
     async def stream(

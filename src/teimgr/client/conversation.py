@@ -12,10 +12,11 @@ import grpc
 
 from teimgr.client.ending import Ending
 from teimgr.client.failures import from_status
-from teimgr.errors import DeadlineExceeded
+from teimgr.errors import Cancelled, DeadlineExceeded, Internal
 
 _aio: Any = grpc.aio
 _EOF = _aio.EOF
+_LAST_WORDS_S = 1.0
 
 
 class Conversation:
@@ -43,6 +44,8 @@ class Conversation:
         while not (await asyncio.wait((self._reading,), timeout=idle_s - self._waited_s()))[0]:
             if self._waited_s() >= idle_s:
                 raise DeadlineExceeded(f"no reply on the stream for {idle_s:g} s")
+        if self._reading.cancelled():
+            raise Cancelled("the client was closed during the call")
         try:
             received = self._reading.result()
         except grpc.aio.AioRpcError:
@@ -71,7 +74,12 @@ class Conversation:
         status = await self._ending.status()
         if status.code is not grpc.StatusCode.OK:
             raise from_status(*status)
+        sent, _ = await asyncio.wait((self._sending,), timeout=_LAST_WORDS_S)
+        if not sent:
+            raise Internal("the server ended the stream while requests were still to come")
         await self._sending
+        if self._owed:
+            raise Internal(f"the server ended the stream without answering {self._owed} requests")
 
     async def _send(self) -> None:
         try:

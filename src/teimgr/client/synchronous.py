@@ -38,7 +38,6 @@ class LoopThread:
     def close(self) -> None:
         """Stop the loop and end its thread."""
         self.run(self._loop.shutdown_asyncgens())
-        self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
