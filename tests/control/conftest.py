@@ -110,12 +110,8 @@ class Fleet:
         return {path.name for path in self.settings.run_dir.iterdir()} - RESIDENT
 
     async def end(self) -> None:
-        await self.manager.shutdown(grace_s=0)
+        await self.manager.shutdown(at_once=True)
         await self.launcher.close()
-
-    def abandon(self) -> None:
-        """For tests that end this daemon some other way."""
-        self.manager = None  # type: ignore[assignment]
 
 
 def settings_for(folder: Path, **values: object) -> Settings:

@@ -38,6 +38,7 @@ _FLAGS = {
     "unhealthy": "say unhealthy after saying ready",
     "drain-itself": "say draining after saying ready, then exit 0",
     "deaf": "accept no connection, answer nothing",
+    "exit-when-alone": "exit when the last watcher goes",
     "grandchild": "start a child of its own that sleeps; its pid goes to <run_dir>/grandchild",
 }
 
@@ -123,8 +124,7 @@ class FakeWorker:
         self.say(state="ready", model=self.model())
         if "unhealthy" in self.flags:
             self.say(state="unhealthy", reason="a vector had NaN in it")
-        if "drain-itself" in self.flags:
-            self.drain()
+        self.perhaps_drain()
         if "crash-after-ready" in self.flags:
             self.leave(int(self.flags["crash-after-ready"]))
         return None
@@ -158,6 +158,10 @@ class FakeWorker:
             self.say(state="draining")
             self.leave(0)
 
+    def perhaps_drain(self) -> None:
+        if "drain-itself" in self.flags and self.watchers and self.status["state"] == "ready":
+            self.drain()
+
     def leave(self, status: int) -> None:
         if not self.end.done():
             self.loop.call_soon(lambda: self.end.done() or self.end.set_result(status))
@@ -189,6 +193,7 @@ class Link(FrameProtocol):
             self.watch_id = header.id
             worker.watchers.add(self)
             self.tell(worker.status)
+            worker.perhaps_drain()
         elif header.method == Method.PROBE:
             self.probe(header)
         elif header.method == Method.STATS:
@@ -220,6 +225,8 @@ class Link(FrameProtocol):
     def link_lost(self, error: Exception | None) -> None:
         self.worker.links.discard(self)
         self.worker.watchers.discard(self)
+        if "exit-when-alone" in self.worker.flags and not self.worker.watchers:
+            self.worker.leave(0)
 
 
 if __name__ == "__main__":

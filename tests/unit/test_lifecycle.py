@@ -221,6 +221,10 @@ def test_a_worker_that_drains_by_itself_leaves_the_directory_and_is_replaced() -
 # Probes
 
 
+def test_a_proof_makes_a_starting_worker_run() -> None:
+    assert after(Start(), ProbeOk())[0].phase is Phase.RUNNING
+
+
 def test_probes_that_fail_in_a_row_kill_and_replace() -> None:
     life, effects = after(ProbeFailed("x"), ProbeFailed("x"), life=RUNNING)
     assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 2, [])

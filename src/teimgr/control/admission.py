@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from teimgr.control.extra_args import parse
 from teimgr.control.ports import Ports
-from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, PortConflict, ValidationError
+from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, ValidationError
 from teimgr.rules import DTYPES
 from teimgr.settings import SPEC_RULES, Settings
 from teimgr.spec import InstanceSpec, check_name
@@ -21,7 +21,6 @@ class Admission:
         reserved = {settings.api_port: "the API port"}
         if settings.grpc_enabled:
             reserved[settings.grpc_port] = "the gRPC port"
-        self._reserved = reserved
         self._ports = Ports(settings.instance_host, settings.instance_port_start, settings.instance_port_end, reserved)
 
     def admit(self, request: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
@@ -44,9 +43,7 @@ class Admission:
         """
         check_fields(spec)
         self._check_room(spec, present)
-        holder = _holders(present).get(spec.port) or self._reserved.get(spec.port)
-        if holder:
-            raise PortConflict(spec.port, holder)
+        self._ports.check_holders(spec.port, _holders(present))
         return self._with_ports(spec, present)
 
     def _check_room(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> None:

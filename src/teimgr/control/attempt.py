@@ -63,6 +63,7 @@ class Attempt:
         self._post = post
         self._link: ControlLink | None = None
         self._threads: int | None = None
+        self._told_threads: int | None = None
         self._probe_now = asyncio.Event()
         self._ready = asyncio.Event()
         self._grace_s: float | None = None
@@ -134,11 +135,11 @@ class Attempt:
     async def _gone(self, handle: WorkerHandle) -> Exit:
         """The exit; when the ladder was climbed down in vain, words that say so."""
         waiting = asyncio.create_task(handle.wait())
-        await asyncio.wait({waiting, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
-        if self._stuck.done() and not waiting.done():
+        try:
+            await asyncio.wait({waiting, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() else self._stuck.result()
+        finally:
             waiting.cancel()
-            return self._stuck.result()
-        return await waiting
 
     # The ladder
 
@@ -178,6 +179,7 @@ class Attempt:
         if self.handle is None or status.incarnation != self.handle.incarnation:
             return
         before, self.status = self.status, status
+        self._told_threads = status.threads
         self._push_threads()
         if before is None or (before.state, before.reason) != (status.state, status.reason):
             self._changed(status)
@@ -187,18 +189,19 @@ class Attempt:
             case "ready":
                 self._ready.set()
                 self._post(WorkerReady())
-            case "unhealthy":
-                self._probe_now.set()  # its own word is a hint; the proof decides
+            case "unhealthy":  # its own word is a hint; the proof decides
+                self._ready.set()
+                self._probe_now.set()
             case "failed":
                 self._post(WorkerFailed(Failure(status.reason or "the worker failed", status.permanent)))
             case "draining":
                 self._post(WorkerDraining())
 
     def _push_threads(self) -> None:
-        if self._link is None or self._threads is None or self.status is None or not self.is_ready:
+        if self._link is None or self._threads in (None, self._told_threads) or not self.is_ready:
             return
-        if self.status.threads != self._threads:
-            self._link.tell(Method.THREADS, threads=self._threads)
+        if self._link.tell(Method.THREADS, threads=self._threads):
+            self._told_threads = self._threads
 
     # Proof
 

@@ -28,7 +28,7 @@ Delete          STOPPED   STOPPING          STOPPING           STOPPING         
 WorkerReady     -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
 WorkerFailed    -         STARTING          REPLACING          REPLACING                -                 STOPPING   -
 WorkerDraining  -         REPLACING         REPLACING          REPLACING                -                 STOPPING   -
-ProbeOk         -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
+ProbeOk         -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
 ProbeFailed     -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
 Exited          -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
 Tick            STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED
@@ -258,7 +258,7 @@ class Life:
             case WorkerDraining():
                 return self._draining()
             case ProbeOk():
-                return replace(self, probe_failures=0), []
+                return replace(self._ready(now), probe_failures=0), []
             case ProbeFailed(reason):
                 return self._probe_failed(reason)
             case Exited(exit, jitter):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from teimgr.control.store import Store
 from teimgr.control.supervisor import ControlMetrics, Supervisor, Surroundings
 from teimgr.control.workerspec import worker_spec
 from teimgr.directory import Directory
-from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, TeimgrError
+from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.base import Adopted, Launcher
 from teimgr.settings import Settings
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
@@ -106,22 +107,18 @@ class Manager:
     async def _begin(self, adopted: Mapping[str, Adopted], refused: Collection[str]) -> None:
         for name in self._supervisors:
             self._supervise(name, adopted.get(name))
-        self._balance()
         await asyncio.gather(*(supervisor.started.wait() for supervisor in self._supervisors.values()))
         for name, supervisor in self._supervisors.items():
             if supervisor.spec.wanted_running and name not in adopted and name not in refused:
                 await supervisor.accept(Start())
         self.booted.set()
 
-    async def shutdown(self, grace_s: float | None = None) -> None:
+    async def shutdown(self, *, at_once: bool = False) -> None:
         """Stop every worker in parallel; what is wanted stays as it is on disk.
 
-        `grace_s` 0 skips the grace, also of a shutdown under way.
+        `at_once` gives them no grace, also where an earlier call did.
         """
-        if grace_s == 0:
-            for supervisor in self._supervisors.values():
-                supervisor.hurry()
-        await asyncio.gather(*map(self._halt, tuple(self._supervisors.values())))
+        await asyncio.gather(*(self._halt(supervisor, at_once) for supervisor in self._supervisors.values()))
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -142,7 +139,6 @@ class Manager:
         spec = replace(spec, created_at=_now(), wanted_running=True)
         supervisor = self._enlist(spec)
         self._supervise(spec.name, None)
-        self._balance()
         await supervisor.accept(Start())
         await self._save()
         self._metrics.instance_created(spec)
@@ -245,23 +241,21 @@ class Manager:
         if self._supervisors.get(name) is supervisor:
             del self._supervisors[name], self._tasks[name]
             self._placed.pop(name, None)
-            self._balance()
             self._changed()
 
     async def _command(self, name: str, command: Command) -> InstanceView:
         await self.booted.wait()
         supervisor = self._find(name)
         await supervisor.accept(command)
-        self._balance()
         await self._save()
         return await supervisor.settle()
 
-    async def _halt(self, supervisor: Supervisor) -> None:
+    async def _halt(self, supervisor: Supervisor, at_once: bool) -> None:
         """Stop one for the daemon's sake, wanted or not."""
-        try:
+        with suppress(NotRunning, InstanceNotFound, Unavailable):
             await supervisor.accept(Stop(), wanted_stays=True)
-        except TeimgrError:
-            return  # it has no process, or is gone
+        if at_once:
+            supervisor.hurry()
         await supervisor.settle()
 
     # Placement
@@ -279,7 +273,7 @@ class Manager:
 
     def _loading(self) -> Counter[str]:
         """Workers per card that have not proved themselves yet, so that the card may not show their memory."""
-        starting = (name for name, each in self._supervisors.items() if each.view().state is State.STARTING)
+        starting = (name for name, each in self._supervisors.items() if each.state is State.STARTING)
         return Counter(uuid for name in starting if (uuid := self._placed.get(name)))
 
     def _accepts(self, found: WorkerSpec, inventory: Inventory) -> bool:
@@ -299,12 +293,9 @@ class Manager:
         return same and there
 
     def _shares(self) -> dict[str, int]:
-        """CPU threads by name; an instance that is about to start counts as wanted."""
-        return share_threads(self._cores, (spec for spec in self._specs() if spec.wanted_running))
-
-    def _balance(self) -> None:
-        for name, threads in self._shares().items():
-            self._supervisors[name].set_threads(threads)
+        """CPU threads by name, of the instances that have or are about to have a worker."""
+        alive = (State.STARTING, State.RUNNING)
+        return share_threads(self._cores, (each.spec for each in self._supervisors.values() if each.state in alive))
 
     # State and figures
 
@@ -329,7 +320,10 @@ class Manager:
             self._alarms[kind] = "; ".join(filter(None, (self._alarms.get(kind), text))) if kind == "load" else text
 
     def _changed(self) -> None:
+        """Some instance is not what it was: figures, and perhaps everybody's share of the CPU."""
         self._metrics.fleet(self.list())
+        for name, threads in self._shares().items():
+            self._supervisors[name].set_threads(threads)
 
 
 def _policy(settings: Settings) -> Policy:

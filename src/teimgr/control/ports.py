@@ -51,13 +51,21 @@ class Ports:
         """
         if not UNPRIVILEGED_PORT <= port <= LAST_PORT:
             raise InvalidPort(f"Invalid port {port}: must be between {UNPRIVILEGED_PORT} and {LAST_PORT}")
+        self.check_holders(port, holders)
+        if not is_free(self._host, port):
+            raise PortConflict(port, "another process")
+        return port
+
+    def check_holders(self, port: int, holders: Mapping[int, str]) -> None:
+        """Refuse a port that an instance or the daemon has; whether it is bound now does not matter.
+
+        Raises:
+            PortConflict: one of them has it.
+        """
         if port in holders:
             raise PortConflict(port, f"instance '{holders[port]}'")
         if port in self._reserved:
             raise PortConflict(port, self._reserved[port])
-        if not is_free(self._host, port):
-            raise PortConflict(port, "another process")
-        return port
 
     def allocate_prometheus(self, taken: Collection[int]) -> int:
         """A free port from 9100 upwards, never the same twice.

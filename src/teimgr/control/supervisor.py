@@ -37,9 +37,9 @@ from teimgr.control.lifecycle import (
     WorkerReady,
 )
 from teimgr.directory import Directory, Endpoint, Entry
-from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError
+from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.base import Adopted, Launcher
-from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, WorkerSpec
+from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Supervisor:
             AlreadyRunning, NotRunning, InstanceNotFound: it makes no sense now.
         """
         if self._closed:
-            raise InstanceNotFound(self.spec.name)
+            raise self._absence()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._mailbox.put_nowait(_Ask(command, answer, wanted_stays))
         await answer
@@ -123,12 +123,17 @@ class Supervisor:
             await self._settled.wait_for(lambda: self._closed or not self._life.is_ending)
         return self.view()
 
+    @property
+    def state(self) -> State:
+        """The word for where the instance is."""
+        return self._life.phase.state
+
     def view(self) -> InstanceView:
         """A snapshot for display."""
         life, handle = self._life, self._attempt.handle if self._attempt else None
         return InstanceView(
             spec=self.spec,
-            state=life.phase.state,
+            state=self.state,
             pid=handle.pid if handle else None,
             uptime_secs=max(0, int(time.time() - handle.started_at)) if handle else None,
             restarts=life.restarts,
@@ -186,7 +191,7 @@ class Supervisor:
         while not self._mailbox.empty():
             item = self._mailbox.get_nowait()
             if isinstance(item, _Ask) and not item.answer.done():
-                item.answer.set_exception(InstanceNotFound(self.spec.name))
+                item.answer.set_exception(self._absence())
         async with self._settled:
             self._settled.notify_all()
 
@@ -218,8 +223,13 @@ class Supervisor:
         if not ask.answer.done():
             ask.answer.set_result(None)
 
+    def _absence(self) -> TeimgrError:
+        if self._is_gone:
+            return InstanceNotFound(self.spec.name)
+        return Unavailable(f"Instance '{self.spec.name}' is not supervised any more")
+
     def _refusal(self, command: Command) -> TeimgrError:
-        state = self._life.phase.state.value
+        state = self.state.value
         if self._life.deleted:
             return InstanceNotFound(self.spec.name)
         return NotRunning(self.spec.name, state) if isinstance(command, Stop) else AlreadyRunning(self.spec.name, state)
@@ -295,7 +305,7 @@ class Supervisor:
             Entry(
                 name=self.spec.name,
                 model_id=self.spec.model_id,
-                state=self._life.phase.state,
+                state=self.state,
                 reason=self._life.reason,
                 dimension=self._model.dimension if self._model else 0,
                 endpoints=endpoint,

@@ -1,0 +1,32 @@
+"""The nursery with everything that it imports in production."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.control.conftest import local_launcher
+
+from teimgr.launch import nursery
+from teimgr.spec import WorkerSpec
+
+
+@pytest.mark.slow
+async def test_it_has_one_thread_and_its_children_run_parallel_tensor_ops(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The production entry's module is imported too, for what it drags in counts.
+    launcher = local_launcher(folder, entry="fakes.matmul:main", preload=(*nursery.PRELOAD, "teimgr.worker.process"))
+    await launcher.start()
+
+    handle = await launcher.launch(WorkerSpec(name="a", model_id="m"))
+    tasks = list(Path(f"/proc/{launcher.nursery.pid}/task").iterdir())
+    exit = await handle.wait()
+
+    assert exit.status == 0, exit
+    said = json.loads((folder / "run" / "matmul").read_text())
+    assert (said["sum"], said["threads"], said["tasks"] >= 2) == (600.0**3, 2, True)
+    assert len(tasks) == 1
+    assert [vars(record).get("problem") for record in caplog.records] == []
+    await launcher.close()
