@@ -126,9 +126,16 @@ async def test_mtls_with_the_name_localhost(mtls_url: str, certificates: Certifi
     assert ran.result["successful"] == 20
 
 
-@pytest.mark.parametrize("leave_out", ["--ca", "--cert", "--insecure"])
+@pytest.mark.parametrize(
+    ("leave_out", "says"),
+    [
+        ("--ca", "CERTIFICATE_VERIFY_FAILED"),
+        ("--cert", "client certificate"),
+        ("--insecure", "Hostname Verification Check failed"),
+    ],
+)
 async def test_tls_failures_are_one_line_and_a_nonzero_status(
-    mtls_url: str, certificates: Certificates, leave_out: str
+    mtls_url: str, certificates: Certificates, leave_out: str, says: str
 ) -> None:
     flags: dict[str, tuple[object, ...]] = {
         "--ca": ("--ca", certificates.ca),
@@ -140,7 +147,9 @@ async def test_tls_failures_are_one_line_and_a_nonzero_status(
     ran = await bench("-e", address, "-i", INSTANCE, "-n", 3, *kept)
     assert ran.status == 1
     assert "Traceback" not in ran.err
-    assert [line for line in ran.err.splitlines() if line.startswith("bench-client: ")]
+    (line,) = ran.err.splitlines()
+    assert line.startswith(f"bench-client: {address}: ")
+    assert says in line
 
 
 async def test_a_refused_connection_is_one_line_and_a_nonzero_status(unused_port: int) -> None:

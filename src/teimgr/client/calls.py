@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,10 @@ from teimgr.errors import Cancelled, Internal, Unavailable
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
+# grpc's "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9001: reason"
+_LAST_ERROR = re.compile(r"last error: [A-Z_]+: (?:\w+:\S+: )?(.+)")
+_CERTIFICATE_HINT = " (the server may want a client certificate, or speak no TLS)"
+_TLS_HINT = " (the server may speak TLS: https://)"
 
 
 class Calls:
@@ -67,8 +72,7 @@ class Calls:
         except TimeoutError as error:
             raise Unavailable(f"{self._endpoint.url}: no connection within {timeout_s:g} s") from error
         if state is not grpc.ChannelConnectivity.READY:
-            # Only a call is told why; on a broken channel it fails at once and is never sent.
-            await self.unary("Info", b"", timeout_s)
+            await self._explain(timeout_s)
 
     async def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
         """The reply to one request.
@@ -112,6 +116,17 @@ class Calls:
                 yield reply
         finally:
             await conversation.end()
+
+    async def _explain(self, timeout_s: float) -> None:
+        """Only a call is told why a connection failed; on a broken channel it fails at once and is never sent."""
+        try:
+            await self.unary("Info", b"", timeout_s)
+        except Unavailable as error:
+            found = _LAST_ERROR.search(error.message)
+            reason = found[1] if found else error.message
+            if reason == "Socket closed":
+                reason += _CERTIFICATE_HINT if self._endpoint.secure else _TLS_HINT
+            raise Unavailable(f"{self._endpoint.url}: {reason}") from error
 
     def _opened(self) -> Any:
         if self._channel is None:
