@@ -142,4 +142,4 @@ class Daemon:
         log.warning("asked again: stopping without grace")
         for mux in self.muxes:
             mux.hurry()
-        await self.manager.shutdown(grace_s=0)
+        await self.manager.shutdown(at_once=True)

@@ -1,4 +1,4 @@
-"""The README's commands do what it says: each fenced block of `bash` and `python` is run, in order, on a real daemon."""
+"""The README's commands do what it says: its fenced blocks of `bash` and `python` run, in order, on a real daemon."""
 
 from __future__ import annotations
 
