@@ -14,7 +14,7 @@ import psutil
 import pytest
 from daemon_process import MINILM, DaemonProcess
 
-from teimgr.errors import InstanceNotFound, InvalidInput, TeimgrError
+from teimgr.errors import EmptyInput, InstanceNotFound, InvalidInput, TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 
@@ -165,6 +165,8 @@ def test_dimensions_cut_before_normalising(daemon: DaemonProcess) -> None:
         cut = client.embed("cut me", instance="exact", dimensions=64)[0]
         with pytest.raises(InvalidInput, match="smaller than the maximum"):
             client.embed("cut me", instance="exact", dimensions=385)
+        with pytest.raises(EmptyInput):
+            client.embed("", instance="exact")
 
     assert np.allclose(cut, whole[:64] / np.linalg.norm(whole[:64]), atol=1e-6)
 

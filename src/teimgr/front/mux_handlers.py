@@ -26,6 +26,9 @@ _NS_PER_MS = 1_000_000
 # Statuses travel in trailers, which clients bound at a few kilobytes.
 _MESSAGE_CHARS = 2000
 
+# Trailing metadata with the name of our code, for clients that tell more failures apart than gRPC does.
+CODE_KEY = "x-teimgr-code"
+
 # grpcio carries no types of its own.
 Context = Any
 Body = Callable[[Rpc, Any, Context, Note], Coroutine[Any, Any, bytes | None]]
@@ -66,7 +69,8 @@ class MuxHandlers:
                 return answer
             except TeimgrError as error:
                 status = _STATUS_BY_NUMBER[STATUS[error.code].grpc]
-                await context.abort(status, error.message[:_MESSAGE_CHARS])
+                code = ((CODE_KEY, error.code.name),)
+                await context.abort(status, error.message[:_MESSAGE_CHARS], code)
             except Exception:
                 status = grpc.StatusCode.INTERNAL
                 _log.exception("call failed", extra={"method": rpc.name, "instance": note.instance})
