@@ -19,7 +19,7 @@ from teimgr.launch import local
 from teimgr.launch.base import LastWords, LaunchFailed
 from teimgr.launch.control_link import ControlLink, identify
 from teimgr.launch.local import LocalLauncher
-from teimgr.launch.logfile import last_line, open_log, shrink
+from teimgr.launch.logfile import last_complaint, last_line, open_log, shrink
 from teimgr.launch.processes import Process, boot_id, look_up, open_pidfd
 from teimgr.launch.runfile import RunFile
 from teimgr.spec import WorkerSpec
@@ -369,6 +369,24 @@ def test_a_log_in_use_is_rotated_and_its_writer_goes_on(tmp_path: Path) -> None:
 
     assert (path.read_text(), (tmp_path / "a.log.1").read_text()) == ("after\n", "before\n")
     assert not shrink(path, limit_bytes=6, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("ValueError: no", "ValueError: no"),
+        ('{"level": "info", "message": "worker ready"}', ""),
+        ('{"level": "error", "message": "worker failed"}', "worker failed"),
+        ("[1, 2]", "[1, 2]"),
+        ("", ""),
+    ],
+)
+def test_only_a_last_line_that_may_explain_an_end_is_a_complaint(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(f"something before\n{line}\n\n" if line else "")
+
+    assert last_complaint(path) == complaint
+    assert last_complaint(tmp_path / "absent") == ""
 
 
 def test_without_old_logs_to_keep_rotation_is_removal(tmp_path: Path) -> None:

@@ -6,12 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr.control.lifecycle import (
-    LAST_WORDS_LIMIT_S,
-    TRANSITIONS,
+from teimgr.control.events import (
     Adopt,
     Command,
-    CommandRefused,
     Delete,
     Effect,
     Event,
@@ -20,10 +17,7 @@ from teimgr.control.lifecycle import (
     Gone,
     Kill,
     Launch,
-    Life,
     News,
-    Phase,
-    Policy,
     ProbeFailed,
     ProbeOk,
     Restart,
@@ -36,6 +30,7 @@ from teimgr.control.lifecycle import (
     WorkerReady,
     explain,
 )
+from teimgr.control.lifecycle import LAST_WORDS_LIMIT_S, TRANSITIONS, CommandRefused, Life, Phase, Policy
 from teimgr.launch.base import Exit, LastWords
 from teimgr.spec import State
 

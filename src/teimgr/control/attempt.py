@@ -8,17 +8,8 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from teimgr.control.events import Exited, Failure, News, ProbeFailed, ProbeOk, WorkerDraining, WorkerFailed, WorkerReady
 from teimgr.control.health import Prober
-from teimgr.control.lifecycle import (
-    Exited,
-    Failure,
-    News,
-    ProbeFailed,
-    ProbeOk,
-    WorkerDraining,
-    WorkerFailed,
-    WorkerReady,
-)
 from teimgr.errors import Code, Refused, TeimgrError
 from teimgr.launch.base import Adopted, Exit, LastWords, Launcher, LaunchFailed, WorkerHandle
 from teimgr.launch.control_link import ControlLink, WorkerStatus

@@ -10,11 +10,34 @@ nowhere else), so there is no effect for it.
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import assert_never
 
+from teimgr.control.events import (
+    Adopt,
+    Command,
+    Delete,
+    Effect,
+    Event,
+    Exited,
+    Failure,
+    Gone,
+    Kill,
+    Launch,
+    News,
+    ProbeFailed,
+    ProbeOk,
+    Restart,
+    Start,
+    Stop,
+    Terminate,
+    Tick,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerReady,
+    explain,
+)
 from teimgr.launch.base import Exit
 from teimgr.spec import State
 
@@ -33,8 +56,6 @@ ProbeFailed     -         STARTING          RUNNING|REPLACING  REPLACING        
 Exited          -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
 Tick            STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED
 """  # noqa: E501  a table is read by its columns
-
-_SIGNALS = {number.value: number.name for number in signal.Signals}
 
 LAST_WORDS_LIMIT_S = 5.0
 """How long a worker that said it failed may take to be gone."""
@@ -55,119 +76,6 @@ class Phase(Enum):
     def state(self) -> State:
         """The word for it on the wire."""
         return self.value if isinstance(self.value, State) else self.value[0]
-
-
-# Commands: what users and the manager want.
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Have a worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """There is a worker already, left by an earlier daemon."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Have no worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Have a new worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Have no worker, ever."""
-
-
-# News: what the worker and the clock say.
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a worker is of no use. A `permanent` one would come again with every new worker."""
-
-    message: str
-    permanent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
-    """The worker ran a known text through its device."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
-    """The worker gave up, and will exit."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDraining:
-    """The worker takes no more work, and will exit."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOk:
-    """The worker proved again that its device works."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeFailed:
-    """It did not."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The process is gone, or could not be made. `jitter` is a fresh random number in [0, 1)."""
-
-    exit: Exit
-    jitter: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed; perhaps `wake_at` is over."""
-
-
-Command = Start | Adopt | Stop | Restart | Delete
-News = WorkerReady | WorkerFailed | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
-Event = Command | News
-
-# Effects: what the supervisor is to do.
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Make a worker; `attempt` counts them from 1."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """Let the worker finish what it has, within the grace, then end it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End the worker now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The deleted instance has no process any more: forget it."""
-
-
-Effect = Launch | Terminate | Kill | Gone
 
 
 class CommandRefused(Exception):
@@ -351,19 +259,6 @@ class Life:
             return self._launch(now, again=True)
         verdict = self.verdict or Failure(f"not ready within {self.policy.startup_timeout_s:g} s", permanent=True)
         return replace(self, verdict=verdict, reason=verdict.message, wake_at=None), [Kill()]
-
-
-def explain(exit: Exit) -> Failure:
-    """Why a worker that nobody ended has ended: its own words, else what the kernel and its log say."""
-    if exit.words is not None:
-        return Failure(exit.words.message, exit.words.permanent)
-    if exit.status is None:
-        how = "the worker ended"
-    elif exit.status < 0:
-        how = f"the worker was killed by {_SIGNALS.get(-exit.status, f'signal {-exit.status}')}"
-    else:
-        how = f"the worker exited with status {exit.status}"
-    return Failure(f"{how}; its log ends: {exit.log_tail}" if exit.log_tail else how)
 
 
 def _read_drawing() -> dict[type[Event], dict[Phase, frozenset[Phase]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,13 +14,14 @@ from typing import Protocol
 from teimgr.control.admission import Admission
 from teimgr.control.attempt import ProbePlan
 from teimgr.control.cores import usable_cores
-from teimgr.control.gpus import GpuInventory, Inventory
-from teimgr.control.lifecycle import Command, Delete, Policy, Restart, Start, Stop
-from teimgr.control.placement import place, share_threads
+from teimgr.control.events import Command, Delete, Restart, Start, Stop
+from teimgr.control.gpus import GpuInventory
+from teimgr.control.placement import place
+from teimgr.control.planner import Planner
 from teimgr.control.restore import wanted_at_boot
 from teimgr.control.store import Store
-from teimgr.control.supervisor import ControlMetrics, Supervisor, Surroundings
-from teimgr.control.workerspec import worker_spec
+from teimgr.control.supervisor import Supervisor
+from teimgr.control.surroundings import ControlMetrics, Surroundings, policy_of
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.base import Adopted, Launcher
@@ -67,11 +67,10 @@ class Manager:
         self._store = store
         self._gpus = gpus
         self._metrics = metrics
-        self._cores = cores or usable_cores()
+        self._planner = Planner(settings, gpus, cores or usable_cores())
         self._admission = Admission(settings)
         self._supervisors: dict[str, Supervisor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._placed: dict[str, str | None] = {}
         self._saving = asyncio.Lock()
         self._alarms: dict[str, str] = {}
         self.booted = asyncio.Event()
@@ -79,7 +78,7 @@ class Manager:
             launcher=launcher,
             directory=directory,
             metrics=metrics,
-            policy=_policy(settings),
+            policy=policy_of(settings),
             probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
             grace_s=settings.graceful_shutdown_timeout_secs,
             changed=self._changed,
@@ -99,8 +98,8 @@ class Manager:
         wanted = await asyncio.to_thread(wanted_at_boot, self._settings, self._store)
         self._raise_alarm("load", wanted.alarm)
         refused = [name for spec in wanted.specs if (name := self._restore(spec))]
-        inventory = await self._gpus.read()
-        adopted = await self._launcher.adopt(lambda found: self._accepts(found, inventory))
+        self._planner.inventory = await self._gpus.read()
+        adopted = await self._launcher.adopt(self._accepts)
         await self._begin({each.handle.spec.name: each for each in adopted}, refused)
         await self._save()
 
@@ -240,7 +239,7 @@ class Manager:
         name = supervisor.spec.name
         if self._supervisors.get(name) is supervisor:
             del self._supervisors[name], self._tasks[name]
-            self._placed.pop(name, None)
+            self._planner.forget(name)
             self._changed()
 
     async def _command(self, name: str, command: Command) -> InstanceView:
@@ -258,44 +257,21 @@ class Manager:
             supervisor.hurry()
         await supervisor.settle()
 
-    # Placement
+    # Plans
 
     async def _plan(self, spec: InstanceSpec) -> WorkerSpec:
-        """What to tell the next worker of `spec`; asked anew at each launch.
+        starting = [name for name, each in self._supervisors.items() if each.state is State.STARTING]
+        return await self._planner.plan(spec, self._alive(), starting)
 
-        Raises:
-            TeimgrError: there is no place for it.
-        """
-        inventory = await self._gpus.read()
-        gpu = place(spec, inventory, self._loading())
-        self._placed[spec.name] = uuid = gpu.uuid if gpu else None
-        return worker_spec(spec, self._settings, uuid, self._shares().get(spec.name, 1))
-
-    def _loading(self) -> Counter[str]:
-        """Workers per card that have not proved themselves yet, so that the card may not show their memory."""
-        starting = (name for name, each in self._supervisors.items() if each.state is State.STARTING)
-        return Counter(uuid for name in starting if (uuid := self._placed.get(name)))
-
-    def _accepts(self, found: WorkerSpec, inventory: Inventory) -> bool:
-        """Whether a worker of an earlier daemon is one that we would launch now."""
+    def _accepts(self, found: WorkerSpec) -> bool:
         supervisor = self._supervisors.get(found.name)
-        if supervisor is None or not supervisor.spec.wanted_running:
-            return False
-        try:
-            chosen = place(supervisor.spec, inventory) if supervisor.spec.gpu_id is not None else None
-            gpu = chosen.uuid if chosen else found.gpu
-            same = worker_spec(supervisor.spec, self._settings, gpu, found.threads).hash == found.hash
-        except TeimgrError:
-            return False
-        there = found.gpu is None or found.gpu in {card.uuid for card in inventory.gpus}
-        if same and there:
-            self._placed[found.name] = found.gpu
-        return same and there
+        wanted = supervisor is not None and supervisor.spec.wanted_running
+        return supervisor is not None and wanted and self._planner.accepts(supervisor.spec, found)
 
-    def _shares(self) -> dict[str, int]:
-        """CPU threads by name, of the instances that have or are about to have a worker."""
+    def _alive(self) -> Sequence[InstanceSpec]:
+        """The instances that have or are about to have a worker."""
         alive = (State.STARTING, State.RUNNING)
-        return share_threads(self._cores, (each.spec for each in self._supervisors.values() if each.state in alive))
+        return [each.spec for each in self._supervisors.values() if each.state in alive]
 
     # State and figures
 
@@ -322,17 +298,8 @@ class Manager:
     def _changed(self) -> None:
         """Some instance is not what it was: figures, and perhaps everybody's share of the CPU."""
         self._metrics.fleet(self.list())
-        for name, threads in self._shares().items():
+        for name, threads in self._planner.shares(self._alive()).items():
             self._supervisors[name].set_threads(threads)
-
-
-def _policy(settings: Settings) -> Policy:
-    return Policy(
-        startup_timeout_s=settings.startup_timeout_secs,
-        max_probe_failures=settings.max_failures_before_restart,
-        backoff_s=settings.restart_backoff_secs,
-        backoff_max_s=settings.restart_backoff_max_secs,
-    )
 
 
 def _report_defect(task: asyncio.Task[None]) -> None:

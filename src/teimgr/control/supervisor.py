@@ -12,23 +12,18 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Protocol
 
-from teimgr.control.attempt import Attempt, ProbePlan
-from teimgr.control.lifecycle import (
+from teimgr.control.attempt import Attempt
+from teimgr.control.events import (
     Adopt,
     Command,
-    CommandRefused,
     Effect,
     Event,
     Exited,
     Gone,
     Kill,
     Launch,
-    Life,
     News,
-    Phase,
-    Policy,
     ProbeFailed,
     ProbeOk,
     Stop,
@@ -36,38 +31,14 @@ from teimgr.control.lifecycle import (
     Tick,
     WorkerReady,
 )
-from teimgr.directory import Directory, Endpoint, Entry
+from teimgr.control.lifecycle import CommandRefused, Life, Phase
+from teimgr.control.surroundings import Surroundings
+from teimgr.directory import Endpoint, Entry
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
-from teimgr.launch.base import Adopted, Launcher
+from teimgr.launch.base import Adopted
 from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, WorkerSpec
 
 log = logging.getLogger(__name__)
-
-
-class ControlMetrics(Protocol):
-    """What supervision counts."""
-
-    def instance_restarted(self, name: str) -> None:
-        """The daemon, not a user, decided to restart an instance."""
-
-    def health_check_failed(self, name: str) -> None:
-        """A probe failed."""
-
-    def worker_started(self, name: str, seconds: float) -> None:
-        """A worker proved that it is ready, `seconds` after its launch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What every supervisor is given alike. `grace_s` is what a stop allows for finishing calls."""
-
-    launcher: Launcher
-    directory: Directory
-    metrics: ControlMetrics
-    policy: Policy
-    probes: ProbePlan
-    grace_s: float
-    changed: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Exit:
     """How a worker's process ended.
 
     `status` is the exit status, negative for a signal, None where nobody could collect it (an adopted process is
-    another's child). `log_tail` is the last line of its log, for a reason that says more than a number.
+    another's child). `log_tail` is the last line of its log where that may say more than a number does.
     """
 
     status: int | None

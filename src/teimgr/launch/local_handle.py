@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from teimgr.launch.base import KILL_LIMIT_S, Exit, LaunchFailed
-from teimgr.launch.logfile import last_line
+from teimgr.launch.logfile import last_complaint
 from teimgr.launch.runfile import Traces
 from teimgr.spec import WorkerSpec
 
@@ -86,7 +86,7 @@ class LocalHandle:
         finally:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        exit = Exit(await self._exit_status(), self._traces.read_last_words(), last_line(self.log_path))
+        exit = Exit(await self._exit_status(), self._traces.read_last_words(), last_complaint(self.log_path))
         self._traces.remove()
         return exit
 

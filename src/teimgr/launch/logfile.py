@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 _TAIL_BYTES = 4096
 _TAIL_CHARS = 300
+_COMPLAINTS = ("warning", "error", "critical")
 
 
 def open_log(path: Path, limit_bytes: int, keep: int) -> int:
@@ -37,14 +39,28 @@ def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
 
 
 def last_line(path: Path) -> str:
-    """The last line that says something, cut to a few hundred characters; empty when there is none."""
+    """The last line that is not blank, cut to a few hundred characters; empty when there is none."""
+    return _last_line(path)[:_TAIL_CHARS]
+
+
+def last_complaint(path: Path) -> str:
+    """The last line, when it may explain an end: an event of a level below warning does not."""
+    line = _last_line(path)
+    try:
+        event = json.loads(line)
+        return str(event["message"])[:_TAIL_CHARS] if event["level"] in _COMPLAINTS else ""
+    except (ValueError, TypeError, KeyError):
+        return line[:_TAIL_CHARS]  # not one of our events: a traceback, or a word of the interpreter or a library
+
+
+def _last_line(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    return next((line.strip()[:_TAIL_CHARS] for line in reversed(lines) if line.strip()), "")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _shift(path: Path, keep: int) -> None:
