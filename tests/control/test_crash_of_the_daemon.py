@@ -163,6 +163,19 @@ async def test_instances_that_cannot_be_had_are_shown_as_failed_not_lost(fleets:
     assert view.spec.wanted_running
 
 
+async def test_the_nursery_ends_with_its_daemon(crash: Callable[..., dict[str, int]], folder: Path) -> None:
+    pid = crash("a")["a"]
+    log = str(folder / "run" / "nursery.log")
+
+    def writers() -> list[str]:
+        found = [path for path in Path("/proc").glob("[0-9]*/fd/1") if os.path.realpath(path) == log]
+        return [path.parts[2] for path in found]
+
+    await eventually(lambda: not writers())
+    assert look_up(pid) is not None
+    os.kill(pid, signal.SIGKILL)
+
+
 async def test_orphans_end_by_themselves(crash: Callable[..., dict[str, int]], fleets: Fleets) -> None:
     """The scripted worker's own clock; the daemon never comes back."""
     pid = crash("a=exit-when-alone")["a"]

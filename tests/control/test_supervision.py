@@ -457,3 +457,17 @@ async def test_no_descriptor_is_leaked_over_many_lives(fleet: Fleet) -> None:
         await once()
 
     assert psutil.Process().num_fds() == before
+
+
+async def test_a_stop_in_the_very_moment_of_a_crash_ends_stopped(fleet: Fleet) -> None:
+    for _ in range(20):
+        await fleet.create()
+        pid = (await fleet.running()).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        while look_up(pid) is not None:
+            pass  # our own loop must not see the end before the stop does
+
+        await fleet.manager.stop("a")
+        assert fleet.manager.get("a").state is State.STOPPED
+        await fleet.manager.delete("a")

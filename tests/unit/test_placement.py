@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from teimgr.control.cores import usable_cores
 from teimgr.control.gpus import Gpu, GpuInventory, Inventory, only_visible
 from teimgr.control.placement import LOADING_BYTES, place, share_threads
+from teimgr.control.planner import Planner
 from teimgr.errors import InvalidGpuId
+from teimgr.settings import Settings
 from teimgr.spec import InstanceSpec
 
 GIB = 1 << 30
@@ -109,3 +112,49 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, quota: str, cores: 
     (tmp_path / "cpu.max").write_text(quota)
 
     assert usable_cores(tmp_path / "cpu.max") == (cores or usable_cores(tmp_path / "absent"))
+
+
+# The planner
+
+
+def planner(inventory: Inventory) -> Planner:
+    return Planner(Settings(), GpuInventory({}, lambda: inventory), cores=8)
+
+
+async def test_orders_name_the_card_by_uuid_and_spread_what_is_loading() -> None:
+    plans = planner(Inventory((card(0, 10), card(1, 10))))
+    names = ["a", "b", "c"]
+    specs = [spec(name) for name in names]
+
+    orders = [await plans.plan(each, specs, names) for each in specs]
+
+    assert [order.gpu for order in orders] == ["GPU-0", "GPU-1", "GPU-0"]
+    assert [order.threads for order in orders] == [2, 2, 2]
+    assert {order.nice for order in orders} == {0}
+
+
+async def test_a_worker_on_the_cpu_is_nicer() -> None:
+    order = await planner(NONE).plan(spec(), [spec()], [])
+
+    assert (order.gpu, order.nice, order.threads) == (None, Settings().cpu_worker_nice, 8)
+
+
+async def test_a_live_worker_is_accepted_where_it_was_placed_if_it_was_told_the_same() -> None:
+    plans = planner(TWO)
+    order = await plans.plan(spec(), [spec()], [])
+
+    assert plans.accepts(spec(), replace(order, threads=1))
+    assert plans.accepts(spec(gpu_id=1), order)
+    assert not plans.accepts(spec(gpu_id=0), order)
+    assert not plans.accepts(spec(gpu_id=5), order)
+    assert not plans.accepts(replace(spec(), pooling="cls"), order)
+    plans.inventory = Inventory((card(0, 1),))
+    assert not plans.accepts(spec(), order)
+
+
+async def test_extra_arguments_win_over_fields_and_settings() -> None:
+    wanted = replace(spec(), pooling="mean", extra_args=("--pooling", "cls", "--max-client-batch-size=9"))
+
+    order = await planner(NONE).plan(wanted, [wanted], [])
+
+    assert (order.pooling, order.max_client_batch_size) == ("cls", 9)

@@ -102,6 +102,7 @@ class Attempt:
                 self._tasks.create_task(self._keep_probing()),
             ]
             exit = await self._gone(handle)
+            self._tasks = None  # there is nothing left to end
             for keeper in keepers:
                 keeper.cancel()
         return exit
