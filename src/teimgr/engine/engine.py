@@ -55,7 +55,7 @@ class EngineStats:
 class Engine:
     """A served model. Made by `load`; every method may be called from any thread."""
 
-    def __init__(self, parts: Parts, max_queued_tokens: int, deliver: Callable[[list[Job]], None]) -> None:
+    def __init__(self, parts: Parts, options: EngineOptions, deliver: Callable[[list[Job]], None]) -> None:
         self.info = parts.info
         self._tokenizer = parts.tokenizer
         self._prompts = parts.prompts
@@ -64,8 +64,8 @@ class Engine:
         self._known_vector: NDArray[np.float32] | None = None
         self._queue = EntryQueue(parts.limits)
         self._finisher = Finisher(self._deliver, self._fall_sick)
-        self._runner = Runner(parts.embedder, self._queue, self._finisher)
-        self._intake = Intake(parts.tokenizer, self._queue, self._finisher, max_queued_tokens)
+        self._runner = Runner(parts.embedder, self._queue, self._finisher, options.threads)
+        self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
         self._running = self._thread("engine", self._runner.run)
         self._finishing = self._thread("finisher", self._finisher.run)
@@ -80,7 +80,7 @@ class Engine:
             ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
             OutOfDeviceMemory: the model does not fit.
         """
-        engine = cls(load_parts(options), options.max_queued_tokens, deliver)
+        engine = cls(load_parts(options), options, deliver)
         engine._start()
         return engine
 

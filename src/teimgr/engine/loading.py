@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from teimgr.engine.model import Batching
 from teimgr.engine.probe import PROBE_TEXTS, Choice, choose
 from teimgr.engine.prompts import Prompts
 from teimgr.engine.queue import BatchLimits
+from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
 from teimgr.errors import InvalidConfig, OutOfDeviceMemory, TeimgrError
 from teimgr.spec import ModelInfo
@@ -70,14 +69,16 @@ def load_parts(options: EngineOptions) -> Parts:
     began = time.monotonic()
     if options.dtype not in _DTYPES:
         raise InvalidConfig(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
-    torch.set_num_threads(options.threads)  # before any tensor operation: a forked child may not do one earlier
+    # Before any tensor operation, and one only: a forked child owns no pool of threads yet, and the few texts of the
+    # trials gain nothing from a second one, while on a busy machine every step would wait for it.
+    torch.set_num_threads(1)
     layout = read_layout(options.path, options.pooling)
     for note in layout.notes:
         log.warning("%s: %s", options.model_id, note)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     tokenizer = TextTokenizer(layout, _max_length(layout, options))
     embedder, choice = _load_model(layout, options, tokenizer)
-    _return_freed_memory()
+    return_freed_memory()
     info = ModelInfo(
         model_id=options.model_id,
         model_sha=options.model_sha,
@@ -133,9 +134,3 @@ def _report(info: ModelInfo, choice: Choice) -> None:
         choice.min_cosine,
         info.load_s,
     )
-
-
-def _return_freed_memory() -> None:
-    """What loading freed goes back to the system; glibc would keep it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)

@@ -76,12 +76,14 @@ class Transformer:
         if self.batching is Batching.EQUAL_LENGTH:
             parts = [self.hidden_plain(batch.ids[run.start : run.stop].reshape(run.texts, -1)) for run in batch.runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
+        row = batch.filled() if self.device.type == "cpu" else batch
         cu_seqlens = self._moved(batch.cu_seqlens) if self.batching is Batching.VARLEN else None
-        return self._forward(
-            input_ids=self._moved(batch.ids).unsqueeze(0),
-            position_ids=self._moved(batch.position_ids + self._offset).unsqueeze(0),
-            packing=Packing.of(batch, cu_seqlens),
+        hidden = self._forward(
+            input_ids=self._moved(row.ids).unsqueeze(0),
+            position_ids=self._moved(row.position_ids + self._offset).unsqueeze(0),
+            packing=Packing.of(row, cu_seqlens),
         )
+        return hidden[: batch.tokens]
 
     def hidden_plain(self, ids: Any) -> Tensor:
         """[texts, length] ids of equal length → [texts × length, H], as the library itself would do it."""

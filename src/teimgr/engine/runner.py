@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,11 +28,12 @@ _IDLE_WAIT_S = 1.0
 class Runner:
     """Serves the queue with one embedder until the queue is closed and empty; `run` is the thread's body."""
 
-    def __init__(self, embedder: Embedder, queue: EntryQueue, finisher: Finisher) -> None:
+    def __init__(self, embedder: Embedder, queue: EntryQueue, finisher: Finisher, threads: int) -> None:
         self._embedder = embedder
         self._queue = queue
         self._finisher = finisher
-        self._threads_wanted: int | None = None
+        self._threads_wanted: int | None = threads
+        self._memory_returned = True
         self.running_tokens = 0
 
     def use_threads(self, threads: int) -> None:
@@ -49,6 +52,10 @@ class Runner:
                 self.running_tokens = take.tokens
                 self._execute(take.entries)
                 self.running_tokens = 0
+                self._memory_returned = False
+            elif not self._memory_returned:
+                return_freed_memory()
+                self._memory_returned = True
 
     def fail(self, entries: Sequence[Entry], error: TeimgrError) -> None:
         """Give up on `entries`."""
@@ -80,6 +87,12 @@ class Runner:
         else:
             log.error("a text failed by itself", exc_info=error)
             self.fail(entries, InferenceFailed(f"Backend error: {error}"))
+
+
+def return_freed_memory() -> None:
+    """What was freed goes back to the system; glibc alone would keep all that the largest batch ever needed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _to_host(vectors: Tensor) -> Callable[[], NDArray[np.float32]]:
