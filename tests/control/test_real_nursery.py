@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,10 @@ async def test_it_has_one_thread_and_its_children_run_parallel_tensor_ops(
     assert len(tasks) == 1
     assert [vars(record).get("problem") for record in caplog.records] == []
     await launcher.close()
+
+
+def test_the_daemons_side_imports_neither_torch_nor_transformers() -> None:
+    modules = "teimgr.control.manager, teimgr.launch.local, teimgr.launch.nursery"
+    code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
+
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -53,6 +53,8 @@ ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator inside pyarrow
 }
+# Else a library that asks at import whether there is a card would initialise the driver, which no fork survives.
+NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # Memory runs out: better the one worker whose weights are loaded again than the daemon or the multiplexer.
 _OOM_SCORE_ADJ = "300"
 
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--entry", default=ENTRY)
     parser.add_argument("--preload", default=",".join(PRELOAD))
     options = parser.parse_args(arguments)
-    os.environ.update(ONE_THREAD)
+    os.environ.update(ONE_THREAD | NO_DRIVER)
     _name_process("teimgr-nursery")
     missing = preload(filter(None, options.preload.split(",")))
     nursery = Nursery(socket.socket(fileno=options.control_fd), find_entry(options.entry))
