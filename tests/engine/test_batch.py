@@ -45,3 +45,21 @@ def test_prompt_lengths_follow_their_texts_and_leave_a_token_each() -> None:
     assert batch.prompt_lens is not None
     assert batch.prompt_lens.tolist() == [0, 0, 2]
     assert pack(arrays([[1], [2]]), [0, 0]).prompt_lens is None
+
+
+@given(TEXTS)
+def test_idle_tokens_come_last_and_belong_to_no_text(texts: list[list[int]]) -> None:
+    batch = pack(arrays(texts))
+    filled = batch.filled()
+
+    assert len(filled.ids) % 8 == 0
+    assert len(filled.ids) - batch.tokens < 32
+    assert (filled.tokens, filled.texts) == (batch.tokens, batch.texts)
+    assert filled.ids[: batch.tokens].tolist() == batch.ids.tolist()
+    assert filled.runs[-1].stop == len(filled.ids) == len(filled.position_ids)
+
+
+def test_rows_have_few_different_lengths() -> None:
+    rows = {len(pack(arrays([[1]] * tokens)).filled().ids) for tokens in range(1, 2049)}
+
+    assert len(rows) == 16 + (2048 - 128) // 32

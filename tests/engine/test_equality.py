@@ -56,8 +56,8 @@ def test_neighbours_do_not_change_a_vector(
     alone = np.concatenate([served.embed([text]).vectors for text in TEXTS])
     copies = served.embed([TEXTS[3]] * 20 + [TEXTS[6]]).vectors
 
-    np.testing.assert_allclose(together, alone, atol=2e-6, rtol=0)
-    np.testing.assert_allclose(copies[:20], np.repeat(alone[3:4], 20, axis=0), atol=2e-6, rtol=0)
+    np.testing.assert_allclose(together, alone, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(copies[:20], np.repeat(alone[3:4], 20, axis=0), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

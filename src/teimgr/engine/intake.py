@@ -19,8 +19,8 @@ from teimgr.engine.shelf import Entry
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
 from teimgr.errors import Overloaded, TeimgrError, Unavailable
 
-_CHUNK_TEXTS = 256
-_CHUNK_CHARS = 100_000
+_CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
+_CHUNK_CHARS = 50_000
 _BULK_TURN = 4  # while queries keep coming, every so many chunks one is of the bulk lane
 _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ def load_parts(options: EngineOptions) -> Parts:
     # Before any tensor operation, and one only: a forked child owns no pool of threads yet, and the few texts of the
     # trials gain nothing from a second one, while on a busy machine every step would wait for it.
     torch.set_num_threads(1)
+    if options.device == "cpu":
+        os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer keeps to the worker's share
     layout = read_layout(options.path, options.pooling)
     for note in layout.notes:
         log.warning("%s: %s", options.model_id, note)

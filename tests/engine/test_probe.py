@@ -1,0 +1,66 @@
+"""The choices at load are made by trying, and undone where the trial fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from teimgr.engine import probe
+from teimgr.engine.embedder import load_embedder
+from teimgr.engine.layout import read_layout
+from teimgr.engine.model import Batching
+from teimgr.engine.probe import Choice, choose
+from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.errors import ModelLoadFailed
+
+
+def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
+    layout = read_layout(path)
+    texts = TextTokenizer(layout, layout.max_length).encode(probe.PROBE_TEXTS, Truncation())
+    return choose(lambda: load_embedder(layout, torch.device("cpu")), wanted, texts)[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "batching"),
+    [("bert", Batching.BY_RUN), ("t5", Batching.EQUAL_LENGTH), ("mpnet", Batching.EQUAL_LENGTH)],
+)
+def test_packing_is_used_where_it_gives_the_librarys_vectors(
+    family: str, batching: Batching, model_dir: Callable[..., Path]
+) -> None:
+    choice = chosen(model_dir(family), torch.float32)
+
+    assert choice.batching is batching
+    assert choice.min_cosine > 1 - 1e-9
+
+
+def test_a_wrong_position_offset_is_noticed(model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the offset a packed RoBERTa is silently wrong; the trial sees it and packing is not used."""
+    monkeypatch.setattr("teimgr.engine.layout._OFFSET_TYPES", set())
+
+    assert chosen(model_dir("roberta"), torch.float32).batching is Batching.EQUAL_LENGTH
+
+
+def test_auto_returns_to_float32_where_a_faster_type_strays(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_fastest", lambda embedder: torch.bfloat16)
+    assert chosen(model_dir("bert"), None).dtype is torch.bfloat16
+
+    monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
+    choice = chosen(model_dir("bert"), None)
+    assert choice.dtype is torch.float32
+    assert choice.batching is Batching.BY_RUN
+
+
+def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
+    assert chosen(model_dir("bert"), torch.bfloat16).dtype is torch.bfloat16
+
+    monkeypatch.setattr(probe, "_ASKED_FOR_COSINE", 1.1)
+    with pytest.raises(ModelLoadFailed, match="differ"):
+        chosen(model_dir("bert"), torch.bfloat16)
