@@ -200,6 +200,21 @@ async def test_a_cancelled_launch_leaves_no_process(launcher: LocalLauncher, fol
     assert left_over(folder) == set()
 
 
+async def test_a_worker_whose_run_file_cannot_be_written_is_no_worker(
+    launcher: LocalLauncher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next daemon could not find it."""
+    monkeypatch.setattr(local, "new_incarnation", lambda: "0123456789ab")
+    (folder / "run" / "0123456789ab.json.tmp").symlink_to(folder / "missing" / "file")
+
+    with pytest.raises(LaunchFailed, match="no run file"):
+        await launcher.launch(spec())
+
+    assert left_over(folder) == set()
+    monkeypatch.undo()
+    await (await launcher.launch(spec())).stop(0)
+
+
 async def test_the_control_link_carries_calls_and_errors(launcher: LocalLauncher) -> None:
     handle = await launcher.launch(spec())
     said: list[str] = []
@@ -252,7 +267,6 @@ async def test_a_worker_that_does_not_answer_is_ended(
     monkeypatch.setattr(local, "IDENTITY_LIMIT_S", 0.1)
     monkeypatch.setattr(local, "LEFTOVER_GRACE_S", 0.1)
     handle = await launcher.launch(spec("deaf,ignore-term"))
-    await eventually(lambda: list((folder / "run").glob("*.json")))
     new = await hand_over(launcher, folder)
 
     assert await new.adopt(lambda found: True) == []

@@ -12,7 +12,8 @@ per message:
           {"id", "error"}
           {"pid", "status"}                          a worker ended; negative: by that signal
 
-It ends when the control socket closes. The workers, each in a session of its own, go on.
+A worker's run file is written before the answer, so a daemon that dies at any moment leaves no worker unknown.
+The nursery ends when the control socket closes. The workers, each in a session of its own, go on.
 """
 
 from __future__ import annotations
@@ -136,18 +137,24 @@ class Nursery:
         else:
             if pid == 0:
                 self._become_worker(request, listener, log)
-            self._keep(request["id"], pid)
+            self._keep(request, pid)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
 
-    def _keep(self, id: int, pid: int) -> None:
+    def _keep(self, request: dict[str, str], pid: int) -> None:
         # Nobody reaps the child but us, so its number is its own until `_reap`.
         pidfd = os.pidfd_open(pid)
         self._pids[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
-        self._say({"id": id, "pid": pid}, pidfd)
+        try:
+            write_run_file(request, pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            self._say({"id": request["id"], "error": f"no run file: {error}"})
+        else:
+            self._say({"id": request["id"], "pid": pid}, pidfd)
 
     def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
@@ -169,7 +176,6 @@ class Nursery:
             self._selector.close()
             spec = WorkerSpec.from_json(request["spec"])
             settle(spec, listener, log)
-            write_run_file(spec, request)
             told = (request["incarnation"], request["run_dir"], request["spec"])
             if self._threads > 1:
                 start_afresh(self._entry, listener, *told)
@@ -209,15 +215,16 @@ def start_afresh(entry: Entry, listener: int, *told: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(listener), *told])
 
 
-def write_run_file(spec: WorkerSpec, request: dict[str, str]) -> None:
-    """Say in the run directory which process this is."""
-    me = look_up(os.getpid())
-    if me is None:
-        raise RuntimeError("/proc does not show this process")
+def write_run_file(request: dict[str, str], pid: int) -> None:
+    """Say in the run directory which process the worker is; nothing, when it has ended already."""
+    process = look_up(pid)
+    if process is None:
+        return
+    spec = WorkerSpec.from_json(request["spec"])
     traces = Traces(Path(request["run_dir"]), request["incarnation"])
     RunFile(
-        pid=me.pid,
-        start_time=me.start_time,
+        pid=pid,
+        start_time=process.start_time,
         boot_id=boot_id(),
         socket=str(traces.socket),
         incarnation=traces.incarnation,

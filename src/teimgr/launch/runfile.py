@@ -4,8 +4,8 @@
     <incarnation>.json   the run file: which process it is, for which spec
     <incarnation>.exit   its last words, when it had any
 
-The run file is written by the process it describes, before anything else happens there: so it is present however
-suddenly the daemon that launched it dies.
+The run file is written by the nursery right after the fork: so it is present however suddenly the daemon that asked
+for the worker dies.
 """
 
 from __future__ import annotations
