@@ -145,7 +145,7 @@ class _Life:
         self.process, self._control = spawned
         self._died = died
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._reply: asyncio.Future[tuple[int, int]] | None = None
+        self._reply: asyncio.Future[Forked] | None = None
         self._request = 0
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
         self._gone = asyncio.Event()
@@ -172,7 +172,7 @@ class _Life:
             if len(message) > MESSAGE_LIMIT_BYTES:
                 raise LaunchFailed(f"the spec is {len(message)} bytes long, over {MESSAGE_LIMIT_BYTES}")
             socket.send_fds(self._control, [message], [listener, log_fd])
-            pid, pidfd = await asyncio.wait_for(self._reply, FORK_LIMIT_S)
+            return await asyncio.wait_for(self._reply, FORK_LIMIT_S)
         except TimeoutError:
             self.process.kill()  # it is stuck; the end of its socket does the rest
             raise LaunchFailed("the nursery does not answer") from None
@@ -180,7 +180,6 @@ class _Life:
             raise LaunchFailed(f"the nursery cannot be asked: {error}") from error
         finally:
             self._reply = None
-        return Forked(pid, pidfd, self._statuses[pid])
 
     async def end(self) -> None:
         """Close the socket and see the process out."""
@@ -213,8 +212,9 @@ class _Life:
         elif pidfd is None:
             self._reply.set_exception(LaunchFailed(said["error"]))
         else:
-            self._statuses[said["pid"]] = self._loop.create_future()
-            self._reply.set_result((said["pid"], pidfd))
+            status = self._statuses[said["pid"]] = self._loop.create_future()
+            # The worker may have ended already, and its status be the next message: the caller gets the future itself.
+            self._reply.set_result(Forked(said["pid"], pidfd, status))
 
     def _started(self, threads: int, missing: list[str]) -> None:
         if not self._ready.done():
