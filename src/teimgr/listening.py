@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -39,7 +40,11 @@ def bind(host: str, port: int) -> socket.socket:
 async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterator[None]:
     """Serve `app` on `sock` while the body runs; calls in flight are answered before it ends. Closes the socket.
 
-    `tls` are arguments of uvicorn, as `front.tls.uvicorn_options` gives them.
+    `tls` are arguments of uvicorn, as `front.tls.uvicorn_options` gives them. The body starts once the server listens.
+
+    Raises:
+        PortConflict: somebody else began to listen on the address since it was bound.
+        OSError: a file of `tls` cannot be used.
     """
     config = uvicorn.Config(
         app,
@@ -54,10 +59,12 @@ async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterato
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
+        await _listening(server, task, sock)
         yield
     finally:
         server.should_exit = True
-        await task
+        await _ended(task)
+        sock.close()
 
 
 async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
@@ -78,8 +85,39 @@ async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes 
     return None if thrown_away else bytes(body)
 
 
+async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.socket) -> None:
+    """Return when connections are taken; raises what prevented it."""
+    listening = asyncio.ensure_future(server.listening.wait())
+    try:
+        await asyncio.wait({listening, task}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+            raise PortConflict(sock.getsockname()[1], "a server that ended as soon as it was started")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise PortConflict(sock.getsockname()[1], f"another process ({error.strerror})") from error
+    finally:
+        listening.cancel()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait for the server's end; why it failed to start was told before."""
+    await asyncio.wait({task})
+
+
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers."""
+    """Uvicorn that says when it listens, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ Out: the same batches with two columns, `embeddings` (fixed-size list, null wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +27,13 @@ class TextBatches:
     rows: list[int]
 
 
-def read_texts(ipc: bytes | memoryview, limit_bytes: int) -> TextBatches:
+def read_texts(
+    ipc: bytes | memoryview, limit_bytes: int, check_rows: Callable[[int], None] = lambda rows: None
+) -> TextBatches:
     """Decode and fully validate a stream of texts.
+
+    `check_rows` is told how many there are while they are still Arrow's, and may raise: a row can be a single byte on
+    the way in, and is a Python string and a whole vector from here on.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or no string column.
@@ -48,6 +53,7 @@ def read_texts(ipc: bytes | memoryview, limit_bytes: int) -> TextBatches:
         raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
     if not columns:
         raise InvalidInput("No RecordBatch in stream")
+    check_rows(sum(map(len, columns)))
     texts: list[str | None] = []
     for column in columns:
         texts.extend(column.to_pylist())

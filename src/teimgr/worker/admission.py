@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from teimgr.errors import Overloaded
 from teimgr.worker.calls import Call
@@ -11,24 +11,27 @@ from teimgr.worker.calls import Call
 class Admission:
     """Who is inside and who stands in line. Loop thread only.
 
-    `max_calls` calls and `max_bytes` of requests are inside at once; a lone call always fits, whatever its size. Beyond
-    that a call that may not wait is refused, and one that may (a message of a stream, whose front bounds how many it
-    sends ahead) stands in line, up to `max_waiting`.
+    `max_calls` calls and `max_bytes` of requests are inside at once. Beyond that a call that may not wait is refused,
+    and one that may (a message of a stream, whose front bounds how many it sends ahead) stands in line, up to
+    `max_waiting` calls and `max_waiting_bytes`. A lone call always fits, inside or in line, whatever its size.
     """
 
-    def __init__(self, max_calls: int, max_bytes: int, max_waiting: int) -> None:
+    def __init__(self, max_calls: int, max_bytes: int, max_waiting: int, max_waiting_bytes: int) -> None:
         self._max_calls = max_calls
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
+        self._max_waiting_bytes = max_waiting_bytes
         self._inside: set[Call] = set()
         self._inside_bytes = 0
         self._line: dict[Call, Callable[[], None]] = {}  # in order of arrival
+        self._line_bytes = 0
+        self._letting_in = False
 
     def __len__(self) -> int:
         return len(self._inside) + len(self._line)
 
-    def __iter__(self) -> Iterator[Call]:
-        yield from (*self._inside, *self._line)
+    def __contains__(self, call: Call) -> bool:
+        return call in self._inside or call in self._line
 
     def enter(self, call: Call, proceed: Callable[[], None]) -> None:
         """Let `call` in and `proceed` with it, now or when there is room.
@@ -38,19 +41,21 @@ class Admission:
         """
         if not self._line and self._has_room(call):
             self._let_in(call, proceed)
-        elif call.may_wait and len(self._line) < self._max_waiting:
+        elif call.may_wait and self._line_has_room(call):
             self._line[call] = proceed
+            self._line_bytes += call.size_bytes
         else:
             raise Overloaded
 
     def leave(self, call: Call) -> bool:
         """`call` is answered or given up; False when it had left already."""
-        if self._line.pop(call, None) is not None:
-            return True
-        if call not in self._inside:
+        if call in self._line:
+            self._pop_from_line(call)
+        elif call in self._inside:
+            self._inside.remove(call)
+            self._inside_bytes -= call.size_bytes
+        else:
             return False
-        self._inside.remove(call)
-        self._inside_bytes -= call.size_bytes
         self._let_in_next()
         return True
 
@@ -59,14 +64,30 @@ class Admission:
             return True
         return len(self._inside) < self._max_calls and self._inside_bytes + call.size_bytes <= self._max_bytes
 
+    def _line_has_room(self, call: Call) -> bool:
+        if not self._line:
+            return True
+        return len(self._line) < self._max_waiting and self._line_bytes + call.size_bytes <= self._max_waiting_bytes
+
     def _let_in(self, call: Call, proceed: Callable[[], None]) -> None:
         self._inside.add(call)
         self._inside_bytes += call.size_bytes
         proceed()
 
     def _let_in_next(self) -> None:
-        while self._line:
-            call = next(iter(self._line))
-            if not self._has_room(call):
-                return
-            self._let_in(call, self._line.pop(call))
+        """Work off the line. A call that fails while it is let in leaves at once: that must not nest."""
+        if self._letting_in:
+            return
+        self._letting_in = True
+        try:
+            while self._line:
+                call = next(iter(self._line))
+                if not self._has_room(call):
+                    return
+                self._let_in(call, self._pop_from_line(call))
+        finally:
+            self._letting_in = False
+
+    def _pop_from_line(self, call: Call) -> Callable[[], None]:
+        self._line_bytes -= call.size_bytes
+        return self._line.pop(call)

@@ -30,7 +30,7 @@ Outcome = tuple[Call, Job, Reply | TeimgrError]
 class Desk:
     """Where calls wait for the engine's answer. Loop thread, except `deliver`.
 
-    Until `attach` gives it the engine, inference is UNAVAILABLE.
+    Until `attach` gives it the engine, and after `close_door`, calls are UNAVAILABLE.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -38,11 +38,13 @@ class Desk:
         self.metrics = TeiMetrics()
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
+        self._closed = False
         self.max_bytes = spec.max_message_bytes * _MAX_PAYLOADS
         self._admission = Admission(
             max_calls=spec.max_concurrent_requests * (1 + _QUEUED_PER_RUNNING),
             max_bytes=self.max_bytes,
             max_waiting=_MAX_WAITING,
+            max_waiting_bytes=self.max_bytes,
         )
         self._codec = ThreadPoolExecutor(2, "codec")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -52,6 +54,7 @@ class Desk:
     def attach(self, engine: Engine) -> None:
         """From now on inference is served."""
         self._engine = engine
+        self.metrics.attach(lambda: engine.stats().queued_texts, engine.info.max_input_length)
 
     @property
     def engine(self) -> Engine:
@@ -70,20 +73,28 @@ class Desk:
         return len(self._admission)
 
     def enter(self, call: Call, proceed: Callable[[], None]) -> None:
-        """Let `call` in, then `proceed`; whatever goes wrong on the way answers it.
-
-        Raises:
-            Overloaded: there is no room for it.
-        """
+        """Let `call` in, then `proceed`; whatever goes wrong on the way answers it, here too."""
         self._empty.clear()
-        self._admission.enter(call, lambda: self._guarded(call, proceed))
+        try:
+            if self._closed:
+                raise Unavailable(f"Instance '{self.spec.name}' is stopping")
+            self._admission.enter(call, lambda: self._guarded(call, proceed))
+        except TeimgrError as error:
+            self.metrics.failed(error)
+            call.fail(error)
+            self._note_if_empty()
 
     def enter_async(self, call: Call, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """As `enter`, for what has to await something first."""
         self.enter(call, lambda: self._spawn(call, proceed()))
 
     def infer(self, call: Call, texts: Sequence[str | None], options: EmbedOptions, encode: Encode) -> None:
-        """Give the texts of an admitted call to the engine; `encode` runs on the finisher thread."""
+        """Give the texts of an admitted call to the engine; `encode` runs on the finisher thread.
+
+        A call that was cancelled since it came in is left alone.
+        """
+        if call not in self._admission:
+            return
         job = Job(texts, options, call.lane, call.deadline, context=call)
         call.job, call.encode = job, encode
         self.engine.submit(job)
@@ -96,25 +107,26 @@ class Desk:
         """Finisher thread: encode the answers of one batch, then wake the loop once."""
         self._loop.call_soon_threadsafe(self._answer_all, [_encoded(job) for job in jobs])
 
-    def answer(self, call: Call, outcome: Reply | TeimgrError) -> None:
-        """Answer `call` unless it was answered or cancelled before."""
-        left = self._admission.leave(call)
-        if not self._admission:
-            self._empty.set()
-        if not left:
-            return
+    def answer(self, call: Call, outcome: Reply | TeimgrError) -> bool:
+        """Answer `call`; False when it was answered or cancelled before."""
+        if not self._leave(call):
+            return False
         if isinstance(outcome, TeimgrError):
             call.fail(outcome)
         else:
             call.reply(outcome)
+        return True
 
     def cancel(self, call: Call) -> None:
         """The caller went away: what has not started will not."""
         if call.job is not None:
             call.job.cancel()
-        self._admission.leave(call)
-        if not self._admission:
-            self._empty.set()
+        if self._leave(call):
+            self.metrics.dropped()
+
+    def close_door(self) -> None:
+        """Refuse new calls; those inside and in line go on."""
+        self._closed = True
 
     async def drained(self, grace_s: float) -> None:
         """Wait until nothing is unanswered, at most `grace_s`."""
@@ -128,18 +140,25 @@ class Desk:
         """Stop the codec threads; whoever loaded the engine closes it."""
         self._codec.shutdown(wait=False, cancel_futures=True)
 
+    def _leave(self, call: Call) -> bool:
+        left = self._admission.leave(call)
+        self._note_if_empty()
+        return left
+
+    def _note_if_empty(self) -> None:
+        if not len(self._admission):
+            self._empty.set()
+
     def _answer_all(self, outcomes: list[Outcome]) -> None:
         for call, job, outcome in outcomes:
-            self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
-            self.answer(call, outcome)
+            if self.answer(call, outcome):
+                self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
 
     def _guarded(self, call: Call, proceed: Callable[[], None]) -> None:
         try:
             proceed()
-        except TeimgrError as error:
-            self.answer(call, error)
         except Exception as error:
-            self.answer(call, masked(error))
+            self._fail(call, error)
 
     def _spawn(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(self._guarded_async(call, work))
@@ -149,10 +168,14 @@ class Desk:
     async def _guarded_async(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except TeimgrError as error:
-            self.answer(call, error)
         except Exception as error:
-            self.answer(call, masked(error))
+            self._fail(call, error)
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        """It came to nothing between the door and the engine."""
+        known = error if isinstance(error, TeimgrError) else masked(error)
+        if self.answer(call, known):
+            self.metrics.failed(known)
 
 
 def masked(error: Exception) -> Internal:

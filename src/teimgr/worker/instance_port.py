@@ -6,15 +6,17 @@ Bodies, statuses, headers and texts are those of Text Embeddings Inference 1.9.3
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from teimgr import __version__
 from teimgr.engine.job import EmbedOptions, Job, Lane
-from teimgr.errors import EmptyInput, InvalidInput, Overloaded, TeimgrError
+from teimgr.errors import Cancelled, Code, EmptyInput, InvalidInput, Overloaded, TeimgrError, Unavailable
 from teimgr.wire.frames import Timings
 from teimgr.wire.status import STATUS
 from teimgr.worker.calls import Call, Reply
@@ -52,11 +54,13 @@ def create_app(desk: Desk) -> FastAPI:
     routes = Routes(desk)
     for path in ("/", "/health", "/ping"):
         app.add_api_route(path, routes.health, methods=["GET", "HEAD"], response_class=Response)
-    app.add_api_route("/info", routes.info, methods=["GET"])
-    app.add_api_route("/metrics", routes.metrics, methods=["GET"], response_class=Response)
+    app.add_api_route("/info", routes.info, methods=["GET", "HEAD"], response_class=Response)
+    app.add_api_route("/metrics", routes.metrics, methods=["GET", "HEAD"], response_class=Response)
     app.add_api_route("/embed", routes.embed, methods=["POST"], response_class=Response)
     app.add_exception_handler(TeimgrError, _tei_error)
     app.add_exception_handler(BodyRefused, _refused_body)
+    app.add_exception_handler(HTTPException, _without_a_body)
+    app.add_exception_handler(ClientDisconnect, _nobody_listens)
     return app
 
 
@@ -68,7 +72,10 @@ class Routes:
 
     async def health(self) -> Response:
         """200 with an empty body once the known text went through the device."""
-        await asyncio.to_thread(self._desk.engine.prove, _HEALTH_TIMEOUT_S)
+        try:
+            await asyncio.to_thread(self._desk.engine.prove, _HEALTH_TIMEOUT_S)
+        except Unavailable as error:
+            raise Unavailable("unhealthy") from error
         return Response()
 
     async def info(self) -> Response:
@@ -106,7 +113,7 @@ class Routes:
         """Dense vectors, always a list of lists."""
         body = await read_body(request, EmbedBody, self._desk.spec.payload_limit_bytes)
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-        _check_count(len(texts), self._desk.spec.max_client_batch_size)
+        self._check_count(len(texts))
         options = EmbedOptions(
             truncate=self._desk.spec.auto_truncate if body.truncate is None else body.truncate,
             truncation_left=body.truncation_direction.lower() == "left",
@@ -116,27 +123,42 @@ class Routes:
         )
         lane = Lane.INTERACTIVE if len(texts) <= _INTERACTIVE_TEXTS else Lane.BULK
         call = HttpCall(sum(map(len, texts)), lane)
-        reply = await self._answered(call, lambda: self._desk.infer(call, texts, options, partial(_vectors, call)))
+        self._desk.enter(call, lambda: self._desk.infer(call, texts, options, partial(_vectors, call)))
+        reply = await self._answered(call, request)
         return Response(reply.payload, media_type="application/json", headers=_compute_headers(reply.timings))
 
-    async def _answered(self, call: HttpCall, proceed: Callable[[], None]) -> Reply:
+    async def _answered(self, call: HttpCall, request: Request) -> Reply:
+        """The reply to `call`; it is cancelled when its client hangs up.
+
+        Raises:
+            TeimgrError: what it was answered with; Cancelled when nobody will read the answer.
+        """
+        hung_up = asyncio.ensure_future(_hung_up(request))
+        either: set[asyncio.Future[Any]] = {call.future, hung_up}
         try:
-            self._desk.enter(call, proceed)
-        except TeimgrError as error:
-            self._desk.metrics.refused(error)
-            raise
-        try:
-            return await call.future
-        except asyncio.CancelledError:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if call.future.done():
+                return call.future.result()
+            raise Cancelled("the client hung up")
+        finally:
+            hung_up.cancel()
             self._desk.cancel(call)
-            raise
+
+    def _check_count(self, texts: int) -> None:
+        self._desk.metrics.received(texts)
+        limit = self._desk.spec.max_client_batch_size
+        if not texts:
+            self._desk.metrics.failed(EmptyInput())
+            raise EmptyInput
+        if texts > limit:
+            self._desk.metrics.batch_too_large()
+            raise InvalidInput(f"batch size {texts} > maximum allowed batch size {limit}")
 
 
-def _check_count(texts: int, limit: int) -> None:
-    if not texts:
-        raise EmptyInput
-    if texts > limit:
-        raise InvalidInput(f"batch size {texts} > maximum allowed batch size {limit}")
+async def _hung_up(request: Request) -> None:
+    """Return when the client of a request whose body was read is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _vectors(call: Call, job: Job) -> Reply:
@@ -171,6 +193,16 @@ async def _tei_error(request: Request, error: Exception) -> Response:
     body = orjson.dumps({"error": error.message, "error_type": status.tei})
     headers = {"Retry-After": "1"} if isinstance(error, Overloaded) else {}
     return Response(body, status.http, headers, "application/json")
+
+
+async def _without_a_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return Response(status_code=error.status_code, headers=error.headers)
+
+
+async def _nobody_listens(request: Request, error: Exception) -> Response:
+    """The client went away while it still sent its body; uvicorn throws the answer away."""
+    return Response(status_code=STATUS[Code.CANCELLED].http)
 
 
 async def _refused_body(request: Request, error: Exception) -> Response:

@@ -38,6 +38,7 @@ class Links:
         self.watched = asyncio.Event()
         self.unwatched = asyncio.Event()
         self.unwatched.set()
+        self._none_open = asyncio.Event()
         self._watchers: dict[Link, int] = {}
         self._announcement = b"{}"
 
@@ -66,14 +67,24 @@ class Links:
     def forget(self, link: Link) -> None:
         """The peer of `link` is gone."""
         self.open.discard(link)
+        if not self.open:
+            self._none_open.set()
         if self._watchers.pop(link, None) is not None and not self._watchers:
             self.watched.clear()
             self.unwatched.set()
 
-    def close(self) -> None:
-        """Close every link, after what is queued for it."""
+    async def close(self, limit_s: float) -> None:
+        """Close every link, after what is queued for it, or after `limit_s`."""
+        self._none_open.clear()
         for link in tuple(self.open):
             link.close()
+        if not self.open:
+            return
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._none_open.wait()
+        except TimeoutError:
+            log.warning("%d links were not read to their end", len(self.open))
 
 
 class Link(FrameProtocol):
@@ -88,7 +99,19 @@ class Link(FrameProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Be counted."""
         super().connection_made(transport)
+        assert self._transport is not None
+        self._transport.set_write_buffer_limits(high=self._links.max_frame_bytes)
         self._links.open.add(self)
+
+    def pause_writing(self) -> None:
+        """The peer does not take its answers: read no more requests until it does."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def frame_received(self, header: Header, payload: bytes) -> None:
         """Sort a frame by its type and method."""

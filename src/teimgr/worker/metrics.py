@@ -46,7 +46,9 @@ class Histogram:
         self._sum += value * times
 
     def lines(self, name: str) -> Iterator[str]:
-        """The exposition lines under `name`."""
+        """The exposition lines under `name`; none before the first observation."""
+        if not any(self._counts):
+            return
         running = 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             running += count
@@ -69,26 +71,41 @@ class TeiMetrics:
         self._request_durations = {part: Histogram(DURATION_BOUNDS) for part in durations}
         self._embed_durations = {part: Histogram(DURATION_BOUNDS) for part in durations}
         self._lengths = Histogram(LENGTH_BOUNDS)
-        self.queue_size: Callable[[], int] = lambda: 0
+        self._queue_size: Callable[[], int] = lambda: 0
+
+    def attach(self, queue_size: Callable[[], int], max_input_length: int) -> None:
+        """The model is known: texts are at most `max_input_length` tokens, and `queue_size` of them wait."""
+        self._queue_size = queue_size
+        self._lengths = Histogram([bound for bound in LENGTH_BOUNDS if bound <= max_input_length])
+
+    def received(self, texts: int) -> None:
+        """A call for the vectors of so many texts came."""
+        self._requests[_method(texts)] += 1
 
     def finished(self, job: Job, call: Call, error: TeimgrError | None) -> None:
-        """A call's texts came back from the engine."""
-        method = "single" if len(job.texts) == 1 else "batch"
+        """A call's texts came back from the engine; `error` is what the whole call is answered with, if anything."""
         texts, failed = len(job.texts), len(job.errors)
-        self._requests[method] += 1
         self._texts += texts
         self._texts_done += texts - failed
         for failure in job.errors.values():
-            self._failures[_FAILURES.get(failure.code, "inference")] += 1
-        if error is not None or texts == failed:
-            return
-        self._successes[method] += 1
-        self._observe(job, call, texts - failed)
+            self.failed(failure)
+        if error is not None and not job.errors:
+            self.failed(error)
+        if error is None and texts > failed:
+            self._successes[_method(texts)] += 1
+            self._observe(job, call, texts - failed)
 
-    def refused(self, error: TeimgrError) -> None:
-        """A call did not get as far as the engine."""
-        self._requests["single"] += 1
+    def failed(self, error: TeimgrError) -> None:
+        """A text, or a call that did not get as far as the engine, came to nothing."""
         self._failures[_FAILURES.get(error.code, "inference")] += 1
+
+    def dropped(self) -> None:
+        """A caller went away before its answer."""
+        self._failures["dropped"] += 1
+
+    def batch_too_large(self) -> None:
+        """A call had more texts than a client may send at once."""
+        self._failures["batch_size"] += 1
 
     def render(self) -> str:
         """The exposition text. A series appears once something was counted."""
@@ -99,14 +116,14 @@ class TeiMetrics:
             ("te_request_failure", "err", self._failures),
         ):
             lines += _family(name, "counter", (f'{name}{{{label}="{key}"}} {n}' for key, n in sorted(counter.items())))
-        lines += _family("te_embed_count", "counter", [f"te_embed_count {self._texts}"])
-        lines += _family("te_embed_success", "counter", [f"te_embed_success {self._texts_done}"])
+        for name, texts in (("te_embed_count", self._texts), ("te_embed_success", self._texts_done)):
+            lines += _family(name, "counter", [f"{name} {texts}"] if texts else [])
         for prefix, durations in (("te_request", self._request_durations), ("te_embed", self._embed_durations)):
             for part, histogram in durations.items():
                 name = f"{prefix}{part}_duration"
                 lines += _family(name, "histogram", histogram.lines(name))
         lines += _family("te_request_input_length", "histogram", self._lengths.lines("te_request_input_length"))
-        lines += _family("te_queue_size", "gauge", [f"te_queue_size {self.queue_size()}"])
+        lines += _family("te_queue_size", "gauge", [f"te_queue_size {self._queue_size()}"])
         return "\n".join(lines) + "\n"
 
     def _observe(self, job: Job, call: Call, texts: int) -> None:
@@ -121,6 +138,10 @@ class TeiMetrics:
             self._request_durations[part].observe(nanoseconds / 1e9)
             self._embed_durations[part].observe(nanoseconds / 1e9, texts)
         self._lengths.observe(timings.tokens / texts, texts)
+
+
+def _method(texts: int) -> str:
+    return "single" if texts == 1 else "batch"
 
 
 def _family(name: str, kind: str, samples: Iterator[str] | list[str]) -> list[str]:

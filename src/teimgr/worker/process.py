@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Awaitable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 from teimgr.worker.desk import Desk
 from teimgr.worker.instance_port import create_app
-from teimgr.worker.links import Links
+from teimgr.worker.links import Control, Links
+from teimgr.worker.loading import in_background
 from teimgr.worker.service import Service
 
 log = logging.getLogger(__name__)
@@ -38,19 +40,27 @@ EXIT_TRANSIENT = 4
 
 _PROBE_TIMEOUT_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
+_ENGINE_CLOSE_S = 1.0
+_LINKS_CLOSE_S = 5.0
 # Failures to load that the same files and flags will meet again, and those among them that may pass by themselves.
 _LASTING = (Refused, Broken, OutOfDeviceMemory)
 _PASSING = (PortConflict, Internal)
 
 
 def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str) -> int:
-    """Serve one model until told to stop; the result is the exit status."""
+    """Serve one model until told to stop; the result is the exit status.
+
+    The process has to end at once with it: a thread may still be loading a model that nobody wants any more.
+    """
     spec = WorkerSpec.from_json(spec_json)
     logs.setup(spec.log_level, spec.log_format)
     listener = socket.socket(fileno=listener_fd)
     listener.setblocking(False)
-    worker = Worker(spec, incarnation, Path(run_dir))
-    return uvloop.run(worker.run(listener))
+    return uvloop.run(_live(spec, incarnation, Path(run_dir), listener))
+
+
+async def _live(spec: WorkerSpec, incarnation: str, run_dir: Path, listener: socket.socket) -> int:
+    return await Worker(spec, incarnation, run_dir).run(listener)
 
 
 class Worker:
@@ -60,60 +70,61 @@ class Worker:
         self.spec = spec
         self.incarnation = incarnation
         self.run_dir = run_dir
+        self._desk = Desk(spec)
+        self._links = Links(self._desk, Service(self._desk), self._controls())
         self._stop = asyncio.Event()
+        self._signalled = False
+        self._hurry = asyncio.Event()
         self._grace_s = _DRAIN_ON_SIGNAL_S
         self._threads = spec.threads
+        self._state = "loading"
         self._engine: Engine | None = None
 
     async def run(self, listener: socket.socket) -> int:
         """The whole life, in order."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        desk = Desk(self.spec)
-        links = Links(desk, Service(desk), self._controls())
-        links.announce(self._facts("loading"))
-        server = await loop.create_unix_server(links.protocol, sock=listener)
+            loop.add_signal_handler(number, self._on_signal)
+        self._announce("loading")
+        server = await loop.create_unix_server(self._links.protocol, sock=listener)
         try:
-            return await self._load_and_serve(desk, links)
+            return await self._load_and_serve()
         except TeimgrError as error:
-            return self._give_up(links, error)
+            return self._give_up(error)
         except Exception as error:
-            log.exception("worker failed", extra={"instance": self.spec.name})
-            return self._give_up(links, Internal(f"{type(error).__name__}: {error}"))
+            log.exception("worker failed", extra=self._named)
+            return self._give_up(Internal(f"{type(error).__name__}: {error}"))
         finally:
             server.close()
-            links.close()
-            desk.close()
-            await asyncio.sleep(0)  # lets the last frames reach their sockets
+            self._desk.close()
+            await self._links.close(0.0 if self._hurry.is_set() else _LINKS_CLOSE_S)
 
-    async def _load_and_serve(self, desk: Desk, links: Links) -> int:
-        port = bind(self.spec.instance_host, self.spec.port)  # before the slow part: a taken port fails early
-        engine = await self._load(desk)
-        if engine is None:
-            return EXIT_DONE
-        desk.attach(engine)
-        async with serving(create_app(desk), port):
-            links.announce(self._facts("ready"))
-            log.info("worker ready", extra={"instance": self.spec.name, **engine.info.to_dict()})
-            await self._until_stopped(links)
-            links.announce(self._facts("draining"))
-            await desk.drained(self._grace_s)
-        await asyncio.to_thread(engine.close, 1.0)
+    async def _load_and_serve(self) -> int:
+        # The port is taken before the slow part: a conflict shows early.
+        with contextlib.closing(bind(self.spec.instance_host, self.spec.port)) as port:
+            engine = await self._load()
+            if engine is None:
+                return EXIT_DONE
+            async with serving(create_app(self._desk), port):
+                self._announce("ready")
+                log.info("worker ready", extra=self._named | engine.info.to_dict())
+                await self._until_stopped()
+                await self._drain_calls()
+        await asyncio.to_thread(engine.close, _ENGINE_CLOSE_S)
         return EXIT_DONE
 
-    async def _load(self, desk: Desk) -> Engine | None:
+    async def _load(self) -> Engine | None:
         """The engine, or None when the worker was told to stop meanwhile."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load_blocking, desk))
-        stopping = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            return None  # the process ends; the loading thread ends with it
-        stopping.cancel()
+        loading = in_background("loading", self._load_blocking)
+        await _any_of(self._stop.wait(), loading)
+        if loading.cancelled():
+            return None
         self._engine = loading.result()
+        self._engine.set_threads(self._threads)  # it may have been told another number since
+        self._desk.attach(self._engine)
         return self._engine
 
-    def _load_blocking(self, desk: Desk) -> Engine:
+    def _load_blocking(self) -> Engine:
         spec = self.spec
         source = hub.resolve(spec.model_id, spec.revision)
         options = EngineOptions(
@@ -126,44 +137,47 @@ class Worker:
             threads=self._threads,
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
-            max_queued_tokens=desk.max_bytes,  # the desk bounds what is inside; a token has a byte or more
+            max_queued_tokens=self._desk.max_bytes,  # the desk bounds what is inside; a token has a byte or more
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
         )
-        return Engine.load(options, desk.deliver)
+        return Engine.load(options, self._desk.deliver)
 
-    async def _until_stopped(self, links: Links) -> None:
+    async def _until_stopped(self) -> None:
         """Wait for a word to stop, or for the daemon to stay away for too long."""
         while not self._stop.is_set():
-            if links.is_watched:
-                await self._first_of(self._stop, links.unwatched, None)
-            elif not await self._first_of(self._stop, links.watched, self.spec.orphan_grace_s):
-                log.warning(
-                    "no daemon for %g s: stopping", self.spec.orphan_grace_s, extra={"instance": self.spec.name}
-                )
+            if self._links.is_watched:
+                await _any_of(self._stop.wait(), self._links.unwatched.wait())
+            elif not await _any_of(self._stop.wait(), self._links.watched.wait(), limit_s=self.spec.orphan_grace_s):
+                log.warning("no daemon for %g s: stopping", self.spec.orphan_grace_s, extra=self._named)
                 return
 
-    async def _first_of(self, one: asyncio.Event, other: asyncio.Event, timeout_s: float | None) -> bool:
-        """Whether either event came within the time."""
-        waits = {asyncio.ensure_future(one.wait()), asyncio.ensure_future(other.wait())}
-        done, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in pending:
-            wait.cancel()
-        return bool(done)
+    async def _drain_calls(self) -> None:
+        """Refuse new calls, finish those that came, at most for the grace, or until somebody insists."""
+        self._desk.close_door()
+        self._announce("draining")
+        await _any_of(self._desk.drained(self._grace_s), self._hurry.wait())
 
-    def _give_up(self, links: Links, error: TeimgrError) -> int:
+    def _on_signal(self) -> None:
+        """The first signal asks for an orderly end, a second one ends the waiting."""
+        if self._signalled:
+            self._hurry.set()
+        self._signalled = True
+        self._stop.set()
+
+    def _give_up(self, error: TeimgrError) -> int:
         """Say why to whoever watches and to whoever looks later."""
         permanent = isinstance(error, _LASTING) and not isinstance(error, _PASSING)
-        facts = self._facts("failed") | {"reason": error.message, "code": int(error.code), "permanent": permanent}
-        log.error("worker failed: %s", error.message, extra={"instance": self.spec.name, "code": error.code.name})
+        log.error("worker failed: %s", error.message, extra=self._named | {"code": error.code.name})
+        facts = self._announce("failed", reason=error.message, code=int(error.code), permanent=permanent)
         with contextlib.suppress(OSError):
             (self.run_dir / f"{self.incarnation}.exit").write_text(json.dumps(facts))
-        links.announce(facts)
         return EXIT_PERMANENT if permanent else EXIT_TRANSIENT
 
-    def _facts(self, state: str) -> dict[str, Any]:
-        """What a watcher is told."""
-        return {
+    def _announce(self, state: str, **more: Any) -> dict[str, Any]:
+        """Tell the watchers how things stand; the result is what they are told."""
+        self._state = state
+        facts = {
             "state": state,
             "pid": os.getpid(),
             "incarnation": self.incarnation,
@@ -173,11 +187,19 @@ class Worker:
             "code": None,
             "permanent": False,
             "threads": self._threads,
+            **more,
         }
+        self._links.announce(facts)
+        return facts
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        """For log lines."""
+        return {"instance": self.spec.name}
 
     # What the daemon may ask of a worker.
 
-    def _controls(self) -> dict[Method, Any]:
+    def _controls(self) -> dict[Method, Control]:
         return {
             Method.PROBE: self._probe,
             Method.STATS: self._stats,
@@ -186,20 +208,32 @@ class Worker:
         }
 
     async def _probe(self, _: bytes) -> bytes:
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.prove, _PROBE_TIMEOUT_S)
+        await asyncio.to_thread(self._desk.engine.prove, _PROBE_TIMEOUT_S)
         return b""
 
     async def _stats(self, _: bytes) -> bytes:
-        return json.dumps(asdict(self._engine.stats()) if self._engine else {}).encode()
+        figures = asdict(self._engine.stats()) if self._engine else {}
+        return json.dumps({"calls": self._desk.calls, **figures}).encode()
 
     async def _set_threads(self, payload: bytes) -> bytes:
-        self._threads = max(1, int(json.loads(payload)["threads"]))
+        self._threads = min(max(1, int(json.loads(payload)["threads"])), os.cpu_count() or 1)
         if self._engine is not None:
             self._engine.set_threads(self._threads)
+        self._announce(self._state)
         return b""
 
     async def _drain(self, payload: bytes) -> bytes:
         self._grace_s = float(json.loads(payload)["grace_s"])
         self._stop.set()
         return b""
+
+
+async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bool:
+    """Wait for the first of `waits`, the others are cancelled; False when the time was over before."""
+    tasks = {asyncio.ensure_future(wait) for wait in waits}
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return bool(done)

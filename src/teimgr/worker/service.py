@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from teimgr.engine.job import EmbedOptions, Job, Lane
-from teimgr.errors import Internal, TeimgrError, Unsupported
+from teimgr.errors import Internal, TeimgrError, TooLarge, Unsupported
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.arrow import TextBatches, read_texts, write_vectors
@@ -40,7 +40,7 @@ class Service:
         try:
             self._handlers.get(call.header.method, _unsupported)(call)
         except TeimgrError as error:
-            self._desk.metrics.refused(error)
+            self._desk.metrics.failed(error)
             call.fail(error)
         except Exception as error:
             call.fail(masked(error))
@@ -51,6 +51,7 @@ class Service:
     def _embed(self, call: LinkCall) -> None:
         message = convert.parse(tei_pb2.EmbedRequest, call.payload)
         options = convert.embed_options(message)
+        self._desk.metrics.received(1)
         self._desk.enter(call, lambda: self._desk.infer(call, [message.inputs], options, partial(_embedding, call)))
 
     def _embed_arrow(self, call: LinkCall) -> None:
@@ -59,15 +60,27 @@ class Service:
         options = convert.arrow_options(message)
 
         async def read_then_infer() -> None:
-            limit_bytes = self._desk.spec.max_message_bytes * _MAX_INFLATION
-            batches = await self._desk.off_loop(read_texts, message.arrow_ipc, limit_bytes)
+            row_bytes = self._row_bytes(options, form)
+            batches = await self._desk.off_loop(self._read, message.arrow_ipc, row_bytes)
+            encode = partial(_arrow, batches, form, self._desk.spec.max_message_bytes)
             if message.noop or not batches.texts:
-                encoded = await self._desk.off_loop(_arrow, batches, form, self._zeros(batches, options))
-                self._desk.answer(call, encoded)
+                self._desk.answer(call, await self._desk.off_loop(encode, self._zeros(batches, options)))
             else:
-                self._desk.infer(call, batches.texts, options, partial(_arrow, batches, form))
+                self._desk.metrics.received(len(batches.texts))
+                self._desk.infer(call, batches.texts, options, encode)
 
         self._desk.enter_async(call, read_then_infer)
+
+    def _read(self, ipc: bytes, row_bytes: int) -> TextBatches:
+        """Codec thread: the texts, once it is known that their vectors can be sent back."""
+        limit_bytes = self._desk.spec.max_message_bytes
+        return read_texts(ipc, limit_bytes * _MAX_INFLATION, lambda rows: _check_size(rows * row_bytes, limit_bytes))
+
+    def _row_bytes(self, options: EmbedOptions, form: convert.ArrowForm) -> int:
+        """What a row of the reply takes at least."""
+        engine = self._desk.engine
+        engine.check(options)
+        return (options.dimensions or engine.info.dimension) * (2 if form.half else 4)
 
     def _tokenize(self, call: LinkCall) -> None:
         message = convert.parse(tei_pb2.EncodeRequest, call.payload)
@@ -98,10 +111,9 @@ class Service:
 
     def _zeros(self, batches: TextBatches, options: EmbedOptions) -> Job:
         """A finished job of zero vectors: the answer to `noop`, and to no rows."""
-        engine = self._desk.engine
-        engine.check(options)
         job = Job(batches.texts, options, Lane.BULK)
-        job.vectors = np.zeros((len(batches.texts), options.dimensions or engine.info.dimension), np.float32)
+        dimension = options.dimensions or self._desk.engine.info.dimension
+        job.vectors = np.zeros((len(batches.texts), dimension), np.float32)
         return job
 
 
@@ -112,9 +124,19 @@ def _embedding(call: LinkCall, job: Job) -> Reply:
     return Reply(embed_response(job.vectors[0], timings), timings)
 
 
-def _arrow(batches: TextBatches, form: convert.ArrowForm, job: Job) -> Reply:
+def _arrow(batches: TextBatches, form: convert.ArrowForm, limit_bytes: int, job: Job) -> Reply:
     ipc = write_vectors(job.vectors, job.errors, batches.rows, half=form.half, lz4=form.lz4)
-    return Reply(arrow_response(ipc))
+    reply = arrow_response(ipc)
+    _check_size(len(reply), limit_bytes)
+    return Reply(reply)
+
+
+def _check_size(reply_bytes: int, limit_bytes: int) -> None:
+    if reply_bytes > limit_bytes:
+        raise TooLarge(
+            f"Arrow reply of {reply_bytes} bytes is larger than the limit of {limit_bytes} bytes: "
+            "send fewer rows per batch"
+        )
 
 
 def _unsupported(call: LinkCall) -> None:

@@ -1,0 +1,133 @@
+"""The `te_*` text: names, labels and buckets of Text Embeddings Inference."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.errors import EmptyInput, InferenceFailed, InvalidInput, Overloaded
+from teimgr.worker.calls import Call
+from teimgr.worker.metrics import TeiMetrics
+
+PARTS = ("", "_tokenization", "_queue", "_inference")
+
+
+def done(texts: int = 1, tokens: int = 8) -> Job:
+    job = Job(["a"] * texts, EmbedOptions(), Lane.INTERACTIVE)
+    job.tokens = tokens
+    job.tokenization_ns, job.queue_ns, job.inference_ns = 10**6, 10**7, 10**8
+    return job
+
+
+def parsed(metrics: TeiMetrics) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(metrics.render())}
+
+
+def values(family: Metric, label: str) -> dict[str, float]:
+    return {sample.labels[label]: sample.value for sample in family.samples}
+
+
+@pytest.fixture
+def metrics() -> TeiMetrics:
+    """One call of one text, one of four; limits of a model of 512 tokens."""
+    metrics = TeiMetrics()
+    metrics.attach(queue_size=lambda: 3, max_input_length=512)
+    for texts in (1, 4):
+        metrics.received(texts)
+        metrics.finished(done(texts, 8 * texts), Call(1, Lane.INTERACTIVE), None)
+    return metrics
+
+
+def test_only_type_lines_and_no_total(metrics: TeiMetrics) -> None:
+    lines = metrics.render().splitlines()
+
+    assert {line.split()[1] for line in lines if line.startswith("#")} == {"TYPE"}
+    assert not any("_total" in line for line in lines)
+    assert 'te_request_count{method="single"} 1' in lines
+    assert "te_embed_count 5" in lines
+
+
+def test_calls_and_texts_are_counted(metrics: TeiMetrics) -> None:
+    families = parsed(metrics)
+
+    assert values(families["te_request_count"], "method") == {"single": 1, "batch": 1}
+    assert values(families["te_request_success"], "method") == {"single": 1, "batch": 1}
+    assert families["te_embed_count"].samples[0].value == 5
+    assert families["te_embed_success"].samples[0].value == 5
+    assert families["te_queue_size"].samples[0].value == 3
+    assert families["te_queue_size"].type == "gauge"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_durations_have_teis_buckets(metrics: TeiMetrics, part: str) -> None:
+    families = parsed(metrics)
+
+    for prefix, count in (("te_request", 2), ("te_embed", 5)):
+        family = families[f"{prefix}{part}_duration"]
+        buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+        bounds = [float(sample.labels["le"]) for sample in buckets]
+        assert family.type == "histogram"
+        assert bounds == [*(pytest.approx(1e-5 * 1.5**k) for k in range(1, 36)), float("inf")]
+        assert [sample.value for sample in buckets] == sorted(sample.value for sample in buckets)
+        assert buckets[-1].value == count
+
+
+def test_lengths_have_powers_of_two_up_to_the_models_limit(metrics: TeiMetrics) -> None:
+    family = parsed(metrics)["te_request_input_length"]
+    buckets = {sample.labels["le"]: sample.value for sample in family.samples if sample.name.endswith("_bucket")}
+
+    assert [float(bound) for bound in buckets] == [*(2.0**k for k in range(10)), float("inf")]
+    assert buckets["4.0"] == 0
+    assert buckets["8.0"] == 5
+    assert next(sample.value for sample in family.samples if sample.name.endswith("_sum")) == 40
+
+
+def test_a_series_appears_once_something_was_counted() -> None:
+    families = parsed(TeiMetrics())
+
+    assert "te_request_failure" not in families
+    assert "te_request_count" not in families
+    assert "te_request_duration" not in families
+
+
+def test_failures_by_teis_reasons() -> None:
+    metrics = TeiMetrics()
+    for error in (EmptyInput(), InvalidInput("no"), Overloaded(), InferenceFailed("no")):
+        metrics.failed(error)
+    metrics.dropped()
+    metrics.batch_too_large()
+
+    assert values(parsed(metrics)["te_request_failure"], "err") == {
+        "tokenization": 2,
+        "overloaded": 1,
+        "inference": 1,
+        "dropped": 1,
+        "batch_size": 1,
+    }
+    assert "te_request_count" not in parsed(metrics)  # that was counted when the call came
+
+
+def test_rows_that_failed_count_apart() -> None:
+    metrics = TeiMetrics()
+    job = done(3)
+    job.errors = {1: InvalidInput("too long")}
+
+    metrics.received(3)
+    metrics.finished(job, Call(1, Lane.BULK), None)
+
+    families = parsed(metrics)
+    assert values(families["te_request_failure"], "err") == {"tokenization": 1}
+    assert values(families["te_request_success"], "method") == {"batch": 1}
+    assert families["te_embed_success"].samples[0].value == 2
+
+
+def test_a_reply_that_could_not_be_made_is_a_failure() -> None:
+    metrics = TeiMetrics()
+
+    metrics.received(1)
+    metrics.finished(done(), Call(1, Lane.BULK), InferenceFailed("no"))
+
+    assert values(parsed(metrics)["te_request_failure"], "err") == {"inference": 1}
+    assert "te_request_success" not in parsed(metrics)
