@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import uvloop
 
@@ -21,7 +21,7 @@ from teimgr.front.tls import uvicorn_options
 from teimgr.launch.local import LocalLauncher, LocalOptions
 from teimgr.listening import bind, serving
 from teimgr.metrics import Metrics
-from teimgr.muxes import MuxKeeper
+from teimgr.muxes import Muxes
 from teimgr.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -56,10 +56,7 @@ class Daemon:
         )
         self.booted = asyncio.Event()
         self.stopping = asyncio.Event()
-        self.muxes = [
-            MuxKeeper(number, settings, self.directory, self.metrics)
-            for number in range(settings.mux_processes if settings.grpc_enabled else 0)
-        ]
+        self.muxes = Muxes(settings, self.directory, self.metrics)
         self.manager = Manager(
             settings, self.launcher, self.directory, Store(settings.state_file), GpuInventory(), self.metrics
         )
@@ -70,22 +67,19 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
-        app = create_app(self.manager, self.settings, self.metrics, self.alarms, self.booted.is_set)
+        app = create_app(self.manager, self.settings, self.metrics, self.muxes.alarms, self.booted.is_set)
         with self._signals():
             try:
                 async with serving(app, listener, **uvicorn_options(self.settings.mtls)):
                     await self.manager.boot()
                     self.booted.set()
-                    async with self._muxes_running():
+                    # They are fed only now: a mux of an earlier daemon serves what it knows until adoption is over.
+                    async with self.muxes.running():
                         log.info("daemon ready", extra={"version": __version__, **self.addresses()})
                         await self.stopping.wait()
             finally:
                 await self._stop()
         return 0
-
-    def alarms(self) -> list[str]:
-        """What somebody should look at, the store's alarm apart, for /health."""
-        return [mux.alarm for mux in self.muxes if mux.alarm]
 
     def addresses(self) -> dict[str, str]:
         """Where it listens."""
@@ -98,26 +92,10 @@ class Daemon:
         """Both fronts are closed; let the workers finish, then everything else goes."""
         grace_s = self.settings.graceful_shutdown_timeout_secs
         log.info("stopping", extra={"grace_s": grace_s})
-        await asyncio.gather(*(mux.stop(grace_s) for mux in self.muxes))
+        await self.muxes.stop(grace_s)
         await self.manager.shutdown()
         await self.launcher.close()
         log.info("stopped")
-
-    @contextlib.asynccontextmanager
-    async def _muxes_running(self) -> AsyncIterator[None]:
-        """The muxes are kept while the body runs, and go on by themselves after it.
-
-        They are fed only now: a mux of an earlier daemon goes on serving what it knows until adoption is over.
-        """
-        for mux in self.muxes:
-            await mux.start()
-        tasks = [asyncio.create_task(mux.run()) for mux in self.muxes]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -140,6 +118,5 @@ class Daemon:
 
     async def _hurry(self) -> None:
         log.warning("asked again: stopping without grace")
-        for mux in self.muxes:
-            mux.hurry()
+        self.muxes.hurry()
         await self.manager.shutdown(at_once=True)

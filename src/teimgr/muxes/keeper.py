@@ -1,0 +1,177 @@
+"""Keeps one mux process: whatever becomes of it, there is soon one again, and somebody is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr import __version__
+from teimgr.directory import Directory
+from teimgr.front.mux_config import MuxConfig, MuxTls
+from teimgr.metrics import Metrics
+from teimgr.muxes.process import MuxProcess, MuxRunFile
+from teimgr.muxes.talk import MuxLost, Patience, talk
+from teimgr.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_COMMAND = (sys.executable, "-m", "teimgr.front.mux")
+_KILL_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Seconds before a mux that ended is started again: doubled up to a bound while it never lives `settled_s`."""
+
+    first_s: float = 0.2
+    max_s: float = 10.0
+    settled_s: float = 10.0
+
+
+class MuxKeeper:
+    """Keeps one mux process. `run` is the task; everything else informs."""
+
+    def __init__(
+        self,
+        number: int,
+        settings: Settings,
+        directory: Directory,
+        metrics: Metrics,
+        command: Sequence[str] = _COMMAND,
+        patience: Patience | None = None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.name = f"mux-{number}"
+        self.config = mux_config(number, settings)
+        self.alarm: str | None = None
+        self._directory = directory
+        self._metrics = metrics
+        self._command = command
+        self._patience = patience or Patience()
+        self._backoff = backoff or Backoff()
+        self._told = f"{__version__}:{self.config.hash}"  # another version may speak otherwise
+        self._log_path = settings.log_dir / f"_{self.name}.log"  # no instance's name starts so
+        self._run_file = settings.run_dir / f"{self.name}.run"
+        self._process: MuxProcess | None = None
+
+    async def adopt(self) -> bool:
+        """Take over the live mux of an earlier daemon; one that was told something else is ended."""
+        found = MuxRunFile.read(self._run_file)
+        self._process = MuxProcess.adopt(found) if found else None
+        if found is None or self._process is None:
+            return False
+        if found.config_hash == self._told:
+            log.info("adopted a running mux", extra={"mux": self.name, "pid": found.pid})
+            return True
+        log.info("replacing a mux that was told something else", extra={"mux": self.name, "pid": found.pid})
+        await self.stop(grace_s=1)
+        return False
+
+    async def run(self) -> None:
+        """Until cancelled: a live mux that knows the latest snapshot."""
+        wait_s = self._backoff.first_s
+        while True:
+            began = time.monotonic()
+            reason = await self._life()
+            status = await self._bury()
+            self.alarm = f"{self.name} is being started again: {reason}{status}; see {self._log_path.name}"
+            self._metrics.mux_gone(self.name)
+            if time.monotonic() - began >= self._backoff.settled_s:
+                wait_s = self._backoff.first_s
+            log.error("mux lost: %s%s", reason, status, extra={"mux": self.name, "again_in_s": wait_s})
+            await asyncio.sleep(wait_s)
+            wait_s = min(wait_s * 2, self._backoff.max_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
+            await self._process.gone_within(grace_s + 1)
+            await self._bury()
+        for path in (self._run_file, Path(self.config.control_socket), self._config_path):
+            path.unlink(missing_ok=True)
+
+    def hurry(self) -> None:
+        """End a stop under way without waiting for calls: a second signal says so to the mux."""
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
+
+    @property
+    def _config_path(self) -> Path:
+        return self._run_file.with_suffix(".config")
+
+    async def _life(self) -> str:
+        """Launch the mux unless it was adopted, and feed it; the result is why that is over."""
+        try:
+            process = self._process or self._launch()
+            return await self._feed_until_lost(process)
+        except (MuxLost, OSError) as error:
+            return str(error)
+        except Exception as error:  # a defect of ours: the fleet must not go without a mux for it
+            log.exception("keeping a mux failed", extra={"mux": self.name})
+            return repr(error)
+
+    def _launch(self) -> MuxProcess:
+        Path(self.config.control_socket).unlink(missing_ok=True)
+        self._config_path.write_text(self.config.to_json())
+        self._process = MuxProcess.launch([*self._command, str(self._config_path)], self._log_path)
+        if found := self._process.run_file(self._told):
+            found.write(self._run_file)
+        log.info("mux launched", extra={"mux": self.name, "pid": self._process.pid})
+        return self._process
+
+    async def _feed_until_lost(self, process: MuxProcess) -> str:
+        ended = asyncio.ensure_future(process.ended())
+        feeding = asyncio.ensure_future(
+            talk(self.config.control_socket, self._directory, self._patience, self._take_figures)
+        )
+        try:
+            await asyncio.wait({ended, feeding}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await feeding
+            return "it ended"
+        finally:
+            for task in (ended, feeding):
+                task.cancel()
+            await asyncio.gather(ended, feeding, return_exceptions=True)
+
+    def _take_figures(self, figures: dict[str, Any]) -> None:
+        self.alarm = None
+        self._metrics.mux_stats(self.name, figures)
+
+    async def _bury(self) -> str:
+        """See that the process is gone; the result tells its exit status, where there is one to tell."""
+        if self._process is None:
+            return ""
+        self._process.signal(signal.SIGKILL)  # changes nothing for one that has ended
+        if not await self._process.gone_within(_KILL_LIMIT_S):
+            log.error("mux is still there after SIGKILL", extra={"mux": self.name, "pid": self._process.pid})
+        process, self._process = self._process, None
+        status = process.close()
+        return "" if status is None else f" (exit status {status})"
+
+
+def mux_config(number: int, settings: Settings) -> MuxConfig:
+    """What the mux of this number is told."""
+    mtls = settings.mtls
+    return MuxConfig(
+        host=settings.grpc_host,
+        port=settings.grpc_port,
+        control_socket=str(settings.run_dir / f"mux-{number}.sock"),
+        max_message_bytes=settings.grpc_max_message_bytes,
+        max_parallel_streams=settings.grpc_max_parallel_streams,
+        request_timeout_s=float(settings.grpc_request_timeout_secs),
+        orphan_grace_s=float(settings.orphan_grace_secs),
+        run_dir=str(settings.run_dir),
+        tls=MuxTls(cert=str(mtls.server_cert), key=str(mtls.server_key), ca=str(mtls.ca_cert)) if mtls else None,
+        reuse_port=settings.mux_processes > 1,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+    )

@@ -1,0 +1,43 @@
+"""A mux that misbehaves as its first argument says; the last one is the path of its config.
+
+crash: ends at once with status 7 · absent: never listens · mute: listens and never answers · garbage: answers with what
+is no JSON · list: answers with JSON that is no object · flood: answers with a line that does not end · hangup: takes
+the connection and closes it · good: answers
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+ANSWERS = {"garbage": b"\xff{]\n", "list": b"[1]\n", "flood": b"x" * (2 << 20), "good": b'{"in_flight": 0}\n'}
+
+
+def main(how: str, config: str) -> int:
+    if how == "crash":
+        return 7
+    if how == "absent":
+        signal.pause()
+    path = json.loads(Path(config).read_text())["control_socket"]
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        while True:
+            serve(how, server)
+
+
+def serve(how: str, server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection, connection.makefile("rb") as lines:
+        if how == "hangup":
+            return
+        for line in lines:
+            if line.startswith(b'{"stats"') and how in ANSWERS:
+                connection.sendall(ANSWERS[how])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[-1]))

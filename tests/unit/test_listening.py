@@ -1,0 +1,60 @@
+"""A server's body runs once it listens, and what prevents that is told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teimgr.errors import PortConflict
+from teimgr.listening import bind, serving
+
+
+async def hello(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def test_connections_are_taken_from_the_first_line_of_the_body() -> None:
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+
+    async with serving(hello, sock), asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await writer.wait_closed()
+
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_taken_port_is_a_conflict() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(PortConflict):
+        bind("127.0.0.1", stranger.getsockname()[1])
+
+
+async def test_a_port_taken_after_it_was_bound_is_a_conflict_too() -> None:
+    """Two sockets may be bound to one address while neither listens."""
+    sock = bind("127.0.0.1", 0)
+    with bind("127.0.0.1", sock.getsockname()[1]) as stranger:
+        stranger.listen()
+        with pytest.raises(PortConflict):
+            async with serving(hello, sock):
+                pytest.fail("the body must not run")
+
+    assert sock.fileno() == -1
+
+
+async def test_certificates_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("no certificate")
+    bad = str(tmp_path / "bad.pem")
+
+    with pytest.raises(OSError, match="PEM|SSL"):
+        async with serving(hello, bind("127.0.0.1", 0), ssl_certfile=bad, ssl_keyfile=bad):
+            pytest.fail("the body must not run")
