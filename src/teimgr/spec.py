@@ -11,6 +11,10 @@ from typing import Any
 
 from teimgr.errors import InvalidInstanceName
 
+# What an instance may ask for; TEI's spelling, and "auto" beside it.
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+POOLINGS = ("cls", "mean", "max", "last-token")
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

@@ -43,7 +43,7 @@ def test_without_a_saved_length_the_tokenizer_and_the_positions_decide(bert: Pat
 
 
 def test_the_users_pooling_is_taken_over_that_of_the_files(bert: Path) -> None:
-    assert read_layout(bert, "last_token").poolings == ("last_token",)
+    assert read_layout(bert, "last-token").poolings == ("last_token",)
     with pytest.raises(InvalidConfig, match="pooling 'middle'"):
         read_layout(bert, "middle")
 

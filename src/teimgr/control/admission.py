@@ -8,9 +8,8 @@ from dataclasses import replace
 from teimgr.control.extra_args import parse
 from teimgr.control.ports import Ports
 from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, ValidationError
-from teimgr.rules import DTYPES
 from teimgr.settings import SPEC_RULES, Settings
-from teimgr.spec import InstanceSpec, check_name
+from teimgr.spec import DTYPES, POOLINGS, InstanceSpec, check_name
 
 
 class Admission:
@@ -73,8 +72,9 @@ def check_fields(spec: InstanceSpec) -> None:
     check_name(spec.name)
     if not spec.model_id:
         raise ValidationError("model_id cannot be empty")
-    if spec.dtype not in DTYPES:
-        raise ValidationError(f"dtype: must be one of {', '.join(DTYPES)} (got {spec.dtype!r})")
+    for key, value, allowed in (("dtype", spec.dtype, DTYPES), ("pooling", spec.pooling, (None, *POOLINGS))):
+        if value not in allowed:
+            raise ValidationError(f"{key}: must be one of {', '.join(filter(None, allowed))} (got {value!r})")
     for name, rule in SPEC_RULES.items():
         try:
             rule.check(getattr(spec, name), name)

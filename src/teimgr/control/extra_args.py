@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import InvalidConfig
+from teimgr.spec import DTYPES, POOLINGS
 
 LENGTH_LIMIT_CHARS = 16 * 1024
-_DTYPES = ("auto", "float32", "float16", "bfloat16")
-_POOLINGS = ("cls", "mean", "splade", "last-token")
 
 
 def _text(value: str) -> str:
@@ -56,8 +55,8 @@ _HARMLESS = _Flag(_text)
 
 FLAGS: dict[str, _Flag] = {
     "--revision": _Flag(_text, "revision"),
-    "--dtype": _Flag(_one_of(*_DTYPES), "dtype"),
-    "--pooling": _Flag(_one_of(*_POOLINGS), "pooling"),
+    "--dtype": _Flag(_one_of(*DTYPES), "dtype"),
+    "--pooling": _Flag(_one_of(*POOLINGS), "pooling"),
     "--served-model-name": _Flag(_text, "served_model_name"),
     "--max-concurrent-requests": _Flag(_count, "max_concurrent_requests"),
     "--max-batch-tokens": _Flag(_count, "max_batch_tokens"),

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed, ModelNotFound
+from teimgr.spec import POOLINGS
 
 # How a pooling is called by TEI's flag, by sentence-transformers 6 (`pooling_mode`) and by its older booleans.
-_FLAG_POOLINGS = {"cls": "cls", "mean": "mean", "last_token": "last_token", "lasttoken": "last_token", "max": "max"}
+_FLAG_POOLINGS = {name: name.replace("-", "_") for name in POOLINGS}
 _NAMED_POOLINGS = {
     "cls": "cls",
     "mean": "mean",

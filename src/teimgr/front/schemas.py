@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from teimgr.settings import SPEC_RULES
-from teimgr.spec import InstanceSpec, InstanceView, State
+from teimgr.spec import DTYPES, POOLINGS, InstanceSpec, InstanceView, State
 
 Text = Annotated[str, Field(max_length=4096)]
 
@@ -20,6 +20,15 @@ def _number(name: str, default: object = None) -> Any:
     rule = SPEC_RULES[name]
     meaning = rule.meaning if default is None else f"{rule.meaning} (default {default})"
     return Field(None, ge=rule.low, le=rule.high, description=meaning)
+
+
+def _one_of(*allowed: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return value
+
+    return AfterValidator(check)
 
 
 class CreateInstance(BaseModel):
@@ -37,8 +46,10 @@ class CreateInstance(BaseModel):
     port: int | None = _number("port")
     max_batch_tokens: int | None = _number("max_batch_tokens", 16384)
     max_concurrent_requests: int | None = _number("max_concurrent_requests", 512)
-    pooling: Text | None = Field(None, description="cls, mean, last-token, splade; absent: what the model says")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = Field(None, description="absent: auto")
+    pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(
+        None, description=f"{', '.join(POOLINGS)}; absent: what the model says"
+    )
+    dtype: Annotated[Text, _one_of(*DTYPES)] | None = Field(None, description=f"{', '.join(DTYPES)}; absent: auto")
     gpu_id: int | None = _number("gpu_id")
     threads: int | None = _number("threads")
     prometheus_port: int | None = _number("prometheus_port")
