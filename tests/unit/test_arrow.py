@@ -117,6 +117,23 @@ def test_a_small_body_that_would_decode_to_more_than_the_limit_is_refused_unread
         read_texts(bomb, 1_000_000)
 
 
+def test_rows_that_share_one_long_text_count_for_each_row() -> None:
+    long = pa.array(["a" * 100_000])
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * 50, pa.int32()), long)
+    request = stream(pa.record_batch([shared], names=["text"]))
+    assert len(request) < 110_000
+
+    with pytest.raises(TooLarge, match="5000000 bytes of text, the limit is 1000000 bytes"):
+        read_texts(request, 1_000_000)
+
+
+def test_views_of_one_long_buffer_count_for_each_row() -> None:
+    viewed = pa.array(["b" * 100_000] * 50, pa.string_view())
+
+    with pytest.raises(TooLarge, match="bytes"):
+        read_texts(stream(pa.record_batch([viewed], names=["text"])), 1_000_000)
+
+
 def test_decoded_size_of_plain_and_compressed_streams_agree_within_padding() -> None:
     batch = texts_batch(["some text"] * 1000)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
@@ -37,7 +38,7 @@ def read_texts(
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or no string column.
-        TooLarge: its buffers would need more than `limit_bytes` once decompressed.
+        TooLarge: its buffers need more than `limit_bytes` once decompressed, or its texts do once each has its own.
     """
     try:
         needed = decoded_bytes(ipc)
@@ -54,6 +55,9 @@ def read_texts(
     if not columns:
         raise InvalidInput("No RecordBatch in stream")
     check_rows(sum(map(len, columns)))
+    said = sum(map(_text_bytes, columns))
+    if said > limit_bytes:
+        raise TooLarge(f"Arrow batch says {said} bytes of text, the limit is {limit_bytes} bytes")
     texts: list[str | None] = []
     for column in columns:
         texts.extend(column.to_pylist())
@@ -105,6 +109,15 @@ def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch itself, once its offsets and UTF-8 are known to be sound: IPC reading alone checks neither."""
     batch.validate(full=True)
     return batch
+
+
+def _text_bytes(column: pa.Array) -> int:
+    """UTF-8 bytes of all rows. Rows of a dictionary or of views may share them, as Python strings they will not."""
+    if pa.types.is_dictionary(column.type):
+        lengths = pc.binary_length(column.dictionary).take(column.indices)
+    else:
+        lengths = pc.binary_length(column)
+    return int(pc.sum(lengths).as_py() or 0)
 
 
 def _batch(
