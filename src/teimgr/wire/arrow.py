@@ -114,10 +114,20 @@ def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _text_bytes(column: pa.Array) -> int:
     """UTF-8 bytes of all rows. Rows of a dictionary or of views may share them, as Python strings they will not."""
     if pa.types.is_dictionary(column.type):
-        lengths = pc.binary_length(column.dictionary).take(column.indices)
+        lengths = _lengths(column.dictionary).take(column.indices)
     else:
-        lengths = pc.binary_length(column)
+        lengths = _lengths(column)
     return int(pc.sum(lengths).as_py() or 0)
+
+
+def _lengths(column: pa.Array) -> pa.Array:
+    """Bytes of each row, null for a null row."""
+    if not pa.types.is_string_view(column.type):
+        return pc.binary_length(column)
+    # Arrow computes no lengths of views; each starts with its own as an int32 of the 16 bytes it takes.
+    views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
+    lengths = views[column.offset : column.offset + len(column), 0]
+    return pa.array(lengths, pa.int64(), mask=~column.is_valid().to_numpy(zero_copy_only=False))
 
 
 def _batch(
