@@ -2,7 +2,7 @@
 FROM python:3.11-slim
 
 RUN useradd --create-home --uid 1000 teimgr \
-    && mkdir -p /data/state /data/models \
+    && mkdir -p /data/state /data/logs /data/models \
     && chown -R teimgr /data
 
 WORKDIR /opt/teimgr

@@ -24,17 +24,21 @@ from teimgr.spec import InstanceSpec
 
 U16 = 2**16 - 1
 U32 = 2**32 - 1
-U64 = 2**63 - 1  # what TOML can say
+I64 = 2**63 - 1  # what TOML can say
 UNPRIVILEGED_PORT = 1024
 TEI_BINARY = "text-embeddings-router"
 
 SPEC_RULES: Mapping[str, typed.Rule] = {
     "port": typed.Rule("port of the instance; 0 or absent: a free one of the range", 0, U16),
     "max_batch_tokens": typed.Rule("token budget of one batch", 1, U32),
-    "max_concurrent_requests": typed.Rule("texts in the worker's queue before it refuses", 1, U32),
+    "max_concurrent_requests": typed.Rule(
+        "calls inside a worker; four times as many wait before one is refused", 1, U32
+    ),
     "gpu_id": typed.Rule("index of the GPU; absent: the one with most free memory, or the CPU", 0, U32),
-    "prometheus_port": typed.Rule("port of the instance's own metrics; absent: a free one", 0, U16),
-    "startup_timeout_secs": typed.Rule("limit of a start; absent: the daemon's", 1, U64),
+    "prometheus_port": typed.Rule(
+        "port of the instance's te_* metrics; absent: a free one from 9100", 0, U16
+    ),
+    "startup_timeout_secs": typed.Rule("limit of a start; absent: the daemon's", 1, I64),
     "threads": typed.Rule("CPU threads of the worker; absent: a fair share", 1, 4096),
 }
 
@@ -94,7 +98,7 @@ class Settings:
     grpc_port: int = key(9001, "port of the gRPC listener", low=1, high=U16, also="TEI_MANAGER_GRPC_PORT")
     grpc_max_message_size_mb: int = key(40, "largest gRPC message either way, MiB", low=1, high=2047)
     grpc_max_parallel_streams: int = key(1024, "messages of one stream in flight", low=1, high=U32)
-    grpc_request_timeout_secs: int = key(30, "limit of a unary call; 0: none", low=0, high=U64)
+    grpc_request_timeout_secs: int = key(30, "limit of a unary call; 0: none", low=0, high=I64)
     mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
     arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies that ask for none")
 
@@ -115,17 +119,17 @@ class Settings:
     )
     log_level: str = key("info", "level, with exceptions: 'warn,teimgr.mux=debug'")
     log_format: Literal["json", "pretty"] = key("json", "one JSON object per event, or lines for people")
-    log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=U64)
+    log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=I64)
     log_keep: int = key(3, "rotated log files kept per instance", low=0, high=100)
 
     auto_restore_on_restart: bool = key(True, "start with the instances of the state file; false: with the seeds alone")
-    startup_timeout_secs: int = key(300, "a start that takes longer has failed", low=1, high=U64)
-    graceful_shutdown_timeout_secs: int = key(30, "time to finish accepted calls before a kill", low=0, high=U64)
-    orphan_grace_secs: int = key(300, "a worker or mux that sees no daemon for so long stops", low=0, high=U64)
+    startup_timeout_secs: int = key(300, "a start that takes longer has failed", low=1, high=I64)
+    graceful_shutdown_timeout_secs: int = key(30, "time to finish accepted calls before a kill", low=0, high=I64)
+    orphan_grace_secs: int = key(300, "a worker or mux that sees no daemon for so long stops", low=0, high=I64)
     health_check_interval_secs: int = key(
-        10, "time between two probes of an instance", low=1, high=U64, also="TEI_MANAGER_HEALTH_CHECK_INTERVAL"
+        10, "time between two probes of an instance", low=1, high=I64, also="TEI_MANAGER_HEALTH_CHECK_INTERVAL"
     )
-    health_probe_timeout_secs: int = key(10, "a probe that takes longer has failed", low=1, high=U64)
+    health_probe_timeout_secs: int = key(10, "a probe that takes longer has failed", low=1, high=I64)
     max_failures_before_restart: int = key(
         3, "failed probes in a row before a restart; 0: never restart for a probe", low=0, high=U32
     )
@@ -136,7 +140,7 @@ class Settings:
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
     )
 
-    models: tuple[str, ...] = key((), "model ids that GET /models lists from the start")
+    models: tuple[str, ...] = key((), "accepted and kept for the model registry, which this version does not have")
     instances: tuple[InstanceSpec, ...] = key((), "seeds: instances created where the state does not know their name")
     auth: Auth | None = key(None, "who may call; absent: everybody")
 

@@ -87,6 +87,7 @@ class WorkerSpec:
     threads: int = 1
     instance_host: str = "127.0.0.1"
     port: int = 0
+    prometheus_port: int | None = None
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
     max_concurrent_requests: int = 512

@@ -25,6 +25,7 @@ def worker_spec(spec: InstanceSpec, settings: Settings, gpu_uuid: str | None, th
         threads=threads,
         instance_host=settings.instance_host,
         port=spec.port,
+        prometheus_port=spec.prometheus_port,
         max_batch_tokens=spec.max_batch_tokens,
         max_concurrent_requests=spec.max_concurrent_requests,
         max_client_batch_size=settings.max_client_batch_size,

@@ -21,6 +21,7 @@ from teimgr.wire.frames import Timings
 from teimgr.wire.status import STATUS
 from teimgr.worker.calls import Call, Reply
 from teimgr.worker.desk import Desk
+from teimgr.worker.metrics import TeiMetrics
 from teimgr.worker.tei_body import BodyRefused, EmbedBody, read_body
 
 # A call of more texts than this is bulk work, whoever waits for it.
@@ -61,6 +62,18 @@ def create_app(desk: Desk) -> FastAPI:
     app.add_exception_handler(BodyRefused, _refused_body)
     app.add_exception_handler(HTTPException, _without_a_body)
     app.add_exception_handler(ClientDisconnect, _nobody_listens)
+    return app
+
+
+def metrics_app(metrics: TeiMetrics) -> FastAPI:
+    """What TEI's gRPC builds serve on their Prometheus port: the metrics on every path, `OK` on `/health`."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def answer(path: str) -> Response:
+        text = "OK" if path == "health" else metrics.render()
+        return Response(text, media_type="text/plain; charset=utf-8")
+
+    app.add_api_route("/{path:path}", answer, methods=["GET", "HEAD"], response_class=Response)
     return app
 
 

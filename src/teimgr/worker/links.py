@@ -20,13 +20,16 @@ log = logging.getLogger(__name__)
 # Frames carry a whole gRPC message; what frames add around it is well under this.
 FRAME_SLACK_BYTES = 64 * 1024
 
-Control = Callable[[bytes], Awaitable[bytes]]
+# How long a command may take that came without a deadline.
+CONTROL_LIMIT_S = 5.0
+
+Control = Callable[[bytes, float], Awaitable[bytes]]
 
 
 class Links:
     """All links of one worker, the watchers among them, and the commands the daemon may give.
 
-    `controls` maps a control method to what carries it out: JSON bytes in, JSON bytes out.
+    `controls` maps a control method to what carries it out: JSON bytes and a limit in seconds in, JSON bytes out.
     """
 
     def __init__(self, desk: Desk, service: Service, controls: dict[Method, Control]) -> None:
@@ -146,7 +149,8 @@ class Link(FrameProtocol):
 
     async def _obey(self, header: Header, payload: bytes) -> None:
         try:
-            reply = await self._links.controls[Method(header.method)](payload)
+            limit_s = header.deadline_ms / 1000 or CONTROL_LIMIT_S
+            reply = await self._links.controls[Method(header.method)](payload, limit_s)
         except asyncio.CancelledError:
             self._fail(header, Cancelled("the worker is stopping"))
             raise

@@ -27,7 +27,7 @@ from teimgr.listening import bind, serving
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 from teimgr.worker.desk import Desk
-from teimgr.worker.instance_port import create_app
+from teimgr.worker.instance_port import create_app, metrics_app
 from teimgr.worker.links import Control, Links
 from teimgr.worker.loading import in_background
 from teimgr.worker.service import Service
@@ -38,7 +38,6 @@ EXIT_DONE = 0
 EXIT_PERMANENT = 3
 EXIT_TRANSIENT = 4
 
-_PROBE_TIMEOUT_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
 _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
@@ -100,11 +99,19 @@ class Worker:
             await self._links.close(0.0 if self._hurry.is_set() else _LINKS_CLOSE_S)
 
     async def _load_and_serve(self) -> int:
-        # The port is taken before the slow part: a conflict shows early.
-        with contextlib.closing(bind(self.spec.instance_host, self.spec.port)) as port:
+        spec = self.spec
+        async with contextlib.AsyncExitStack() as listening:
+            # The ports are taken before the slow part: a conflict shows early.
+            port = listening.enter_context(contextlib.closing(bind(spec.instance_host, spec.port)))
+            scraped = [
+                listening.enter_context(contextlib.closing(bind(spec.instance_host, number)))
+                for number in filter(None, (spec.prometheus_port,))
+            ]
             engine = await self._load()
             if engine is None:
                 return EXIT_DONE
+            for sock in scraped:
+                await listening.enter_async_context(serving(metrics_app(self._desk.metrics), sock))
             async with serving(create_app(self._desk), port):
                 self._announce("ready")
                 log.info("worker ready", extra=self._named | engine.info.to_dict())
@@ -207,22 +214,22 @@ class Worker:
             Method.DRAIN: self._drain,
         }
 
-    async def _probe(self, _: bytes) -> bytes:
-        await asyncio.to_thread(self._desk.engine.prove, _PROBE_TIMEOUT_S)
+    async def _probe(self, _: bytes, limit_s: float) -> bytes:
+        await asyncio.to_thread(self._desk.engine.prove, limit_s)
         return b""
 
-    async def _stats(self, _: bytes) -> bytes:
+    async def _stats(self, _: bytes, limit_s: float) -> bytes:
         figures = asdict(self._engine.stats()) if self._engine else {}
         return json.dumps({"calls": self._desk.calls, **figures}).encode()
 
-    async def _set_threads(self, payload: bytes) -> bytes:
+    async def _set_threads(self, payload: bytes, limit_s: float) -> bytes:
         self._threads = min(max(1, int(json.loads(payload)["threads"])), os.cpu_count() or 1)
         if self._engine is not None:
             self._engine.set_threads(self._threads)
         self._announce(self._state)
         return b""
 
-    async def _drain(self, payload: bytes) -> bytes:
+    async def _drain(self, payload: bytes, limit_s: float) -> bytes:
         self._grace_s = float(json.loads(payload)["grace_s"])
         self._stop.set()
         return b""
