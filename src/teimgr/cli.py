@@ -27,10 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the daemon until it is asked to stop."""
+    from teimgr.control.admission import check_seeds
     from teimgr.settings import load
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
     settings = load(options.config, overrides=keys)
+    check_seeds(settings)
     # The daemon imports much; a mistake in a setting is answered before that.
     from teimgr.daemon import main as run
 
@@ -39,9 +41,11 @@ def serve(options: argparse.Namespace) -> int:
 
 def config_check(options: argparse.Namespace) -> int:
     """Say what is wrong in a configuration, and where; or that it is good."""
+    from teimgr.control.admission import check_seeds
     from teimgr.settings import load
 
     settings = load(options.file)
+    check_seeds(settings)
     for warning in settings.warnings():
         print(f"{options.file}: warning: {warning}")
     print(f"{options.file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")

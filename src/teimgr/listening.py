@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from teimgr.errors import PortConflict
+from teimgr.errors import InvalidConfig, PortConflict
 
 _CLOSE_GRACE_S = 5
 
 _THROW_AWAY_BYTES = 64 * 2**20
+
+_OFFERS_H2C = re.compile(rb"^[A-Z]+ [^\r\n]* HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?upgrade: *h2c\r\n", re.IGNORECASE)
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 AsgiApp = Callable[..., Any]
 
@@ -24,7 +29,8 @@ def bind(host: str, port: int) -> socket.socket:
     """A TCP socket that has the address, and does not listen yet.
 
     Raises:
-        PortConflict: the address is taken, or not ours to bind.
+        PortConflict: somebody has it.
+        InvalidConfig: it is no address of this host.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -32,7 +38,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise PortConflict(port, f"another process ({error.strerror})") from error
+        if error.errno == errno.EADDRINUSE:
+            raise PortConflict(port, "another process") from error
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
 
 
@@ -54,7 +62,7 @@ async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterato
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
-        **({"http": "httptools"} | tls),
+        **({"http": HttpProtocol} | tls),
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -104,6 +112,20 @@ async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.soc
 async def _ended(task: asyncio.Task[None]) -> None:
     """Wait for the server's end; why it failed to start was told before."""
     await asyncio.wait({task})
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """HTTP/1.1 that never switches protocols: an offer of h2c, as Java's client makes, is not heard.
+
+    httptools takes everything behind such an offer for the other protocol, so the body of the request would be lost.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, without the offer."""
+        if _OFFERS_H2C.search(data):
+            head, end, body = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head) + end + body
+        super().data_received(data)
 
 
 class _Server(uvicorn.Server):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.errors import PortConflict
+from teimgr.errors import InvalidConfig, PortConflict
 from teimgr.listening import bind, serving
 
 
@@ -58,3 +58,31 @@ async def test_certificates_that_cannot_be_used_are_told(tmp_path: Path) -> None
     with pytest.raises(OSError, match=r"PEM|SSL"):
         async with serving(hello, bind("127.0.0.1", 0), ssl_certfile=bad, ssl_keyfile=bad):
             pytest.fail("the body must not run")
+
+
+async def test_an_offer_of_h2c_is_not_heard_and_the_body_arrives() -> None:
+    """Java's HttpClient makes this offer with every request on plain HTTP."""
+    seen: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            seen.append((await receive())["body"])
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body"})
+
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    async with serving(app, sock), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        writer.write(head + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Length: 2\r\n\r\n{}")
+        status = await reader.readline()
+        writer.close()
+
+    assert status.startswith(b"HTTP/1.1 204")
+    assert seen == [b"{}"]
+
+
+def test_an_address_that_is_not_ours_is_no_conflict() -> None:
+    with pytest.raises(InvalidConfig, match=r"cannot listen on 192\.0\.2\.1:4"):
+        bind("192.0.2.1", 4000)

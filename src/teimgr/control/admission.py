@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from teimgr.control.extra_args import parse
 from teimgr.control.ports import Ports
-from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, ValidationError
+from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, TeimgrError, ValidationError
 from teimgr.settings import SPEC_RULES, Settings
 from teimgr.spec import DTYPES, POOLINGS, InstanceSpec, check_name
 
@@ -81,6 +81,22 @@ def check_fields(spec: InstanceSpec) -> None:
         except InvalidConfig as error:
             raise ValidationError(error.message) from error
     parse(spec.extra_args)
+
+
+def check_seeds(settings: Settings) -> None:
+    """Judge the seeds as a create would be, before anything of them is stored.
+
+    Raises:
+        InvalidConfig: the message starts with the seed's path in the file.
+    """
+    for index, seed in enumerate(settings.instances):
+        try:
+            check_fields(seed)
+        except TeimgrError as error:
+            raise InvalidConfig(f"instances[{index}]: {error.message}") from error
+    most = settings.max_instances
+    if most is not None and len(settings.instances) > most:
+        raise InvalidConfig(f"instances: {len(settings.instances)} seeds, but max_instances is {most}")
 
 
 def _holders(present: Sequence[InstanceSpec]) -> dict[int, str]:

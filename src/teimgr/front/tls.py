@@ -10,10 +10,10 @@ import ssl
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from teimgr.front.answers import refusal
 from teimgr.front.callers import permitted
+from teimgr.listening import HttpProtocol
 from teimgr.settings import Mtls
 
 PUBLIC = ("/health", "/metrics")
@@ -30,7 +30,7 @@ _SHORT = {
 }
 
 
-class CertifiedProtocol(HttpToolsProtocol):
+class CertifiedProtocol(HttpProtocol):
     """HTTP/1.1 that tells the application whom the TLS connection certifies.
 
     `scope["extensions"]["tls"]` holds `client_cert_name`, the subject as `O=y, CN=x`, and `client_cert_sans`, a list

@@ -141,7 +141,7 @@ def _check_size(reply_bytes: int, limit_bytes: int) -> None:
 
 def _unsupported(call: LinkCall) -> None:
     try:
-        name = Method(call.header.method).name
+        name = Method(call.header.method).name.title().replace("_", "")  # as the RPC is called
     except ValueError as error:
         raise Internal(f"No method has the number {call.header.method}") from error
     raise Unsupported(f"{name} is not served by this version of teimgr")
