@@ -1,3 +1,3 @@
-"""teimgr: one daemon for a fleet of embedding and reranking models."""
+"""teimgr: one daemon for a fleet of embedding models."""
 
 __version__ = "0.1.0"

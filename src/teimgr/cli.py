@@ -69,7 +69,7 @@ def _with_command(arguments: list[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="teimgr", description="One daemon for a fleet of embedding and reranking models."
+        prog="teimgr", description="One daemon for a fleet of embedding models."
     )
     parser.add_argument("-V", "--version", action="version", version=f"teimgr {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -35,7 +35,7 @@ def create_app(
     app = FastAPI(
         title="teimgr",
         version=__version__,
-        description="A fleet of embedding and reranking models behind one daemon.",
+        description="A fleet of embedding models behind one daemon.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
