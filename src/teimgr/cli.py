@@ -28,11 +28,13 @@ def main(arguments: list[str] | None = None) -> int:
 def serve(options: argparse.Namespace) -> int:
     """Run the daemon until it is asked to stop."""
     from teimgr.control.admission import check_seeds
-    from teimgr.settings import load
+    from teimgr.settings import load, unheard
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
     settings = load(options.config, overrides=keys)
     check_seeds(settings)
+    for warning in unheard():
+        print(f"teimgr: warning: {warning}", file=sys.stderr)
     # The daemon imports much; a mistake in a setting is answered before that.
     from teimgr.daemon import main as run
 
@@ -68,9 +70,7 @@ def _with_command(arguments: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="teimgr", description="One daemon for a fleet of embedding models."
-    )
+    parser = argparse.ArgumentParser(prog="teimgr", description="One daemon for a fleet of embedding models.")
     parser.add_argument("-V", "--version", action="version", version=f"teimgr {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands)

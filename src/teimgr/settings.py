@@ -35,9 +35,7 @@ SPEC_RULES: Mapping[str, typed.Rule] = {
         "calls inside a worker; four times as many wait before one is refused", 1, U32
     ),
     "gpu_id": typed.Rule("index of the GPU; absent: the one with most free memory, or the CPU", 0, U32),
-    "prometheus_port": typed.Rule(
-        "port of the instance's te_* metrics; absent: a free one from 9100", 0, U16
-    ),
+    "prometheus_port": typed.Rule("port of the instance's te_* metrics; absent: a free one from 9100", 0, U16),
     "startup_timeout_secs": typed.Rule("limit of a start; absent: the daemon's", 1, I64),
     "threads": typed.Rule("CPU threads of the worker; absent: a fair share", 1, 4096),
 }
@@ -227,6 +225,14 @@ def scalars() -> Iterator[tuple[str, Any, tuple[str, ...]]]:
             continue
         names = (item.metadata["also"], f"TEIMGR_{item.name.upper()}")
         yield item.name, annotation, tuple(filter(None, names))
+
+
+def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A sentence for each `TEIMGR_…` variable that no key reads, most likely a slip of the pen."""
+    known = [variable for _, _, variables in scalars() for variable in variables]
+    for variable in sorted(environ):
+        if variable.startswith("TEIMGR_") and variable not in known:
+            yield f"the environment variable {variable} is not read; {typed.nearest(variable, known)}"
 
 
 def _from_file(path: str | Path | None) -> dict[str, Any]:

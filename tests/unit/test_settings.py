@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from teimgr import typed
 from teimgr.errors import InvalidConfig
-from teimgr.settings import Auth, Mtls, Settings, load, scalars
+from teimgr.settings import Auth, Mtls, Settings, load, scalars, unheard
 from teimgr.spec import InstanceSpec
 
 SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
@@ -313,3 +313,11 @@ def test_any_plain_table_is_read_or_refused_with_a_path(table: dict[str, object]
         assert any(error.message.startswith(name) for name in table)
     else:
         assert set(values) == set(table)
+
+
+def test_a_misspelt_variable_is_told_with_the_nearest_known_one() -> None:
+    said = list(unheard({"TEIMGR_API_PRT": "1", "TEIMGR_API_PORT": "9000", "HOME": "/"}))
+
+    assert len(said) == 1
+    assert "TEIMGR_API_PRT" in said[0]
+    assert "TEIMGR_API_PORT" in said[0]
