@@ -29,7 +29,7 @@ WINDOW = 16
 
 
 class MuxProcess:
-    """`python -m teimgr.front.mux` with a config of its own; `port` is known once it serves."""
+    """`python -m teimgr.front.mux` with a config of its own; `stats` know its port."""
 
     def __init__(self, **overrides: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
@@ -47,15 +47,15 @@ class MuxProcess:
         command = [sys.executable, "-m", "teimgr.front.mux", path]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
-        self.wait_until_serving()
+        self.wait_until_open()
         # A pipe that nobody empties would stop the process in the middle of a log line.
         self._emptying = threading.Thread(target=self._empty)
         self._emptying.start()
 
-    def wait_until_serving(self) -> None:
-        """Read the log up to the line that says so."""
+    def wait_until_open(self) -> None:
+        """Read the log up to the line that says the control socket is there."""
         for line in self._lines():
-            if "mux serves" in line:
+            if "mux waits for its first snapshot" in line:
                 return
         status = self.process.wait()
         self._clean_up()

@@ -34,6 +34,36 @@ async def test_stats_say_who_it_is_and_where_it_listens(mux: MuxProcess, control
     assert stats["instances"] == 0
 
 
+async def test_calls_wait_for_the_first_snapshot(start_mux: Any, start_worker: Any) -> None:
+    control = await Control.connect(start_mux())
+    async with client(await control.stats()) as channel:
+        call = asyncio.ensure_future(stub(channel, "Embed")(embed("x")))
+        _, waiting = await asyncio.wait((call,), timeout=0.5)
+        assert waiting
+
+        await control.push(running("a", await start_worker()))
+
+        assert list((await call).embeddings) == [1.0]
+    await control.close()
+
+
+async def test_an_empty_snapshot_is_one_too(start_mux: Any) -> None:
+    control = await Control.connect(start_mux())
+    async with client(await control.push()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(channel, "Embed")(embed("x"))
+        assert caught.value.code() is Status.NOT_FOUND
+    await control.close()
+
+
+async def test_it_stops_before_it_ever_served(start_mux: Any) -> None:
+    mux = start_mux()
+
+    mux.process.send_signal(signal.SIGTERM)
+
+    assert await exit_status(mux) == 0
+
+
 async def test_it_serves_on_without_a_daemon_and_the_next_daemon_takes_over(start_mux: Any, start_worker: Any) -> None:
     mux = start_mux()
     first = await Control.connect(mux)

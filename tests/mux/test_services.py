@@ -128,7 +128,7 @@ async def test_a_watch_tells_every_change_of_an_instance(control: Control, chann
 async def test_a_watch_hears_of_the_end_and_does_not_hold_it_up(start_mux: Any) -> None:
     mux = start_mux()
     control = await Control.connect(mux)
-    async with client(await control.stats()) as channel:
+    async with client(await control.push()) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(ask(""))
         assert (await watch.read()).status == SERVING
 

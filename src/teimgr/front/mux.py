@@ -48,6 +48,7 @@ class Mux:
         self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
         self._counters = Counters()
         self._health = Health(SERVICE.full_name)
+        self._woken = asyncio.Event()  # there is a directory, or no need of one any more
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         self._grace_s = _DRAIN_S
@@ -64,16 +65,21 @@ class Mux:
         )
 
     async def run(self) -> None:
-        """Serve until told to stop, then drain.
+        """Bind the port, serve from the first snapshot on until told to stop, then drain.
 
         Raises:
             Unavailable: the port or the control socket cannot be had.
         """
         self._port = self._listen()
-        await self._server.start()
         self._capture_signals()
         await self._open_control()
-        _log.info("mux serves", extra={"host": self._config.host, "port": self._port})
+        _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
+        await self._woken.wait()
+        if not self._stopping.is_set():
+            # Connections made since the port was bound lie in its backlog, and their calls are answered now: without
+            # a directory every instance would be unknown, and clients believe that.
+            await self._server.start()
+            _log.info("mux serves", extra={"host": self._config.host, "port": self._port})
         await self._stopping.wait()
         await self._shut_down()
 
@@ -140,6 +146,7 @@ class Mux:
         if not self._stopping.is_set():
             self._grace_s = grace_s
             self._stopping.set()
+            self._woken.set()
 
     def _orphaned(self) -> None:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)
@@ -148,6 +155,7 @@ class Mux:
     def _take(self, snapshot: Snapshot) -> None:
         self._router.update(snapshot)
         self._health.update(snapshot)
+        self._woken.set()
 
     def _stats(self) -> dict[str, Any]:
         return {

@@ -27,7 +27,8 @@ class MuxConfig:
     Attributes:
         host: Address to listen on.
         port: gRPC port; 0 lets the system choose, `stats` says which.
-        control_socket: Path of the unix socket for the daemon; it exists once the gRPC port serves.
+        control_socket: Path of the unix socket for the daemon; it exists once the gRPC port is bound, which
+            serves from the first snapshot on.
         max_message_bytes: Limit of one message in either direction.
         max_parallel_streams: Messages of one stream that may be in flight.
         request_timeout_s: Limit of a single call; 0 for none. Batches and streams have none.

@@ -59,7 +59,7 @@ async def talk(
 
 
 async def _connect(path: str, limit_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to the control socket, which appears once the gRPC port serves."""
+    """A connection to the control socket, which appears once the gRPC port is bound."""
     async with asyncio.timeout(limit_s):
         while True:
             try:
