@@ -34,7 +34,8 @@ _PROOF_TEXT = PROBE_TEXTS[1]
 _PROOF_DIFFERENCE = 2e-2  # of vectors of length 1: far above what a batch's shape changes, far below another vector
 _FRESH_PROOF_S = 2.0
 _FIRST_PROOF_S = 600.0
-_LAST_BATCH_S = 5.0
+_LAST_BATCH_S = 2.0  # what runs when the grace is over may end, for this long
+_LAST_ANSWERS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +163,26 @@ class Engine:
         )
 
     def close(self, grace_s: float) -> None:
-        """Refuse new jobs, finish what waits within `grace_s`, fail the rest, stop the threads."""
+        """Refuse new jobs, finish what waits within `grace_s`, fail the rest, stop the threads.
+
+        It returns at most some 3 s after the grace, leaving behind a thread that hangs in the device.
+        """
         deadline = time.monotonic() + grace_s
         self._intake.close()
         if not _ended(self._tokenizing, deadline):
             self._intake.abandon()
-            self._tokenizing.join(_LAST_BATCH_S)
         self._queue.close()
         if not _ended(self._running, deadline):
             self._queue.abandon()
-            self._running.join(_LAST_BATCH_S)
-        self._fail_leftovers()
-        self._finisher.close()
-        self._finishing.join(_LAST_BATCH_S)
+        for thread in (self._tokenizing, self._running):
+            _ended(thread, deadline + _LAST_BATCH_S)
+        self._close_finisher(max(deadline, time.monotonic()) + _LAST_ANSWERS_S)
+
+    def _close_finisher(self, deadline: float) -> None:
+        self._fail_leftovers(deadline)
+        self._finisher.close(deadline - time.monotonic())
+        if not _ended(self._finishing, deadline):
+            self._finisher.abandon()
 
     def _start(self) -> None:
         for thread in (self._tokenizing, self._running, self._finishing):
@@ -222,12 +230,11 @@ class Engine:
         if self._known_vector is None or np.abs(vector - self._known_vector).max() > _PROOF_DIFFERENCE:
             self._fall_sick("the known text has another vector than when the model was loaded")
 
-    def _fail_leftovers(self) -> None:
+    def _fail_leftovers(self, deadline: float) -> None:
         error = Unavailable("the engine was closed")
-        if rows := [(job, row, error) for job, row in self._intake.drain()]:
-            self._finisher.put(Failures(rows))
-        if entries := self._queue.drain():
-            self._runner.fail(entries, error)
+        waiting = self._intake.drain() + [(entry.job, entry.row) for entry in self._queue.drain()]
+        if rows := [(job, row, error) for job, row in waiting]:
+            self._finisher.put(Failures(rows), deadline - time.monotonic())
 
 
 class _Proof(Job):

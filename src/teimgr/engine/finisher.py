@@ -6,6 +6,7 @@ It is the only one that writes results into a job, so a job needs no lock.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ from teimgr.errors import InferenceFailed, TeimgrError
 log = logging.getLogger(__name__)
 
 _HANDOVER = 2  # batches: one that is being finished, one that waits
-_CHECK_S = 1.0
+_CHECK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +70,33 @@ class Finisher:
         self._ended = threading.Event()
         self.counters = Counters()
 
-    def put(self, work: Output | Failures | None) -> None:
-        """Hand over; waits while the finisher is `_HANDOVER` items behind, and for nothing once it has ended."""
-        while not self._ended.is_set():
+    def put(self, work: Output | Failures | None, timeout_s: float = math.inf) -> bool:
+        """Hand over; waits while the finisher is `_HANDOVER` items behind. False: too long, or the finisher ended."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ended.is_set() and (left_s := deadline - time.monotonic()) > 0:
             try:
-                return self._inbox.put(work, timeout=_CHECK_S)
+                self._inbox.put(work, timeout=min(_CHECK_S, left_s))
             except queue.Full:
                 continue
-        return None
+            return True
+        return False
 
-    def close(self) -> None:
-        """Let `run` return when everything handed over before is done."""
-        self.put(None)
+    def close(self, timeout_s: float) -> None:
+        """Let `run` return when everything handed over before is done; abandon it if it is behind for `timeout_s`."""
+        if not self.put(None, timeout_s):
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let `run` return after the work at hand, however long that takes, and nobody wait for it any more."""
+        self._ended.set()
 
     def run(self) -> None:
-        """Until closed."""
+        """Until closed or abandoned."""
         try:
             while (work := self._inbox.get()) is not None:
                 self._finish(work)
+                if self._ended.is_set():
+                    return
         finally:
             self._ended.set()
 
