@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -321,3 +322,35 @@ async def test_info_tokenize_decode_and_rerank_are_typed(client: AsyncClient) ->
     assert await client.decode([1, 2], instance=INSTANCE) == "1 2"
     ranks = await client.rerank("query", ["a", "longest", "bbb"], return_text=True, instance=INSTANCE)
     assert [(rank.index, rank.text) for rank in ranks] == [(1, "longest"), (2, "bbb"), (0, "a")]
+
+
+@pytest.mark.parametrize("texts", [["x"], []], ids=["a text", "no text"])
+async def test_an_unknown_keyword_is_refused_with_the_nearest_known_one(
+    client: AsyncClient, multiplexer: Multiplexer, texts: list[str]
+) -> None:
+    with pytest.raises(ValidationError, match="unknown key 'normalise'; did you mean 'normalize'"):
+        await client.embed(texts, instance=INSTANCE, normalise=True)
+    with pytest.raises(ValidationError, match="unknown key 'lz4_replies'; did you mean 'lz4_reply'"):
+        await client.embed_arrow(texts, instance=INSTANCE, lz4_replies=True)
+    with pytest.raises(ValidationError, match="'normalise'"):
+        [row async for row in client.embed_stream(texts, instance=INSTANCE, normalise=True)]
+    with pytest.raises(ValidationError, match="'normalise'"):
+        [row async for row in client.embed_arrow_stream([texts], instance=INSTANCE, normalise=True)]
+    assert (multiplexer.seen.embeds, multiplexer.seen.arrows) == ([], [])
+
+
+async def test_a_keyword_of_arrow_calls_alone_is_refused_elsewhere(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="unknown key 'float16'"):
+        await client.embed("x", instance=INSTANCE, float16=True)
+
+
+async def test_calls_that_only_take_a_target_refuse_every_other_keyword(client: AsyncClient) -> None:
+    calls = [
+        client.info,
+        partial(client.tokenize, "x"),
+        partial(client.decode, [1]),
+        partial(client.rerank, "q", ["x"]),
+    ]
+    for call in calls:
+        with pytest.raises(ValidationError, match="unknown key 'instances'; did you mean 'instance'"):
+            await call(instance=INSTANCE, instances=INSTANCE)

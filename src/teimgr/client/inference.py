@@ -11,8 +11,20 @@ from google.protobuf.message import Message
 
 from teimgr.client.batches import Compression, Texts, joined, pack_texts, slices, unpack_vectors
 from teimgr.client.calls import Calls
+from teimgr.client.checks import check_keys
 from teimgr.client.failures import first_of
-from teimgr.client.messages import How, HowArrow, Where, arrow_request, embed_request, target, vector
+from teimgr.client.messages import (
+    HOW,
+    HOW_ARROW,
+    WHERE,
+    How,
+    HowArrow,
+    Where,
+    arrow_request,
+    embed_request,
+    target,
+    vector,
+)
 from teimgr.client.sources import items
 from teimgr.client.values import Embedded, Info, Rank, Token, Vectors
 from teimgr.errors import Internal, InvalidInput
@@ -41,6 +53,7 @@ class Inference:
         Each text is a call of its own, `in_flight` at a time; for thousands of texts `embed_arrow` is faster.
         The first failure ends the rest.
         """
+        check_keys(how, HOW)
         wanted = [texts] if isinstance(texts, str) else texts
         rows: list[Vectors] = [np.empty(0, np.float32)] * len(wanted)
         waiting = iter(enumerate(wanted))
@@ -60,6 +73,7 @@ class Inference:
 
         Memory is constant: at most `window` texts are sent and not answered. A plain iterable is read on a thread.
         """
+        check_keys(how, HOW)
 
         async def requests() -> AsyncIterator[bytes]:
             async for text in items(texts):
@@ -82,6 +96,7 @@ class Inference:
         `batch_rows` texts travel per call, `in_flight` calls at a time; `compression` is that of the request.
         A text that fails alone is told in `Embedded.errors`; a failing call raises.
         """
+        check_keys(how, HOW_ARROW)
         pieces = list(slices(texts, batch_rows))
         parts: list[Embedded | None] = [None] * len(pieces)
         waiting = iter(enumerate(pieces))
@@ -103,6 +118,7 @@ class Inference:
         **how: Unpack[HowArrow],
     ) -> AsyncIterator[Embedded]:
         """One answer per batch, in order, with at most `window` batches sent and not answered."""
+        check_keys(how, HOW_ARROW)
 
         async def requests() -> AsyncIterator[bytes]:
             async for batch in items(batches):
@@ -113,6 +129,7 @@ class Inference:
 
     async def info(self, **where: Unpack[Where]) -> Info:
         """What the served model is and takes."""
+        check_keys(where, WHERE)
         request = mux_pb2.InfoRequest(target=target(where))
         return Info.from_message(await self._ask("Info", request, tei_pb2.InfoResponse))
 
@@ -120,6 +137,7 @@ class Inference:
         self, text: str, *, add_special_tokens: bool = True, prompt_name: str | None = None, **where: Unpack[Where]
     ) -> Sequence[Token]:
         """The tokens of a text, prompt included, untruncated."""
+        check_keys(where, WHERE)
         inner = tei_pb2.EncodeRequest(inputs=text, add_special_tokens=add_special_tokens, prompt_name=prompt_name)
         request = mux_pb2.EncodeRequest(target=target(where), request=inner)
         reply = await self._ask("Tokenize", request, tei_pb2.EncodeResponse)
@@ -127,6 +145,7 @@ class Inference:
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, **where: Unpack[Where]) -> str:
         """The text of token ids."""
+        check_keys(where, WHERE)
         inner = tei_pb2.DecodeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
         request = mux_pb2.DecodeRequest(target=target(where), request=inner)
         return (await self._ask("Decode", request, tei_pb2.DecodeResponse)).text
@@ -142,6 +161,7 @@ class Inference:
         **where: Unpack[Where],
     ) -> Sequence[Rank]:
         """Every text's rank for the query, best first; only a reranker serves it."""
+        check_keys(where, WHERE)
         inner = tei_pb2.RerankRequest(
             query=query, texts=texts, truncate=truncate, raw_scores=raw_scores, return_text=return_text
         )

@@ -39,6 +39,11 @@ class HowArrow(How, total=False):
     lz4_reply: bool
 
 
+WHERE = frozenset(Where.__optional_keys__)
+HOW = frozenset(How.__optional_keys__)
+HOW_ARROW = frozenset(HowArrow.__optional_keys__)
+
+
 def target(where: Where) -> mux_pb2.Target:
     """The routing of a call.
 
