@@ -6,7 +6,9 @@ import ctypes
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +25,15 @@ from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a batch did not start; `trace` only where it held a single text."""
+
+    text: str
+    memory: bool
+    trace: str
 
 
 class Runner:
@@ -63,30 +74,37 @@ class Runner:
 
     def _execute(self, entries: list[Entry]) -> None:
         """Run a batch. One that fails is run again in halves, so only the texts that cannot be served fail."""
+        fault = self._start(entries)
+        if fault is None:
+            return
+        if fault.memory and self._embedder.transformer.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(entries) > 1:
+            log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), fault.text)
+            middle = len(entries) // 2
+            self._execute(entries[:middle])
+            self._execute(entries[middle:])
+        elif fault.memory:
+            self.fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
+        else:
+            log.error("a text failed by itself: %s", fault.trace)
+            self.fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
+
+    def _start(self, entries: list[Entry]) -> _Fault | None:
+        """Start a batch and hand it on.
+
+        A fault comes back as text: the error itself would keep the tensors of the forward alive through its frames.
+        """
         started_ns = time.monotonic_ns()
         try:
             batch = pack([e.ids for e in entries], [e.prompt_tokens for e in entries])
             vectors = self._embedder.embed(batch)
             output = Output([entries[i] for i in batch.order], _to_host(vectors), started_ns)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            self._execute_halves(entries, error)
-        else:
-            self._finisher.put(output)
-
-    def _execute_halves(self, entries: list[Entry], error: Exception) -> None:
-        memory = _is_out_of_memory(error)
-        if memory and self._embedder.transformer.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if len(entries) > 1:
-            log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), error)
-            middle = len(entries) // 2
-            self._execute(entries[:middle])
-            self._execute(entries[middle:])
-        elif memory:
-            self.fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
-        else:
-            log.error("a text failed by itself", exc_info=error)
-            self.fail(entries, InferenceFailed(f"Backend error: {error}"))
+            trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
+            return _Fault(str(error), _is_out_of_memory(error), trace)
+        self._finisher.put(output)
+        return None
 
 
 def return_freed_memory() -> None:
