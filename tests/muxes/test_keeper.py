@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -40,13 +41,25 @@ class Watched(Metrics):
         self.heard.release()
 
 
+class Heeded(MuxKeeper):
+    """A keeper that says when an answer was missed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.missed = asyncio.Event()
+
+    def _miss_answer(self) -> None:
+        super()._miss_answer()
+        self.missed.set()
+
+
 class Kept:
     """A keeper of a scripted mux, with little patience."""
 
-    def __init__(self, settings: Settings, how: str) -> None:
+    def __init__(self, settings: Settings, how: str, alarm_after_s: float = LIMIT_S) -> None:
         self.metrics = Watched()
         self.directory = Directory()
-        self.keeper = MuxKeeper(
+        self.keeper = Heeded(
             0,
             settings,
             self.directory,
@@ -55,6 +68,7 @@ class Kept:
             # Only a mux that never answers may have the time run out.
             patience=Patience(
                 connect_limit_s=0.1 if how == "absent" else LIMIT_S,
+                alarm_after_s=alarm_after_s,
                 answer_limit_s=0.1 if how == "mute" else LIMIT_S,
                 interval_s=0.05,
             ),
@@ -115,6 +129,32 @@ async def test_a_mux_that_is_killed_is_back_and_the_alarm_goes(settings: Setting
         second = MuxRunFile.read(settings.run_dir / "mux-0.run")
         assert second is not None
         assert second.pid != first.pid
+
+
+async def test_a_mux_that_hangs_is_an_alarm_until_it_answers_again(settings: Settings) -> None:
+    kept = Kept(settings, "good", alarm_after_s=0.05)
+    async with kept.running():
+        await kept.metrics.heard.acquire()
+        kept.keeper.missed.clear()
+        process = kept.keeper._process
+        assert process is not None
+
+        process.signal(signal.SIGSTOP)
+        await kept.keeper.missed.wait()
+        assert "mux-0 has given no answer for 0.05 s" in (kept.keeper.alarm or "")
+        kept.metrics.heard = asyncio.Semaphore(0)
+        process.signal(signal.SIGCONT)
+        await kept.metrics.heard.acquire()
+
+        assert kept.keeper.alarm is None
+        assert kept.keeper._process is process, "it was given the time"
+
+
+def test_a_mux_that_hangs_is_replaced_soon() -> None:
+    patience = Patience()
+
+    assert patience.alarm_after_s < patience.answer_limit_s
+    assert patience.interval_s + patience.answer_limit_s <= 15
 
 
 async def test_a_folder_that_cannot_be_written_is_an_alarm_and_not_the_end(settings: Settings) -> None:

@@ -130,7 +130,7 @@ class MuxKeeper:
     async def _feed_until_lost(self, process: MuxProcess) -> str:
         ended = asyncio.ensure_future(process.ended())
         feeding = asyncio.ensure_future(
-            talk(self.config.control_socket, self._directory, self._patience, self._take_figures)
+            talk(self.config.control_socket, self._directory, self._patience, self._take_figures, self._miss_answer)
         )
         try:
             await asyncio.wait({ended, feeding}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,6 +145,10 @@ class MuxKeeper:
     def _take_figures(self, figures: dict[str, Any]) -> None:
         self.alarm = None
         self._metrics.mux_stats(self.name, figures)
+
+    def _miss_answer(self) -> None:
+        self.alarm = f"{self.name} has given no answer for {self._patience.alarm_after_s:g} s"
+        log.warning("mux is late with an answer", extra={"mux": self.name})
 
     async def _bury(self) -> str:
         """See that the process is gone; the result tells its exit status, where there is one to tell."""

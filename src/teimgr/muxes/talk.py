@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ _CONNECT_RETRY_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a mux may take, in seconds: to come up, to answer; and how often it is asked."""
+    """How long a mux may take, in seconds: to come up, to answer before there is an alarm, to answer at all; and the
+    time between two questions."""
 
     connect_limit_s: float = 20.0
-    answer_limit_s: float = 30.0
+    alarm_after_s: float = 2.0
+    answer_limit_s: float = 10.0
     interval_s: float = 5.0
 
 
@@ -29,11 +31,16 @@ class MuxLost(Exception):
 
 
 async def talk(
-    path: str, directory: Directory, patience: Patience, on_figures: Callable[[dict[str, Any]], None]
+    path: str,
+    directory: Directory,
+    patience: Patience,
+    on_figures: Callable[[dict[str, Any]], None],
+    on_missed: Callable[[], None],
 ) -> None:
     """Push every change of `directory`, fetch figures after each and now and then, until the mux is lost.
 
-    Figures answer only what came before them, so they also say that the snapshot was taken.
+    Figures answer only what came before them, so they also say that the snapshot was taken. `on_missed` is called
+    when they take longer than `alarm_after_s`.
 
     Raises:
         MuxLost: always, sooner or later.
@@ -49,13 +56,25 @@ async def talk(
             if news.is_set():
                 news.clear()
                 writer.write(f'{{"snapshot": {directory.snapshot().to_json()}}}\n'.encode())
-            on_figures(await _figures(reader, writer, patience.answer_limit_s))
+            with _unless_over(patience.alarm_after_s, on_missed):
+                figures = await _figures(reader, writer, patience.answer_limit_s)
+            on_figures(figures)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience.interval_s):
                     await news.wait()
     finally:
         unsubscribe()
         writer.close()
+
+
+@contextlib.contextmanager
+def _unless_over(after_s: float, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` when the body takes longer than `after_s`; the body goes on."""
+    timer = asyncio.get_running_loop().call_later(after_s, action)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 async def _connect(path: str, limit_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
