@@ -96,10 +96,14 @@ class Multiplexer:
     async def EmbedStream(
         self, requests: AsyncIterator[mux_pb2.EmbedRequest], context: Any
     ) -> AsyncIterator[tei_pb2.EmbedResponse]:
+        empty = True
         async for request in requests:
+            empty = False
             if request.request.inputs == "enough":
                 return
             yield await self.embed_one(request, context)
+        if empty:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "Empty stream")
 
     async def EmbedArrow(self, request: mux_pb2.EmbedArrowRequest, context: Any) -> mux_pb2.EmbedArrowResponse:
         self.seen.arrows.append(request)
@@ -109,8 +113,12 @@ class Multiplexer:
     async def EmbedArrowStream(
         self, requests: AsyncIterator[mux_pb2.EmbedArrowRequest], context: Any
     ) -> AsyncIterator[mux_pb2.EmbedArrowResponse]:
+        empty = True
         async for request in requests:
+            empty = False
             yield await self.EmbedArrow(request, context)
+        if empty:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "Empty stream")
 
     async def Info(self, request: mux_pb2.InfoRequest, context: Any) -> tei_pb2.InfoResponse:
         await self.check(request.target, context)

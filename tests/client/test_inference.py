@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -354,3 +355,51 @@ async def test_calls_that_only_take_a_target_refuse_every_other_keyword(client: 
     for call in calls:
         with pytest.raises(ValidationError, match="unknown key 'instances'; did you mean 'instance'"):
             await call(instance=INSTANCE, instances=INSTANCE)
+
+
+async def test_a_source_that_fails_at_once_is_raised_itself(client: AsyncClient) -> None:
+    def texts() -> Iterator[str]:
+        raise OSError("the disk is gone")
+        yield "never"
+
+    async def batches() -> AsyncIterator[list[str]]:
+        raise OSError("the disk is gone")
+        yield ["never"]
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        [row async for row in client.embed_stream(texts(), instance=INSTANCE)]
+    with pytest.raises(OSError, match="the disk is gone"):
+        [answer async for answer in client.embed_arrow_stream(batches(), instance=INSTANCE)]
+
+
+async def test_a_stream_of_nothing_gives_no_row(client: AsyncClient) -> None:
+    assert [row async for row in client.embed_stream([], instance=INSTANCE)] == []
+    assert [answer async for answer in client.embed_arrow_stream([], instance=INSTANCE)] == []
+
+
+async def test_a_failure_of_grpc_in_the_source_is_raised_too(client: AsyncClient) -> None:
+    trailers = grpc.aio.Metadata()
+    own = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, trailers, trailers, "of the caller's own call")
+
+    async def texts() -> AsyncIterator[str]:
+        yield "a"
+        raise own
+
+    rows, failure = await until_failure(client.embed_stream(texts(), instance=INSTANCE))
+    assert len(rows) == 1
+    assert failure is own
+
+
+async def test_a_client_closed_before_the_first_text_ends_its_stream_as_cancelled(mux_url: str) -> None:
+    asked, closed = asyncio.Event(), asyncio.Event()
+
+    async def texts() -> AsyncIterator[str]:
+        asked.set()
+        await closed.wait()
+        yield "late"
+
+    async with AsyncClient(grpc=mux_url) as client:
+        reading = asyncio.create_task(until_failure(client.embed_stream(texts(), instance=INSTANCE)))
+        await asyncio.wait_for(asked.wait(), 20)
+    closed.set()
+    assert isinstance((await reading)[1], Cancelled)

@@ -104,13 +104,20 @@ class Calls:
     ) -> AsyncIterator[bytes]:
         """One reply per request, in order, with at most `window` requests sent and not answered.
 
-        When `requests` itself fails, what was sent is still answered and then that failure is raised.
+        The call begins with the first request: without any, nothing is sent and nothing comes back. When `requests`
+        itself fails, what was sent is still answered and then that failure is raised.
 
         Raises:
+            Cancelled: the client was closed.
             TeimgrError: what the status meant; DeadlineExceeded when a reply is owed for over `idle_s`.
         """
-        call = self._opened().stream_stream(SERVICE + method)()
-        conversation = Conversation(call, requests, window)
+        channel = self._opened()
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if self._channel is not channel:
+            raise Cancelled("the client was closed during the call")
+        conversation = Conversation(channel.stream_stream(SERVICE + method)(), first, requests, window)
         try:
             while (reply := await conversation.reply(idle_s)) is not None:
                 yield reply

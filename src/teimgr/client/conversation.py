@@ -20,9 +20,12 @@ _LAST_WORDS_S = 1.0
 
 
 class Conversation:
-    """Sends `requests` while fewer than `window` of them wait for a reply; owns the sending task until `end`."""
+    """Sends `first` and then `requests` while fewer than `window` of them wait for a reply.
 
-    def __init__(self, call: Any, requests: AsyncIterator[bytes], window: int) -> None:
+    Owns the sending task until `end`.
+    """
+
+    def __init__(self, call: Any, first: bytes, requests: AsyncIterator[bytes], window: int) -> None:
         self._call = call
         self._requests = requests
         self._room = asyncio.Semaphore(window)
@@ -30,7 +33,7 @@ class Conversation:
         self._owed = 0
         self._waiting_since = 0.0
         self._reading: asyncio.Future[Any] | None = None
-        self._sending = asyncio.create_task(self._send())
+        self._sending = asyncio.create_task(self._send(first))
 
     async def reply(self, idle_s: float) -> bytes | None:
         """The next reply, None after the last.
@@ -81,19 +84,25 @@ class Conversation:
         if self._owed:
             raise Internal(f"the server ended the stream without answering {self._owed} requests")
 
-    async def _send(self) -> None:
+    async def _send(self, first: bytes) -> None:
+        request: bytes | None = first
+        await self._room.acquire()
         try:
-            while await self._room.acquire():
+            while request is not None and await self._wrote(request):
+                await self._room.acquire()
                 request = await anext(self._requests, None)
-                if request is None:
-                    return
-                if not self._owed:
-                    self._waiting_since = time.monotonic()
-                self._owed += 1
-                await self._call.write(request)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the call is over, and the reader hears why
         finally:
             if not self._call.done():
                 with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await self._call.done_writing()
+
+    async def _wrote(self, request: bytes) -> bool:
+        """False when the call is over; the reader hears why."""
+        if not self._owed:
+            self._waiting_since = time.monotonic()
+        self._owed += 1
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return False
+        return True
