@@ -37,7 +37,7 @@ def refuse_stream(rpc: Rpc, router: Router, first: bytes | None, note: Note) -> 
         raise InvalidInput("Empty stream")
     with router.lease(target_of(read_envelope(first, rpc.inner_field))) as lease:
         note.instance = lease.instance
-    return Unsupported(f"{rpc.name} is not served by this version")
+    return _unsupported(rpc)
 
 
 def target_of(envelope: Envelope) -> Target:
@@ -66,5 +66,9 @@ def method_of(rpc: Rpc) -> Method:
         Unsupported: no frame exists for this RPC.
     """
     if rpc.method is None:
-        raise Unsupported(f"{rpc.name} is not served by this version")
+        raise _unsupported(rpc)
     return rpc.method
+
+
+def _unsupported(rpc: Rpc) -> Unsupported:
+    return Unsupported(f"{rpc.name} is not served by this version of teimgr")
