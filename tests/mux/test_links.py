@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import resource
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mux_process import running
 
 from teimgr.directory import Snapshot
 from teimgr.errors import Code, DeadlineExceeded, Overloaded, TooLarge, Unavailable, error_from_code
+from teimgr.route import replica as replica_module
 from teimgr.route.budget import ByteBudget
 from teimgr.route.links import LinkLimits
 from teimgr.route.router import Router
@@ -48,6 +50,23 @@ def start(router: Router, payload: bytes = b"x", **options: Any) -> asyncio.Task
 
 def replica(router: Router) -> Any:
     return router._in_order[0].replicas[0]
+
+
+async def search(router: Router) -> None:
+    """Wait until the search for a lost worker has ended."""
+    while not replica(router).lost:  # noqa: ASYNC110
+        await asyncio.sleep(0)  # our end of the link has not heard yet
+    await replica(router)._search
+
+
+@contextlib.contextmanager
+def no_new_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_reply_comes_back_with_its_timings(route: Any, start_worker: Any) -> None:
@@ -148,6 +167,107 @@ async def test_losing_one_link_closes_the_other(route: Any, start_worker: Any) -
     worker.links[0].close()
 
     assert {await worker.lost.get(), await worker.lost.get()} == set(worker.links)
+
+
+async def test_a_worker_alive_behind_lost_links_is_found_again(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+
+    worker.links[0].close()
+    await worker.lost.get()
+    await search(router)
+
+    assert (await call(router, b"again")).payload == b"again"
+    assert (await call(router, b"bulk", flags=Flag.BULK)).payload == b"bulk"
+
+
+async def test_a_worker_that_closes_every_link_is_asked_less_and_less_often(
+    route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "SEARCH_MAX_S", 0.2)
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    pauses = []
+
+    for _ in range(3):
+        await call(router)
+        worker.links[-1].close()
+        await worker.lost.get()
+        await search(router)
+        pauses.append(replica(router)._search_pause_s)
+
+    assert pauses == [0.1, 0.2, 0.2]
+
+
+async def test_a_dead_worker_takes_no_calls_until_it_listens_and_is_named_again(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+    worker.drop()
+    await worker.lost.get()
+
+    for _ in range(2):
+        await search(router)
+        with pytest.raises(Unavailable, match="status: restarting"):
+            router.lease(A)
+        router.update(router.snapshot)
+    await worker.listen()
+    router.update(router.snapshot)
+    await search(router)
+
+    assert (await call(router, b"back")).payload == b"back"
+
+
+async def test_a_worker_out_of_reach_for_want_of_descriptors_is_not_lost(route: Any, start_worker: Any) -> None:
+    router = route(running("a", await start_worker(echo)))
+
+    with no_new_descriptors(), pytest.raises(Unavailable, match="Too many open files"):
+        await call(router)
+
+    assert (await call(router, b"now")).payload == b"now"
+
+
+async def test_a_search_for_a_worker_goes_on_while_descriptors_are_short(
+    route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "SEARCH_MAX_S", 0.01)
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+    failed = asyncio.Event()
+    new_link = replica(router)._new_link
+
+    async def watched() -> Any:
+        try:
+            return await new_link()
+        except OSError:
+            failed.set()
+            raise
+
+    monkeypatch.setattr(replica(router), "_new_link", watched)
+    worker.links[0].close()
+    await worker.lost.get()
+    with no_new_descriptors():
+        await failed.wait()
+    await search(router)
+
+    assert (await call(router, b"found")).payload == b"found"
+
+
+async def test_a_closed_router_searches_no_more(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+    lost = replica(router)
+    worker.links[0].close()
+    while lost._search is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+    await router.close()
+
+    assert lost._search.done()
+    assert lost.is_closed
 
 
 async def test_a_worker_that_leaves_the_directory_answers_what_it_has_then_loses_its_links(

@@ -111,7 +111,7 @@ def test_a_lease_is_over_when_its_worker_leaves_the_directory() -> None:
     assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
 
 
-def test_an_instance_whose_every_worker_was_lost_is_unavailable_until_another_incarnation_comes() -> None:
+async def test_an_instance_whose_every_worker_was_lost_is_unavailable_until_another_incarnation_comes() -> None:
     fleet = router(entry("a", "1"))
     fleet._in_order[0].replicas[0].lost = True
 
@@ -121,6 +121,7 @@ def test_an_instance_whose_every_worker_was_lost_is_unavailable_until_another_in
 
     fleet.update(Snapshot((entry("a", "2"),)))
     assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
+    await fleet.close()
 
 
 async def test_a_worker_that_nobody_can_reach_is_taken_out() -> None:

@@ -10,11 +10,17 @@ from teimgr.route.links import CALL_BYTES, Call, Link, LinkLimits, too_large
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.stream import Payload
 
+SEARCH_FIRST_S = 0.05
+SEARCH_MAX_S = 5.0
+# Nobody listens there. Any other refusal, such as a full backlog or too many open files, says nothing of the worker.
+_GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
+
 
 class Replica:
     """One incarnation of a worker, over one link for small calls and one for bulk: no text waits behind an Arrow batch.
 
-    The links connect when first needed. Once either is lost both are, for good: the next incarnation gets new links.
+    The links connect when first needed. Once either is lost both are, and the replica takes no calls until a search has
+    found its worker alive. A socket belongs to one incarnation, so what answers there is never another one.
     """
 
     def __init__(self, instance: str, endpoint: Endpoint, limits: LinkLimits) -> None:
@@ -29,6 +35,9 @@ class Replica:
         self._limits = limits
         self._links: list[Link | None] = [None, None]
         self._connecting = asyncio.Lock()
+        self._connected_at = float("-inf")
+        self._search: asyncio.Task[None] | None = None
+        self._search_pause_s = SEARCH_FIRST_S
 
     @property
     def usable(self) -> bool:
@@ -37,8 +46,9 @@ class Replica:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no socket is left open."""
-        return all(link is None or link.closed.done() for link in self._links)
+        """Whether no socket is left open, nor will be."""
+        searching = self._search is not None and not self._search.done()
+        return not searching and all(link is None or link.closed.done() for link in self._links)
 
     async def start(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> Call:
         """Put a request on the link of its lane, waiting for the connection, and with `Flag.WAIT` for room.
@@ -67,11 +77,16 @@ class Replica:
     def retire(self) -> None:
         """Take no new calls; close once those in flight are answered."""
         self.retired = True
+        if self._search is not None:
+            self._search.cancel()
         self._close_when_idle()
 
     async def close(self) -> None:
         """Close now, failing what is in flight, and wait until the sockets are gone."""
         self.retired = self.lost = True
+        if self._search is not None:
+            self._search.cancel()
+            await asyncio.wait({self._search})
         links = [link for link in self._links if link is not None]
         for link in links:
             link.abort()
@@ -90,12 +105,20 @@ class Replica:
             self._close_when_idle()
 
     def link_lost(self) -> None:
-        """One link is gone, and with it the worker: the other is closed too."""
+        """One link is gone, and with it, as far as we know, the worker: the other is closed too."""
         if not self.lost:
             self.lost = True
+            if asyncio.get_running_loop().time() - self._connected_at > SEARCH_MAX_S:
+                self._search_pause_s = SEARCH_FIRST_S  # one that keeps closing its links is asked less and less often
             for link in self._links:
                 if link is not None:
-                    link.close()
+                    link.abort()
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Begin to find out whether a lost worker lives, unless that is under way; the replica is usable if it does."""
+        if self.lost and not self.retired and (self._search is None or self._search.done()):
+            self._search = asyncio.create_task(self._find(), name=f"search for a worker of {self._instance}")
 
     def _begin(self, cost_bytes: int) -> None:
         self.outstanding_bytes += cost_bytes
@@ -138,14 +161,39 @@ class Replica:
     async def _open(self, bulk: bool) -> Link:
         if self.lost:
             raise self.unavailable()
-        loop = asyncio.get_running_loop()
         try:
-            _, link = await loop.create_unix_connection(lambda: Link(self, self._limits), self.endpoint.socket)
+            link = self._links[bulk] = await self._new_link()
         except OSError as error:
-            # A full backlog passes; anything else means that nobody listens there any more.
-            self.lost = not isinstance(error, BlockingIOError)
+            if isinstance(error, _GONE):
+                self.link_lost()
             raise Unavailable(f"Failed to connect to backend: {error.strerror or error}") from error
-        self._links[bulk] = link
         if self.lost:  # closed meanwhile
             link.abort()
         return link
+
+    async def _new_link(self) -> Link:
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(lambda: Link(self, self._limits), self.endpoint.socket)
+        self._connected_at = loop.time()
+        return link
+
+    async def _find(self) -> None:
+        """Connect to a lost worker again; give up once it is certain that nobody listens."""
+        while self.lost:
+            await asyncio.sleep(self._search_pause_s)
+            self._search_pause_s = min(SEARCH_MAX_S, self._search_pause_s * 2)
+            try:
+                async with asyncio.timeout(self._limits.connect_timeout_s), self._connecting:
+                    await self._reconnect()
+            except _GONE:
+                return
+            except OSError:  # TimeoutError is one of them
+                continue
+
+    async def _reconnect(self) -> None:
+        for link in self._links:
+            if link is not None:
+                await link.closed  # so that its end is not taken for that of its successor
+        fresh = await self._new_link()
+        self._links = [fresh, None]
+        self.lost = not fresh.is_open

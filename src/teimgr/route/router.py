@@ -109,6 +109,9 @@ class Router:
         self._by_name = {instance.entry.name: instance for instance in self._in_order}
         self.snapshot = snapshot
         self._retired = {replica for replica in self._retired if not replica.is_closed}
+        for instance in self._in_order:
+            for replica in instance.replicas:
+                replica.look_again()  # the control plane still believes in it
         for replica in known.values():
             replica.retire()
             self._retired.add(replica)
