@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -202,6 +203,22 @@ def test_a_refused_write_leaves_the_file_as_it_was(store: Store, file: Path, mon
     with pytest.raises(OSError, match="No space"):
         store.save([FULL])
 
+    assert store.load().specs == (PLAIN,)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_a_file_system_without_hard_links_keeps_two_generations_too(
+    store: Store, file: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(link: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    store.save([PLAIN])
+    store.save([FULL])
+    assert store.load().specs == (FULL,)
+
+    file.write_bytes(b"torn")
     assert store.load().specs == (PLAIN,)
 
 

@@ -175,7 +175,7 @@ def _second_name(path: Path, name: Path) -> None:
     link.unlink(missing_ok=True)
     try:
         link.hardlink_to(path)
-    except PermissionError:  # a file system without links
+    except OSError:  # a file system without links, which says so in one of many ways; a broken one refuses the copy too
         _write_durably(link, path.read_bytes())
     link.replace(name)
 
