@@ -471,3 +471,20 @@ async def test_a_stop_in_the_very_moment_of_a_crash_ends_stopped(fleet: Fleet) -
         await fleet.manager.stop("a")
         assert fleet.manager.get("a").state is State.STOPPED
         await fleet.manager.delete("a")
+
+
+async def test_a_shutdown_after_a_failed_boot_ends(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fleets()
+    await before.manager.boot()
+    await before.create()
+    await before.end()
+    fleet = fleets()
+
+    async def fail(accepts: object) -> list[object]:
+        raise OSError("the run directory vanished")
+
+    monkeypatch.setattr(fleet.launcher, "adopt", fail)
+    with pytest.raises(OSError, match="vanished"):
+        await fleet.manager.boot()
+
+    await asyncio.wait_for(fleet.manager.shutdown(), LIMIT_S)

@@ -115,9 +115,9 @@ class Manager:
     async def shutdown(self, *, at_once: bool = False) -> None:
         """Stop every worker in parallel; what is wanted stays as it is on disk.
 
-        `at_once` gives them no grace, also where an earlier call did.
+        `at_once` gives them no grace, also where an earlier call did. After a boot that failed there may be none.
         """
-        await asyncio.gather(*(self._halt(supervisor, at_once) for supervisor in self._supervisors.values()))
+        await asyncio.gather(*(self._halt(self._supervisors[name], at_once) for name in self._tasks))
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
