@@ -141,6 +141,35 @@ async def test_an_end_after_the_process_is_gone_does_nothing() -> None:
     assert handle.stops == []
 
 
+async def test_a_defect_in_a_launch_ends_the_attempt_and_may_be_tried_again() -> None:
+    news: list[News] = []
+
+    async def fail() -> WorkerSpec:
+        raise FileNotFoundError("run/nursery.log")
+
+    exit = await exit_of(Attempt(Launcher(), fail, ProbePlan(), news.append), news)
+
+    assert exit.words == LastWords(Code.INTERNAL_ERROR, "FileNotFoundError: run/nursery.log", permanent=False)
+
+
+async def test_a_defect_beside_a_live_worker_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    news: list[News] = []
+    handle = Handle()
+    launcher = Launcher(handle)
+    launcher.allowed.set()
+    attempt = Attempt(launcher, plan, ProbePlan(), news.append)
+
+    async def fail() -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(attempt, "_keep_probing", fail)
+    exit = await exit_of(attempt, news)
+
+    assert exit.words is not None
+    assert (exit.words.permanent, handle.stops) == (False, [0])
+    attempt.end(1.0)
+
+
 async def test_a_cancelled_attempt_leaves_the_process_alone() -> None:
     news: list[News] = []
     handle = Handle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -161,6 +162,58 @@ async def test_a_nursery_that_cannot_import_its_entry_fails_the_launch_with_its_
 
     assert left_over(folder) == set()
     await launcher.close()
+
+
+async def test_a_nursery_that_cannot_be_made_fails_the_launch_until_it_can(folder: Path) -> None:
+    launcher = local_launcher(folder)
+    obstacle = folder / "run" / "nursery.log"
+    obstacle.mkdir(parents=True)
+    await launcher.start()
+
+    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
+        await launcher.launch(spec())
+
+    obstacle.rmdir()
+    await (await launcher.launch(spec())).stop(0)
+    await launcher.close()
+
+
+async def test_a_nursery_that_dies_and_cannot_be_replaced_fails_the_launch(folder: Path) -> None:
+    launcher = local_launcher(folder)
+    await launcher.start()
+    await launcher.nursery.ready()
+    log, pid = folder / "run" / "nursery.log", launcher.nursery.pid
+    assert pid is not None
+    log.unlink()
+    log.mkdir()
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: launcher.nursery.pid is None)
+
+    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
+        await launcher.launch(spec())
+    await launcher.close()
+
+
+async def test_no_descriptors_left_fail_the_launch_and_leak_no_nursery(folder: Path) -> None:
+    launcher = local_launcher(folder)
+    (folder / "run").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    try:
+        for spare in range(16):  # each step of making a nursery fails once for want of a descriptor
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
+            try:
+                launcher.nursery.start()
+            except LaunchFailed:
+                continue
+            break
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await launcher.nursery.close()
+
+    assert spare > 0
+    assert not psutil.Process().children()
 
 
 async def test_a_missing_module_of_the_preload_does_not_stop_the_nursery(folder: Path) -> None:

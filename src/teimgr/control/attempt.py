@@ -75,6 +75,9 @@ class Attempt:
             exit = Exit(None, LastWords(Code.INTERNAL_ERROR, str(error), permanent=False))
         except TeimgrError as error:
             exit = Exit(None, LastWords(error.code, error.message, permanent=isinstance(error, Refused)))
+        except Exception as error:  # a defect; without an end told, no command would work any more
+            log.exception("attempt ended by a defect")
+            exit = await self._abandoned(error)
         self._post(Exited(exit, random.random()))
 
     def end(self, grace_s: float) -> None:
@@ -101,11 +104,25 @@ class Attempt:
                 self._tasks.create_task(self._keep_link(handle)),
                 self._tasks.create_task(self._keep_probing()),
             ]
-            exit = await self._gone(handle)
-            self._tasks = None  # there is nothing left to end
+            try:
+                exit = await self._gone(handle)
+            finally:
+                self._tasks = None  # there is nothing left to end
             for keeper in keepers:
                 keeper.cancel()
         return exit
+
+    async def _abandoned(self, defect: Exception) -> Exit:
+        """The end of a worker that cannot be attended to any more: no other may start beside it."""
+        words = LastWords(Code.INTERNAL_ERROR, f"{type(defect).__name__}: {defect}", permanent=False)
+        try:
+            if self.handle is not None:
+                await self.handle.stop(0)
+        except LaunchFailed as error:
+            words = LastWords(Code.INTERNAL_ERROR, str(error), permanent=True)
+        except Exception:  # whatever was wrong before is still wrong
+            log.exception("worker not seen out", extra={"instance": self.handle.spec.name if self.handle else None})
+        return Exit(None, words)
 
     async def _launch(self) -> WorkerHandle:
         if self._grace_s is not None:

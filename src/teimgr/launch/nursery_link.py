@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ class NurseryLink:
             LaunchFailed: the system has no process for us.
         """
         if self._life is None:
-            self._life = _Life(self._spawn(), self._died)
+            try:
+                self._life = _Life(self._spawn(), self._died)
+            except OSError as error:
+                raise LaunchFailed(f"the nursery cannot be started: {error}") from error
 
     async def ready(self) -> None:
         """Return when the imports are done.
@@ -101,22 +105,21 @@ class NurseryLink:
     def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-m", "teimgr.launch.nursery", str(theirs.fileno()), *self._options]
-        output = open_log(self._log_path, _LOG_LIMIT_BYTES, 1)
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C in our terminal is not meant for it
-            )
-        except OSError as error:
-            ours.close()
-            raise LaunchFailed(f"the nursery cannot be started: {error}") from error
-        finally:
-            theirs.close()
-            os.close(output)
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            output = open_log(self._log_path, _LOG_LIMIT_BYTES, 1)
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a Ctrl-C in our terminal is not meant for it
+                )
+            finally:
+                os.close(output)
+            undo.pop_all()
         ours.setblocking(False)
         return process, ours
 
@@ -150,7 +153,13 @@ class _Life:
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
         self._gone = asyncio.Event()
         self._doom: asyncio.TimerHandle | None = None
-        self._pidfd = os.pidfd_open(self.process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.process.pid)
+        except OSError:
+            self._control.close()
+            self.process.kill()
+            self.process.wait()
+            raise
         self._loop.add_reader(self._pidfd, self._ended)
         self._loop.add_reader(self._control.fileno(), self._readable)
 
@@ -225,7 +234,16 @@ class _Life:
             log.warning("nursery could not import", extra={"problem": problem})
 
     def _ended(self) -> None:
-        self._readable()  # the last ends it reported
+        reason = "the nursery died"
+        try:
+            self._readable()  # the last ends it reported
+            self._let_go()
+            reason = self._died(self._ready.done())
+        finally:  # whoever waits must hear of it, whatever else goes wrong
+            self._fail(NurseryDied(reason))
+            self._gone.set()
+
+    def _let_go(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         if self._doom is not None:
@@ -234,8 +252,6 @@ class _Life:
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         self.process.wait()
-        self._fail(NurseryDied(self._died(self._ready.done())))
-        self._gone.set()
 
     def _fail(self, error: LaunchFailed) -> None:
         for future in (self._ready, self._reply):
@@ -243,7 +259,8 @@ class _Life:
                 future.set_exception(error)
                 future.exception()  # it may be that nobody waits
         for status in self._statuses.values():
-            status.set_result(None)
+            if not status.done():
+                status.set_result(None)
 
 
 def _disown(pidfd: int | None) -> None:
