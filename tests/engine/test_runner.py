@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.finisher import Finisher
@@ -74,17 +78,92 @@ def test_a_batch_that_fails_leaves_nothing_in_memory_when_its_halves_run(
     assert ("raise self._error" in caplog.text) is (error is RuntimeError)
 
 
+class Device:
+    """An embedder whose batches finish, in order, when they are let go."""
+
+    transformer = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self) -> None:
+        self.started: queue.Queue[int] = queue.Queue()
+        self.finish = threading.Semaphore(0)
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        self.started.put(batch.tokens)
+        return torch.ones(batch.texts, WIDTH)
+
+    def wait(self, vectors: torch.Tensor) -> Callable[[], NDArray[np.float32]]:
+        def wait() -> NDArray[np.float32]:
+            assert self.finish.acquire(timeout=WAIT_S)
+            return vectors.numpy()
+
+        return wait
+
+
+def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr("teimgr.engine.runner._to_host", device.wait)
+    delivered: queue.Queue[Job] = queue.Queue()
+    finisher = Finisher(lambda jobs: [delivered.put(job) for job in jobs] and None, pytest.fail)
+    waiting = EntryQueue(BatchLimits(10, 10))
+    runner = Runner(device, waiting, finisher, 1)  # type: ignore[arg-type]
+    threads = [threading.Thread(target=body) for body in (finisher.run, runner.run)]
+    bulk, query = job_of(6), Job(["x"], EmbedOptions(), Lane.INTERACTIVE)
+    query.vectors = np.zeros((1, WIDTH), dtype=np.float32)
+    waiting.put(entries_of(bulk, length=10))
+    began = time.monotonic_ns()
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        device.started.get(timeout=WAIT_S)
+    waiting.put(entries_of(query, length=7))
+    assert runner.running_tokens == 20
+    device.finish.release()
+    assert device.started.get(timeout=WAIT_S) == 7  # nothing was taken from the queue before there was room for it
+    assert runner.running_tokens == 17
+
+    device.finish.release(10)
+    waiting.close()
+    assert {delivered.get(timeout=WAIT_S) for _ in range(2)} == {bulk, query}
+    elapsed_ns = time.monotonic_ns() - began
+    assert finisher.counters.batches == 7
+    assert finisher.counters.busy_ns <= elapsed_ns
+    assert 6 * bulk.inference_ns + query.inference_ns <= elapsed_ns
+    assert runner.running_tokens == 0
+
+    finisher.close(WAIT_S)
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_runner_ends_when_nobody_finishes_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr("teimgr.engine.runner._to_host", device.wait)
+    finisher = Finisher(lambda jobs: None, pytest.fail)
+    waiting = EntryQueue(BatchLimits(10, 10))
+    waiting.put(entries_of(job_of(6), length=10))
+    running = threading.Thread(target=Runner(device, waiting, finisher, 1).run)  # type: ignore[arg-type]
+    running.start()
+    for _ in range(2):
+        device.started.get(timeout=WAIT_S)
+    finisher.abandon()
+    running.join(WAIT_S)
+
+    assert not running.is_alive()
+    assert device.started.empty()
+
+
 def serve(embedder: Any, jobs: list[Job]) -> None:
     """Run the jobs to their end."""
     delivered: list[Job] = []
     finisher = Finisher(delivered.extend, pytest.fail)
     finishing = threading.Thread(target=finisher.run)
     finishing.start()
-    queue = EntryQueue(BatchLimits(1000, 1000))
+    waiting = EntryQueue(BatchLimits(1000, 1000))
     for job in jobs:
-        queue.put(entries_of(job))
-    queue.close()
-    Runner(embedder, queue, finisher, 1).run()
+        waiting.put(entries_of(job))
+    waiting.close()
+    Runner(embedder, waiting, finisher, 1).run()
     finisher.close(WAIT_S)
     finishing.join(WAIT_S)
     assert delivered == jobs

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from teimgr.engine.flight import Flight
 from teimgr.engine.heads import finish
 from teimgr.engine.job import Job
 from teimgr.engine.shelf import Entry
@@ -30,11 +31,12 @@ _CHECK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A batch that was started on the device: `wait` gives its float32 vectors, one row per entry."""
+    """A batch that was started on the device, and is in flight until `wait` gave its float32 vectors, one per entry."""
 
     entries: Sequence[Entry]
     wait: Callable[[], NDArray[np.float32]]
     started_ns: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Finisher:
     """Takes batches and failures from other threads through a short queue; `run` is the thread's body.
 
     `deliver` gets the jobs that one batch completed. `sick` is told once why vectors cannot be trusted any more.
+    Whoever puts batches enters them in `flight` first.
     """
 
     def __init__(self, deliver: Callable[[list[Job]], None], sick: Callable[[str], None]) -> None:
@@ -68,6 +71,8 @@ class Finisher:
         self._sick = sick
         self._inbox: queue.Queue[Output | Failures | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
+        self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
+        self.flight = Flight()
         self.counters = Counters()
 
     def put(self, work: Output | Failures | None, timeout_s: float = math.inf) -> bool:
@@ -89,6 +94,7 @@ class Finisher:
     def abandon(self) -> None:
         """Let `run` return after the work at hand, however long that takes, and nobody wait for it any more."""
         self._ended.set()
+        self.flight.abandon()
 
     def run(self) -> None:
         """Until closed or abandoned."""
@@ -98,7 +104,7 @@ class Finisher:
                 if self._ended.is_set():
                     return
         finally:
-            self._ended.set()
+            self.abandon()
 
     def _finish(self, work: Output | Failures) -> None:
         touched = self._write(work) if isinstance(work, Output) else [*self._fail(work.rows), *work.empty]
@@ -122,15 +128,24 @@ class Finisher:
             self._sick(f"the device failed: {error}")
             failure = InferenceFailed(f"Backend error: {error}")
             return self._fail([(entry.job, entry.row, failure) for entry in output.entries])
-        duration_ns = time.monotonic_ns() - output.started_ns
+        finally:
+            self.flight.leave(output.tokens)
+        began_ns = max(output.started_ns, self._device_free_ns)
+        self._device_free_ns = time.monotonic_ns()
+        duration_ns = self._device_free_ns - began_ns
         self._count(output, duration_ns)
         sound = np.asarray(np.isfinite(vectors).all(axis=1))
         if not sound.all():
             self._sick("the model gave a vector with NaN or infinity in it")
-        return self._scatter(output, vectors, sound, duration_ns)
+        return self._scatter(output, vectors, sound, began_ns, duration_ns)
 
     def _scatter(
-        self, output: Output, vectors: NDArray[np.float32], sound: NDArray[np.bool_], duration_ns: int
+        self,
+        output: Output,
+        vectors: NDArray[np.float32],
+        sound: NDArray[np.bool_],
+        began_ns: int,
+        duration_ns: int,
     ) -> list[Job]:
         rows_of: dict[Job, list[int]] = defaultdict(list)
         for i, entry in enumerate(output.entries):
@@ -141,7 +156,7 @@ class Finisher:
             if key not in finished:
                 finished[key] = finish(vectors, *key)
             self._write_job(job, [output.entries[i] for i in rows], finished[key][rows], sound[rows])
-            job.queue_ns += sum(output.started_ns - output.entries[i].enqueued_ns for i in rows)
+            job.queue_ns += sum(began_ns - output.entries[i].enqueued_ns for i in rows)
             job.tokenization_ns += sum(output.entries[i].enqueued_ns - job.submitted_ns for i in rows)
             job.inference_ns += duration_ns * len(rows)
         return list(rows_of)
@@ -169,6 +184,6 @@ class Finisher:
         counters = self.counters
         counters.batches += 1
         counters.texts += len(output.entries)
-        counters.tokens += sum(entry.length for entry in output.entries)
+        counters.tokens += output.tokens
         counters.busy_ns += duration_ns
         counters.finished_at = time.monotonic()

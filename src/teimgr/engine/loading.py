@@ -29,6 +29,7 @@ _CPU_BATCH_TOKENS = 2048
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _LEAST_BATCH_TOKENS = 256
+_BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,8 @@ def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer
 
 def _limits(options: EngineOptions, embedder: Embedder) -> BatchLimits:
     if options.device != "cpu":
-        return BatchLimits(options.max_batch_tokens, options.max_batch_tokens, options.max_batch_requests)
+        beside = max(_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
+        return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
     config = embedder.transformer.config
     widest = int(getattr(config, "intermediate_size", 0) or 4 * getattr(config, "hidden_size", 768))
     affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * widest))

@@ -45,24 +45,27 @@ class Runner:
         self._finisher = finisher
         self._threads_wanted: int | None = threads
         self._memory_returned = True
-        self.running_tokens = 0
+        self._flight = finisher.flight
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens of the batches that were started and are not finished."""
+        return self._flight.tokens
 
     def use_threads(self, threads: int) -> None:
         """Use that many CPU threads from the next batch on. OpenMP keeps the number per thread, so `run` sets it."""
         self._threads_wanted = threads
 
     def run(self) -> None:
-        """Until the queue ends."""
-        while (take := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
+        """Until the queue ends, or nobody finishes batches any more."""
+        while self._flight.wait_for_room() and (take := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
             if self._threads_wanted is not None:
                 torch.set_num_threads(self._threads_wanted)
                 self._threads_wanted = None
             if take.expired:
                 self.fail(take.expired, DeadlineExceeded())
             if take.entries:
-                self.running_tokens = take.tokens
                 self._execute(take.entries)
-                self.running_tokens = 0
                 self._memory_returned = False
             elif not self._memory_returned:
                 return_freed_memory()
@@ -82,8 +85,9 @@ class Runner:
         if len(entries) > 1:
             log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), fault.text)
             middle = len(entries) // 2
-            self._execute(entries[:middle])
-            self._execute(entries[middle:])
+            for half in (entries[:middle], entries[middle:]):
+                if self._flight.wait_for_room():
+                    self._execute(half)
         elif fault.memory:
             self.fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
         else:
@@ -95,12 +99,15 @@ class Runner:
 
         A fault comes back as text: the error itself would keep the tensors of the forward alive through its frames.
         """
+        tokens = sum(entry.length for entry in entries)
+        self._flight.enter(tokens)
         started_ns = time.monotonic_ns()
         try:
             batch = pack([e.ids for e in entries], [e.prompt_tokens for e in entries])
             vectors = self._embedder.embed(batch)
-            output = Output([entries[i] for i in batch.order], _to_host(vectors), started_ns)
+            output = Output([entries[i] for i in batch.order], _to_host(vectors), started_ns, tokens)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            self._flight.leave(tokens)
             trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
             return _Fault(str(error), _is_out_of_memory(error), trace)
         self._finisher.put(output)
