@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from teimgr.engine import probe
-from teimgr.engine.embedder import load_embedder
+from teimgr.engine.embedder import Embedder, load_embedder
 from teimgr.engine.layout import read_layout
 from teimgr.engine.model import Batching
 from teimgr.engine.probe import Choice, choose
@@ -53,6 +54,35 @@ def test_auto_returns_to_float32_where_a_faster_type_strays(
     choice = chosen(model_dir("bert"), None)
     assert choice.dtype is torch.float32
     assert choice.batching is Batching.BY_RUN
+
+
+def test_the_first_model_is_gone_before_another_is_loaded(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_fastest", lambda embedder: torch.bfloat16)
+    monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
+    layout = read_layout(model_dir("bert"))
+    texts = TextTokenizer(layout, layout.max_length).encode(probe.PROBE_TEXTS, Truncation())
+    loaded: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[int] = []
+
+    def load() -> Embedder:
+        alive.append(sum(ref() is not None for ref in loaded))
+        embedder = load_embedder(layout, torch.device("cpu"))
+        loaded.append(weakref.ref(embedder.transformer._module))
+        return embedder
+
+    choose(load, None, texts)
+    assert alive == [0, 0]
+
+
+def test_a_gpu_tries_the_other_sixteen_bit_type_before_float32() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    assert probe._from(torch.bfloat16, cuda) == [torch.bfloat16, torch.float16, torch.float32]
+    assert probe._from(torch.float16, cuda) == [torch.float16, torch.float32]
+    assert probe._from(torch.bfloat16, cpu) == [torch.bfloat16, torch.float32]
+    assert probe._from(torch.float32, cpu) == [torch.float32]
 
 
 def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(

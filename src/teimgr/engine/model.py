@@ -69,6 +69,8 @@ class Transformer:
         if dtype is not torch.float32:
             for module in self._module.modules():
                 _lower(module, dtype)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the wider weights, which no batch could use otherwise
         self.dtype = dtype
 
     def hidden(self, batch: PackedBatch) -> Tensor:

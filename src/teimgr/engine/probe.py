@@ -6,6 +6,7 @@ same vectors (T5 accepts a packed row and is silently wrong), and a faster type 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -66,19 +67,32 @@ def choose(load: Callable[[], Embedder], wanted: torch.dtype | None, texts: Sequ
         ModelLoadFailed: no way of batching gives the library's own vectors.
     """
     embedder = load()
+    device = embedder.transformer.device
     truth = torch.stack([embedder.embed_plainly(ids) for ids in texts])
-    dtype = wanted or _fastest(embedder)
     bound = MIN_COSINE if wanted is None else _ASKED_FOR_COSINE
-    embedder.transformer.convert(dtype)
-    choice = _settle(embedder, dtype, texts, truth, bound)
-    if choice is None and dtype is not torch.float32 and wanted is None:
-        log.warning("%s strays too far from float32 for this model; float32 is used", dtype)
-        embedder = load()
-        embedder.transformer.convert(torch.float32)
-        choice = _settle(embedder, torch.float32, texts, truth, bound)
-    if choice is None:
-        raise ModelLoadFailed(f"the model's vectors in {dtype} differ from its own float32 vectors on known texts")
-    return embedder, choice
+    types = _from(_fastest(embedder), device) if wanted is None else [wanted]
+    for i, dtype in enumerate(types):
+        if i > 0:
+            log.warning("%s strays too far from float32 for this model; %s is tried", types[i - 1], dtype)
+            del embedder  # before the next is loaded: the device may have no room for two
+            _return_memory(device)
+            embedder = load()
+        embedder.transformer.convert(dtype)
+        if (choice := _settle(embedder, dtype, texts, truth, bound)) is not None:
+            return embedder, choice
+    raise ModelLoadFailed(f"the model's vectors in {types[-1]} differ from its own float32 vectors on known texts")
+
+
+def _from(fastest: torch.dtype, device: torch.device) -> list[torch.dtype]:
+    """The types to try, best first. On a GPU float16 is as fast as bfloat16, and finer."""
+    second = [torch.float16] if device.type == "cuda" else []
+    return list(dict.fromkeys([fastest, *(second if fastest is not torch.float32 else []), torch.float32]))
+
+
+def _return_memory(device: torch.device) -> None:
+    gc.collect()  # modules hold one another in circles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _settle(embedder: Embedder, dtype: torch.dtype, texts: Sequence[Ids], truth: Tensor, bound: float) -> Choice | None:
