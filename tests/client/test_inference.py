@@ -285,7 +285,7 @@ async def test_embed_arrow_of_no_text_gives_no_row(client: AsyncClient) -> None:
 
 @pytest.mark.parametrize("texts", ["one string", [1, 2], pa.array([1, 2])], ids=["str", "ints", "int array"])
 async def test_embed_arrow_refuses_what_is_no_list_of_texts(client: AsyncClient, texts: object) -> None:
-    with pytest.raises(InvalidInput, match="texts"):
+    with pytest.raises(ValidationError, match="texts"):
         await client.embed_arrow(texts, instance=INSTANCE)
 
 
@@ -403,3 +403,106 @@ async def test_a_client_closed_before_the_first_text_ends_its_stream_as_cancelle
         await asyncio.wait_for(asked.wait(), 20)
     closed.set()
     assert isinstance((await reading)[1], Cancelled)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (None, r"texts\[1\] must be a string, not None"),
+        (1, r"texts\[1\] must be a string, not integer 1"),
+        (b"b", r"texts\[1\] must be a string, not bytes"),
+        ("b\ud800", r"texts\[1\] is not Unicode: its character 1 is half of a surrogate pair"),
+    ],
+    ids=["null", "number", "bytes", "surrogate"],
+)
+async def test_a_text_that_is_none_is_refused_by_its_position(client: AsyncClient, bad: str, says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        await client.embed(["a", bad, "c"], instance=INSTANCE)
+    rows, failure = await until_failure(client.embed_stream(["a", bad, "c"], instance=INSTANCE))
+    assert (len(rows), type(failure)) == (1, ValidationError)
+    with pytest.raises(ValidationError, match=says):
+        await client.rerank("query", ["a", bad], instance=INSTANCE)
+
+
+@pytest.mark.parametrize(("bad", "says"), [(1, "must be a string"), ("b\ud800", "is not Unicode")])
+async def test_arrow_names_the_position_in_all_the_texts(client: AsyncClient, bad: str, says: str) -> None:
+    texts = [*TEXTS[:5], None, bad, "c"]
+    with pytest.raises(ValidationError, match=rf"texts\[6\] {says}"):
+        await client.embed_arrow(texts, instance=INSTANCE, batch_rows=2)
+    with pytest.raises(ValidationError, match=rf"batches\[1\]\[6\] {says}"):
+        [answer async for answer in client.embed_arrow_stream([["a"], texts], instance=INSTANCE)]
+
+
+@pytest.mark.parametrize("texts", [5, None, object()], ids=repr)
+async def test_what_is_no_sequence_of_texts_is_refused(client: AsyncClient, texts: list[str]) -> None:
+    with pytest.raises(ValidationError, match="texts must be"):
+        await client.embed(texts, instance=INSTANCE)
+    with pytest.raises(ValidationError, match="texts must be"):
+        await client.embed_arrow(texts, instance=INSTANCE)
+    with pytest.raises(ValidationError, match="texts must be"):
+        [row async for row in client.embed_stream(texts, instance=INSTANCE)]
+    with pytest.raises(ValidationError, match="batches must be"):
+        [answer async for answer in client.embed_arrow_stream(texts, instance=INSTANCE)]
+    with pytest.raises(ValidationError, match="texts must be"):
+        await client.rerank("query", texts, instance=INSTANCE)
+
+
+async def test_one_string_is_not_taken_for_a_stream_of_its_letters(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="texts must be"):
+        [row async for row in client.embed_stream("abc", instance=INSTANCE)]
+    with pytest.raises(ValidationError, match="texts must be"):
+        await client.rerank("query", "abc", instance=INSTANCE)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"dimensions": -1}, "dimensions must be an integer from 0 to 4294967295, not integer -1"),
+        ({"dimensions": "8"}, "dimensions must be an integer"),
+        ({"normalize": "no"}, "normalize must be true or false, not text 'no'"),
+        ({"truncate": None}, "truncate must be true or false, not None"),
+        ({"prompt_name": 5}, "prompt_name must be a string, not integer 5"),
+        ({"instance": b"mini"}, "instance must be a string"),
+        ({"instance": "\ud800"}, "instance is not Unicode"),
+    ],
+    ids=str,
+)
+async def test_an_option_of_the_wrong_kind_is_refused(client: AsyncClient, option: dict[str, str], says: str) -> None:
+    how = {"instance": INSTANCE} | option
+    with pytest.raises(ValidationError, match=says):
+        await client.embed("x", **how)
+    with pytest.raises(ValidationError, match=says):
+        await client.embed_arrow(["x"], **how)
+
+
+async def test_options_may_be_numpys_scalars_and_an_optional_one_may_be_none(client: AsyncClient) -> None:
+    how = {"dimensions": np.int64(4), "normalize": np.bool_(True), "prompt_name": None, "model": None}
+    assert (await client.embed("x", instance=INSTANCE, **how)).shape == (1, 4)
+
+
+async def test_wrong_texts_and_ids_of_the_small_calls_are_refused(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="text must be a string, not None"):
+        await client.tokenize(None, instance=INSTANCE)
+    with pytest.raises(ValidationError, match="prompt_name must be a string"):
+        await client.tokenize("x", prompt_name=1, instance=INSTANCE)
+    with pytest.raises(ValidationError, match=r"ids\[1\] must be an integer from 0 to 4294967295, not integer -1"):
+        await client.decode([1, -1], instance=INSTANCE)
+    with pytest.raises(ValidationError, match="ids must be a sequence"):
+        await client.decode(5, instance=INSTANCE)
+    with pytest.raises(ValidationError, match="query must be a string"):
+        await client.rerank(None, ["x"], instance=INSTANCE)
+
+
+@pytest.mark.parametrize("count", [0, -1, "many", None])
+async def test_a_limit_below_one_is_refused_instead_of_waiting_for_ever(client: AsyncClient, count: int) -> None:
+    with pytest.raises(ValidationError, match="window must be at least 1"):
+        [row async for row in client.embed_stream(["x"], instance=INSTANCE, window=count)]
+    with pytest.raises(ValidationError, match="in_flight must be at least 1"):
+        await client.embed("x", instance=INSTANCE, in_flight=count)
+    with pytest.raises(ValidationError, match="batch_rows must be at least 1"):
+        await client.embed_arrow(["x"], instance=INSTANCE, batch_rows=count)
+
+
+async def test_an_unknown_compression_is_refused(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="compression must be"):
+        await client.embed_arrow(["x"], instance=INSTANCE, compression="gzip")

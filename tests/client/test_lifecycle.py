@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -16,10 +17,12 @@ from teimgr.errors import (
     InstanceNotFound,
     Internal,
     InvalidConfig,
+    InvalidInstanceName,
     ModelLoadFailed,
     NotRunning,
     Refused,
     Unavailable,
+    ValidationError,
 )
 from teimgr.spec import State
 
@@ -83,11 +86,6 @@ async def test_errors_are_the_ones_the_daemon_named(client: AsyncClient) -> None
     await client.create("mini", "org/model")
     with pytest.raises(InstanceExists):
         await client.create("mini", "org/model")
-
-
-async def test_a_name_is_one_segment_of_the_path(client: AsyncClient) -> None:
-    with pytest.raises(InstanceNotFound, match=r"Instance '\.\./health' not found"):
-        await client.get("../health")
 
 
 async def test_an_error_that_is_not_the_daemons_keeps_its_status_and_text(client: AsyncClient) -> None:
@@ -160,3 +158,23 @@ async def test_a_missing_certificate_file_is_named() -> None:
     with pytest.raises(InvalidConfig, match=r"nowhere\.pem: No such file"):
         async with AsyncClient("https://localhost:1", tls=Tls(ca="nowhere.pem")):
             pass
+
+
+@pytest.mark.parametrize("name", ["", "..", ".", "../health", "mini\n", "mini?x"])
+async def test_a_name_that_would_reach_another_route_is_refused_before_anything_is_sent(
+    client: AsyncClient, name: str
+) -> None:
+    calls = (client.get, client.start, client.stop, client.restart, client.delete, client.logs)
+    for call in (*calls, client.wait_until_running):
+        with pytest.raises(InvalidInstanceName):
+            await call(name)
+
+
+async def test_a_name_that_is_no_text_is_refused(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="name must be a string, not integer 5"):
+        await client.get(5)
+
+
+async def test_a_wish_that_is_no_json_is_refused(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="PosixPath"):
+        await client.create("mini", Path("models/mini"))

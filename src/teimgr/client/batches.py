@@ -8,32 +8,43 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from teimgr.client.checks import check_limit, check_sequence, check_source, check_text
 from teimgr.client.values import Embedded, Vectors
-from teimgr.errors import Internal, InvalidInput
+from teimgr.errors import Internal, ValidationError
+from teimgr.typed import said
 
 Texts: TypeAlias = Sequence[str | None] | pa.Array | pa.ChunkedArray
 Compression = Literal["lz4", "zstd"]
 
+_COMPRESSIONS = (None, "lz4", "zstd")
 _NULLABLE = pa.schema([pa.field("text", pa.utf8())])
 _NOT_NULL = pa.schema([pa.field("text", pa.utf8(), nullable=False)])
 _STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
 
 
 def slices(texts: Texts, batch_rows: int) -> Iterator[Texts]:
-    """`texts` in pieces of `batch_rows`, the last one shorter; nothing at all gives one empty piece."""
-    if batch_rows < 1:
-        raise InvalidInput(f"batch_rows must be at least 1, not {batch_rows}")
+    """`texts` in pieces of `batch_rows`, the last one shorter; nothing at all gives one empty piece.
+
+    Raises:
+        ValidationError: `texts` is no sequence, or `batch_rows` is below 1.
+    """
+    check_limit("batch_rows", batch_rows)
+    check_sequence("texts", texts)
     for start in range(0, max(len(texts), 1), batch_rows):
         yield texts[start : start + batch_rows]
 
 
-def pack_texts(texts: Texts, compression: Compression | None = None) -> bytes:
+def pack_texts(
+    texts: Texts, compression: Compression | None = None, *, name: str = "texts", first_row: int = 0
+) -> bytes:
     """An IPC stream of one batch with the column `text`; the field is nullable only where a text is null.
 
     Raises:
-        InvalidInput: something in `texts` is no string.
+        ValidationError: something in `texts` is no string; its position counts from `first_row` and is one in `name`.
     """
-    column = _column(texts)
+    if compression not in _COMPRESSIONS:
+        raise ValidationError(f"compression must be 'lz4', 'zstd' or None, not {said(compression)}")
+    column = _column(texts, name, first_row)
     schema = _NULLABLE if column.null_count else _NOT_NULL
     if column.type != pa.utf8():
         schema = pa.schema([pa.field("text", column.type, nullable=bool(column.null_count))])
@@ -72,19 +83,21 @@ def joined(parts: Sequence[Embedded]) -> Embedded:
     return Embedded(np.concatenate([part.vectors for part in parts]), errors)
 
 
-def _column(texts: Texts) -> Any:
+def _column(texts: Texts, name: str, first_row: int) -> Any:
     if isinstance(texts, pa.ChunkedArray):
         texts = texts.combine_chunks()
     if isinstance(texts, pa.Array):
         if texts.type in _STRINGS or pa.types.is_dictionary(texts.type):
             return texts
-        raise InvalidInput(f"texts must be an array of strings, not of {texts.type}")
-    if isinstance(texts, str):
-        raise InvalidInput("texts must be a sequence of strings, not one string")
+        raise ValidationError(f"{name} must be an array of strings, not of {texts.type}")
+    check_source(name, texts)
     try:
         return pa.array(texts, pa.utf8())
     except (pa.ArrowException, TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(f"texts: {error}") from error
+        for row, text in enumerate(texts, first_row):
+            if text is not None:
+                check_text(f"{name}[{row}]", text)
+        raise ValidationError(f"{name}: {error}") from error
 
 
 def _matrix(column: Any) -> Vectors:

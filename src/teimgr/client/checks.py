@@ -1,19 +1,87 @@
-"""What a caller gave, judged before anything is sent: nothing is ignored, and every refusal is a `ValidationError`."""
+"""What a caller gave, judged before anything is sent: nothing is ignored, and every refusal is a `ValidationError`.
+
+Each function takes the argument's name as the message shall say it, `texts[3]` for the fourth of several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Set
+from numbers import Integral
+from typing import Any
+
+import numpy as np
 
 from teimgr.errors import ValidationError
-from teimgr.typed import unknown
+from teimgr.typed import said, unknown
+
+_MOST = 2**32 - 1  # protobuf's uint32
 
 
-def check_keys(given: Mapping[str, object], known: Collection[str]) -> None:
-    """Refuse what Python's `**` let through.
+def check_keywords(given: Mapping[str, object], known: Mapping[str, type]) -> None:
+    """Judge keywords, which Python's `**` lets through whatever they are; strings and numbers may be None.
 
     Raises:
-        ValidationError: a key is not in `known`; the message offers the nearest one that is.
+        ValidationError: a key is not in `known`, and the message offers the nearest one; or a value has another type.
     """
     for name, value in given.items():
         if name not in known:
             raise ValidationError(unknown(name, value, known))
+        if value is not None or known[name] is bool:
+            _BY_TYPE[known[name]](name, value)
+
+
+def check_text(name: str, value: object) -> None:
+    """Refuse what is no string, and a string that has no UTF-8."""
+    if not isinstance(value, str):
+        raise _not(name, "a string", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        reason = f"its character {error.start} is half of a surrogate pair"
+        raise ValidationError(f"{name} is not Unicode: {reason}") from error
+
+
+def check_texts(name: str, values: Iterable[object]) -> None:
+    """Refuse the first of several that is no text, by its position."""
+    check_sequence(name, values)
+    for position, value in enumerate(values):
+        check_text(f"{name}[{position}]", value)
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no unsigned 32-bit integer."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= _MOST:
+        raise _not(name, f"an integer from 0 to {_MOST}", value)
+
+
+def check_limit(name: str, value: object) -> None:
+    """Refuse what is no integer of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
+        raise _not(name, "at least 1", value)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is not true or false."""
+    if not isinstance(value, bool | np.bool_):
+        raise _not(name, "true or false", value)
+
+
+def check_sequence(name: str, values: object) -> None:
+    """Refuse what has no length or no order, and one string, which would be taken for its letters."""
+    if isinstance(values, str | bytes | Mapping | Set) or not (
+        hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    ):
+        raise _not(name, "a sequence", values)
+
+
+def check_source(name: str, values: object) -> None:
+    """Refuse what cannot be iterated over, and one string."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable | AsyncIterable):
+        raise _not(name, "an iterable", values)
+
+
+def _not(name: str, wanted: str, value: object) -> ValidationError:
+    return ValidationError(f"{name} must be {wanted}, not {'None' if value is None else said(value)}")
+
+
+_BY_TYPE: dict[Any, Callable[[str, object], None]] = {str: check_text, int: check_count, bool: check_flag}

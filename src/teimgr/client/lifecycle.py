@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
-from teimgr.client.rest import Rest, segment
+from teimgr.client.checks import check_text
+from teimgr.client.rest import Rest
 from teimgr.client.values import Health, Instance, Logs
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning
-from teimgr.spec import State
+from teimgr.spec import State, check_name
 
 _POLL_FIRST_S = 0.02
 _POLL_MOST_S = 0.5
@@ -109,7 +110,9 @@ class Lifecycle:
 
 
 def _path(name: str, verb: str = "") -> str:
-    return f"/instances/{segment(name)}" + (f"/{verb}" if verb else "")
+    """The route to an instance, for a name that is one: `..` would lead elsewhere."""
+    check_text("name", name)
+    return f"/instances/{check_name(name)}" + (f"/{verb}" if verb else "")
 
 
 def _refuse_ended(instance: Instance) -> None:

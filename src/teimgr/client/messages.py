@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import TypedDict, get_type_hints
 
 import numpy as np
 
@@ -39,9 +40,9 @@ class HowArrow(How, total=False):
     lz4_reply: bool
 
 
-WHERE = frozenset(Where.__optional_keys__)
-HOW = frozenset(How.__optional_keys__)
-HOW_ARROW = frozenset(HowArrow.__optional_keys__)
+WHERE: Mapping[str, type] = get_type_hints(Where)
+HOW: Mapping[str, type] = get_type_hints(How)
+HOW_ARROW: Mapping[str, type] = get_type_hints(HowArrow)
 
 
 def target(where: Where) -> mux_pb2.Target:

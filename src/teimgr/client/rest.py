@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
 
 import aiohttp
 import orjson
 
 from teimgr.client.failures import from_http
 from teimgr.client.tls import Endpoint, Tls
-from teimgr.errors import DeadlineExceeded, Internal, Unavailable
+from teimgr.errors import DeadlineExceeded, Internal, Unavailable, ValidationError
 
 
 class Rest:
@@ -47,14 +46,15 @@ class Rest:
         query: Mapping[str, int] | None = None,
         timeout_s: float,
     ) -> Any:
-        """The parsed JSON of the reply, None for an empty one. `path` is already quoted.
+        """The parsed JSON of the reply, None for an empty one. `path` needs no quoting.
 
         Raises:
+            ValidationError: `body` has something in it that JSON has not.
             TeimgrError: what the daemon answered.
             Unavailable: nobody answers there, or TLS failed.
             DeadlineExceeded: no whole reply within `timeout_s`.
         """
-        status, reply = await self._exchange(method, path, body, query, timeout_s)
+        status, reply = await self._exchange(method, path, _json(body), query, timeout_s)
         if status >= 400:
             raise from_http(status, reply)
         return _parse(reply, path) if reply else None
@@ -74,7 +74,7 @@ class Rest:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: aiohttp.Payload | None,
         query: Mapping[str, int] | None,
         timeout_s: float,
     ) -> tuple[int, bytes]:
@@ -84,7 +84,7 @@ class Rest:
         try:
             async with asyncio.timeout(timeout_s):
                 request = self._session.request(
-                    method, url, json=body, params=query, server_hostname=self._tls.server_name
+                    method, url, data=body, params=query, server_hostname=self._tls.server_name
                 )
                 async with request as reply:
                     return reply.status, await reply.read()
@@ -94,9 +94,11 @@ class Rest:
             raise Unavailable(f"{self._endpoint.url}: {error}") from error
 
 
-def segment(text: str) -> str:
-    """`text` as one segment of a path."""
-    return quote(text, safe="")
+def _json(body: Mapping[str, Any] | None) -> aiohttp.Payload | None:
+    try:
+        return None if body is None else aiohttp.JsonPayload(body)
+    except (TypeError, ValueError) as error:
+        raise ValidationError(str(error)) from error
 
 
 def _parse(reply: bytes, path: str) -> Any:
