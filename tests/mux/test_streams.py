@@ -367,6 +367,16 @@ async def test_later_arrow_batches_take_the_options_of_the_first(
         assert (request.method, request.flags) == (Method.EMBED_ARROW, Flag.BULK | Flag.WAIT)
 
 
+async def test_a_bad_arrow_batch_for_nobody_is_a_bad_batch(control: Control, channel: Any) -> None:
+    feed = Feed()
+    feed.say(mux_pb2.EmbedArrowRequest(target=to("nobody"), arrow_ipc=b"no arrow at all"))
+
+    status, message = await ending(stub(channel, "EmbedArrowStream")(feed))
+
+    assert status is Status.INVALID_ARGUMENT
+    assert message.startswith("Invalid Arrow IPC: ")
+
+
 async def test_only_a_few_arrow_batches_are_in_flight(control: Control, channel: Any, start_worker: Any) -> None:
     worker: FrameWorker = await start_worker(hold)
     await control.push(running("a", worker))

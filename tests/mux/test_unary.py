@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import grpc
+import pyarrow as pa
 import pytest
 from frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from mux_process import MAX_MESSAGE_BYTES, Control, client, embed, running, stub, to
@@ -80,11 +81,67 @@ async def test_a_target_that_leads_nowhere_says_why(
     await control.push(running("a", await start_worker()), STOPPED, FAILED)
     request = {
         "Embed": mux_pb2.EmbedRequest(target=target, request=tei_pb2.EmbedRequest(inputs="x")),
-        "EmbedArrow": mux_pb2.EmbedArrowRequest(target=target, arrow_ipc=b"x", noop=True),
+        "EmbedArrow": mux_pb2.EmbedArrowRequest(target=target, arrow_ipc=GOOD, noop=True),
         "Info": mux_pb2.InfoRequest(target=target),
     }[method]
 
     assert await failure(stub(channel, method)(request)) == (status, message)
+
+
+def ipc(*columns: pa.Array, batches: int = 1) -> bytes:
+    """An Arrow stream of equal batches."""
+    batch = pa.record_batch(list(columns), names=[f"c{number}" for number in range(len(columns))])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        for _ in range(batches):
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+GOOD = ipc(pa.array([1]), pa.array(["x"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Invalid Arrow IPC: Expected schema message, found empty stream"),
+        (b"x", "Invalid Arrow IPC: Expected schema message, found empty stream"),
+        (b"\xff\xff\xff\xff\0\0\0\0", "Invalid Arrow IPC: Expected schema message, found empty stream"),
+        (b"no arrow at all", "Invalid Arrow IPC: not an IPC stream (no continuation marker)"),
+        (b"\xff\xff\xff\xff\x04\0\0\0\xff\xff\xff\xff", "Invalid Arrow IPC: a message header points outside"),
+        (GOOD[: GOOD.rindex(b"\xff\xff\xff\xff", 0, -8) + 100], "Invalid Arrow IPC: a message claims"),
+        (GOOD[GOOD.rindex(b"\xff\xff\xff\xff", 0, -8) :], "Invalid Arrow IPC: Expected schema message"),
+        (ipc(pa.array(["x"]), batches=0), "No RecordBatch in stream"),
+        (ipc(pa.array([1])), "No string column: expected `text` (a StringArray is needed)"),
+    ],
+)
+@pytest.mark.parametrize("target", [to("nobody"), to("off"), mux_pb2.Target(model_id="x")])
+@pytest.mark.parametrize("method", ["EmbedArrow", "EmbedSparseArrow"])
+async def test_bad_arrow_for_nobody_is_bad_arrow(
+    control: Control, channel: Any, content: bytes, message: str, target: Any, method: str
+) -> None:
+    await control.push(STOPPED)
+
+    status, said = await failure(stub(channel, method)(mux_pb2.EmbedArrowRequest(target=target, arrow_ipc=content)))
+
+    assert status is Status.INVALID_ARGUMENT
+    assert said.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pa.array(["x"]),
+        pa.array(["x"], pa.large_string()),
+        pa.array(["x"], pa.string_view()),
+        pa.array(["x"]).dictionary_encode(),
+    ],
+)
+async def test_good_arrow_for_nobody_is_not_found(control: Control, channel: Any, texts: pa.Array) -> None:
+    for batches in (1, 2_000):
+        request = mux_pb2.EmbedArrowRequest(target=to("nobody"), arrow_ipc=ipc(pa.array([1]), texts, batches=batches))
+
+        assert await failure(stub(channel, "EmbedArrow")(request)) == (Status.NOT_FOUND, "Instance 'nobody' not found")
 
 
 @pytest.mark.parametrize("target", [mux_pb2.Target(model_id="model"), mux_pb2.Target(instance_index=1), to("a")])

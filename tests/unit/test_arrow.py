@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.wire.arrow import read_texts, write_vectors
-from teimgr.wire.arrow_limits import decoded_bytes
+from teimgr.wire.arrow_limits import Outline, decoded_bytes, read_outline
 
 LIMIT = 1 << 24
 
@@ -154,6 +154,30 @@ def test_a_corrupted_stream_is_read_or_refused_and_never_worse(position: int, no
         read_texts(bytes(intact), LIMIT)
     except TeimgrError as error:
         assert isinstance(error, InvalidInput | TooLarge)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=8))
+def test_the_outline_refuses_nothing_that_can_be_read(position: int, noise: bytes) -> None:
+    stirred = bytearray(stream(texts_batch(["eins", None, "drei"]), compression="lz4"))
+    position %= len(stirred)
+    stirred[position : position + len(noise)] = noise
+
+    try:
+        outline = read_outline(stirred)
+    except ValueError:
+        with pytest.raises(InvalidInput):
+            read_texts(bytes(stirred), LIMIT)
+    else:
+        if outline != Outline(has_text=True, has_batch=True):
+            with pytest.raises(InvalidInput):
+                read_texts(bytes(stirred), LIMIT)
+
+
+def test_the_outline_of_a_long_stream_looks_at_its_beginning() -> None:
+    head = stream(*[texts_batch(["a"])] * 200)[:-8]
+
+    assert read_outline(head + b"no arrow any more") == Outline(has_text=True, has_batch=True)
 
 
 def test_vectors_come_back_as_rows_with_the_batches_of_the_request() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from teimgr.errors import InvalidInput
-from teimgr.front.mux_calls import method_of, target_of
+from teimgr.front.mux_calls import lease_for, method_of, target_of
 from teimgr.front.mux_counters import Note
 from teimgr.route.links import Call
 from teimgr.route.router import Lease, Router
@@ -86,7 +86,7 @@ class StreamRelay:
             TeimgrError: the message cannot be sent; nothing may follow it but `fail`.
         """
         envelope = read_envelope(message, self._rpc.inner_field)
-        lease = self._lease_for(envelope)
+        lease = self._lease_for(envelope, message)
         if not self.opened.is_set():
             self.opened.set()
         payload = self._whole(message) if self._rpc.payload is Payload.WHOLE else envelope.inner
@@ -135,7 +135,7 @@ class StreamRelay:
                 item.cancel()
         self._leases.close()
 
-    def _lease_for(self, envelope: Envelope) -> Lease:
+    def _lease_for(self, envelope: Envelope, message: bytes) -> Lease:
         """The lease of the message's target; that of the message before while its worker serves."""
         if envelope.target is not None and envelope.target != self._target_bytes:
             self._target = target_of(envelope)
@@ -145,7 +145,7 @@ class StreamRelay:
             raise InvalidInput("Missing target")
         if self._lease is None or self._lease.is_over:
             self._leases.close()
-            self._lease = self._leases.enter_context(self._router.lease(self._target))
+            self._lease = self._leases.enter_context(lease_for(self._rpc, self._router, self._target, message))
             self._note.instance = self._lease.instance
         return self._lease
 

@@ -9,16 +9,51 @@ Message.fbs; flatbuffers are read by their vtables (https://flatbuffers.dev/inte
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
 
 _CONTINUATION = 0xFFFFFFFF
-_RECORD_BATCH = 3
+_SCHEMA = 1
 _DICTIONARY_BATCH = 2
+_RECORD_BATCH = 3
 _STORED_UNCOMPRESSED = -1
 
 # Field numbers in Message.fbs.
 _MESSAGE_HEADER_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 1, 2, 3
 _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 _DICTIONARY_DATA = 1
+
+# Field numbers and types in Schema.fbs: Utf8, LargeUtf8, Utf8View; a dictionary has the type of its values.
+_SCHEMA_FIELDS, _FIELD_TYPE = 1, 2
+_STRINGS = (5, 20, 24)
+
+# How many messages, and columns of the schema, an outline looks at.
+_OUTLINE = 100
+
+
+class Outline(NamedTuple):
+    """What a stream has, or may have behind what was looked at: a column of strings, a batch."""
+
+    has_text: bool
+    has_batch: bool
+
+
+def read_outline(stream: bytes | memoryview) -> Outline:
+    """What the first messages of an IPC stream are. Cheap whatever the size, and so not all that is wrong is found.
+
+    Raises:
+        ValueError: it does not begin with a schema, or a header points outside the stream.
+    """
+    view = memoryview(stream)
+    try:
+        headers = [_header(view, metadata) for metadata, _, _ in islice(_messages(view), _OUTLINE)]
+        if not headers or headers[0][0] != _SCHEMA:
+            raise ValueError(f"Expected schema message, found {'another' if headers else 'empty stream'}")
+        has_batch = len(headers) == _OUTLINE or any(kind == _RECORD_BATCH for kind, _ in headers)
+        return Outline(_has_text(view, headers[0][1]), has_batch)
+    except (struct.error, IndexError) as error:
+        raise ValueError("a message header points outside the stream") from error
 
 
 def decoded_bytes(stream: bytes | memoryview) -> int:
@@ -34,9 +69,8 @@ def decoded_bytes(stream: bytes | memoryview) -> int:
         raise ValueError("a message header points outside the stream") from error
 
 
-def _messages(view: memoryview) -> list[tuple[int, int, int]]:
+def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
     """(start of the metadata, start of the body, size of the body) of every message."""
-    found = []
     offset = 0
     while offset + 8 <= len(view):
         marker, size = struct.unpack_from("<Ii", view, offset)
@@ -51,19 +85,34 @@ def _messages(view: memoryview) -> list[tuple[int, int, int]]:
         (length,) = struct.unpack_from("<q", view, at) if (at := _field(view, _root(view, metadata), 3)) else (0,)
         if length < 0 or body + length > len(view):
             raise ValueError(f"a message claims a body of {length} bytes, {len(view) - body} are there")
-        found.append((metadata, body, length))
+        yield metadata, body, length
         offset = body + length
-    return found
 
 
-def _decoded_body(view: memoryview, metadata: int, body: int, size: int) -> int:
+def _header(view: memoryview, metadata: int) -> tuple[int, int]:
+    """The kind of a message, 0 when it says none, and where its header table lies."""
     message = _root(view, metadata)
     kind_at = _field(view, message, _MESSAGE_HEADER_TYPE)
     header_at = _field(view, message, _MESSAGE_HEADER)
-    if not kind_at or not header_at or view[kind_at] not in (_RECORD_BATCH, _DICTIONARY_BATCH):
+    return (view[kind_at], _follow(view, header_at)) if kind_at and header_at else (0, 0)
+
+
+def _has_text(view: memoryview, schema: int) -> bool:
+    at = _field(view, schema, _SCHEMA_FIELDS)
+    if not at:
+        return False
+    vector = _follow(view, at)
+    (count,) = struct.unpack_from("<I", view, vector)
+    columns = (_follow(view, vector + 4 + 4 * index) for index in range(min(count, _OUTLINE)))
+    types_at = [_field(view, column, _FIELD_TYPE) for column in columns]
+    return count > _OUTLINE or any(type_at and view[type_at] in _STRINGS for type_at in types_at)
+
+
+def _decoded_body(view: memoryview, metadata: int, body: int, size: int) -> int:
+    kind, batch = _header(view, metadata)
+    if kind not in (_RECORD_BATCH, _DICTIONARY_BATCH):
         return 0
-    batch = _follow(view, header_at)
-    if view[kind_at] == _DICTIONARY_BATCH:
+    if kind == _DICTIONARY_BATCH:
         data_at = _field(view, batch, _DICTIONARY_DATA)
         if not data_at:
             return 0
