@@ -18,7 +18,7 @@ from teimgr.engine.prompts import Prompts
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
-from teimgr.errors import InvalidConfig, OutOfDeviceMemory, TeimgrError
+from teimgr.errors import InvalidConfig, ModelLoadFailed, OutOfDeviceMemory, TeimgrError
 from teimgr.spec import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ def load_parts(options: EngineOptions) -> Parts:
         log.warning("%s: %s", options.model_id, note)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     tokenizer = TextTokenizer(layout, _max_length(layout, options))
+    _check_room(layout, options, tokenizer.special_tokens + 1)
     embedder, choice = _load_model(layout, options, tokenizer)
     return_freed_memory()
     info = ModelInfo(
@@ -107,9 +108,21 @@ def _max_length(layout: Layout, options: EngineOptions) -> int:
     return min(layout.max_length, options.max_batch_tokens)
 
 
+def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
+    """See that a text of one token fits; it takes `least` together with the special ones."""
+    limits = {"max_batch_tokens": options.max_batch_tokens, "max_seq_length of the model": layout.max_length}
+    for key, tokens in limits.items():
+        if tokens < least:
+            raise InvalidConfig(
+                f"{key} is {tokens}, too little for a text and the special tokens: it must be at least {least}"
+            )
+
+
 def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer) -> tuple[Embedder, Choice]:
     device = torch.device(options.device)
     texts = [ids for ids in tokenizer.encode(PROBE_TEXTS, Truncation()) if not isinstance(ids, TeimgrError)]
+    if not texts:
+        raise ModelLoadFailed("the tokenizer fails on every known text")
     try:
         return choose(lambda: load_embedder(layout, device), _DTYPES[options.dtype], texts)
     except torch.OutOfMemoryError as error:

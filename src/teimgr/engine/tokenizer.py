@@ -41,7 +41,7 @@ class Truncation:
 
 
 class TextTokenizer:
-    """The tokenizer of one model. Safe from any thread; `max_length` counts tokens, special ones included."""
+    """The tokenizer of one model. Safe from any thread; `max_length` counts tokens, `special_tokens` among them."""
 
     def __init__(self, layout: Layout, max_length: int) -> None:
         self._tokenizer = load_tokenizer(layout)
@@ -51,6 +51,7 @@ class TextTokenizer:
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
         self.max_length = max_length
+        self.special_tokens: int = self._tokenizer.num_special_tokens_to_add(is_pair=False)
 
     def prompt_len(self, prompt: str) -> int:
         """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model."""
