@@ -11,6 +11,7 @@ from aiohttp import web
 from small_servers import Certificates, Daemon, serve
 
 from teimgr.client import AsyncClient, Tls
+from teimgr.client.tls import Endpoint
 from teimgr.errors import (
     DeadlineExceeded,
     InstanceExists,
@@ -148,10 +149,20 @@ def test_half_a_key_pair_is_refused() -> None:
         Tls(cert="client.pem")
 
 
-@pytest.mark.parametrize("url", ["ftp://host:1", "http://", "http://host:port", "http://host:70000"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ftp://host:1", "http://", "http://host:port", "http://host:70000", "http://host:0", "host:1/path"),
+        *("http://host:1/path", "http://host:1?query", "http://host:1/#part", "http://user:secret@host:1"),
+    ],
+)
 def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match="endpoint"):
         AsyncClient(url)
+
+
+def test_an_endpoint_may_end_in_a_slash() -> None:
+    assert Endpoint.parse("https://host/") == Endpoint("host", 443, True)
 
 
 async def test_a_missing_certificate_file_is_named() -> None:

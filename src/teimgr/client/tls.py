@@ -79,7 +79,9 @@ class Endpoint:
             port = parts.port
         except ValueError as error:
             raise InvalidConfig(f"endpoint {url!r}: {error}") from error
-        if parts.scheme not in _DEFAULT_PORT or not parts.hostname:
+        # What is neither host nor port would be dropped in silence.
+        more = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
+        if parts.scheme not in _DEFAULT_PORT or not parts.hostname or port == 0 or more:
             raise InvalidConfig(f"endpoint {url!r} is not http://host:port or https://host:port")
         return cls(parts.hostname, port or _DEFAULT_PORT[parts.scheme], parts.scheme == "https")
 
