@@ -88,6 +88,27 @@ async def test_arrow_mode_sends_lz4_batches_of_a_column_without_nulls(mux_url: s
     assert b"sample 99" not in request.arrow_ipc  # the text itself is compressed
 
 
+async def test_noop_outside_arrow_mode_runs_with_a_warning(mux_url: str) -> None:
+    ran = await bench("-e", mux_url, "-i", INSTANCE, "-n", 5, "--noop")
+    assert (ran.status, ran.result["successful"]) == (0, 5)
+    assert "bench-client: --noop has no effect in standard mode: the model runs" in ran.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "instance", "says"),
+    [
+        ("http://127.0.0.1:1/x", INSTANCE, "endpoint 'http://127.0.0.1:1/x'"),
+        ("http://127.0.0.1:1", "\udcff", "instance is not Unicode"),
+    ],
+    ids=["path", "name"],
+)
+async def test_an_address_that_cannot_be_meant_is_refused_in_one_line(endpoint: str, instance: str, says: str) -> None:
+    ran = await bench("-e", endpoint, "-i", instance)
+    assert (ran.status, ran.out) == (1, "")
+    assert says in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
 async def test_any_failed_text_gives_a_nonzero_status_and_the_reason(mux_url: str) -> None:
     ran = await bench("-e", mux_url, "-i", "nope", "-n", 5)
     assert ran.status == 1
@@ -173,6 +194,9 @@ async def test_an_undecodable_reply_ends_the_program(mux_url: str, tmp_path: Pat
         ([], "--endpoint"),
         (["-e", "http://127.0.0.1:1"], "--instance"),
         (["-e", "x", "-i", "y", "-b", "0"], "at least 1"),
+        (["-e", "x", "-i", "y", "-n", "abc"], "--num-texts: 'abc' is not a whole number of at least 1"),
+        (["-e", "x", "-i", "y", "--timeout-secs", "abc"], "--timeout-secs: 'abc' is not a number of seconds above 0"),
+        (["-e", "x", "-i", "y", "--timeout-secs", "nan"], "--timeout-secs: 'nan' is not a number of seconds above 0"),
         (["-e", "x", "-i", "y", "-m", "other"], "invalid choice"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rich.progress import Progress as Bar
 from teimgr.bench_client import load
 from teimgr.bench_client.texts import file_texts, made_texts
 from teimgr.client.calls import Calls
+from teimgr.client.checks import check_text
 from teimgr.client.messages import HowArrow
 from teimgr.client.tls import Endpoint, Tls
 from teimgr.errors import TeimgrError
@@ -44,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(arguments: argparse.Namespace) -> int:
+    check_text("instance", arguments.instance)
+    if arguments.noop and arguments.mode != "arrow":
+        print(f"bench-client: --noop has no effect in {arguments.mode} mode: the model runs", file=sys.stderr)
     count: int | None = arguments.num_texts
     texts = file_texts(arguments.texts, count) if arguments.texts else made_texts(count or _DEFAULT_TEXTS)
     name = "localhost" if arguments.insecure else None
@@ -147,12 +152,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--noop", action="store_true", help="arrow mode: ask for zeros, without running the model")
     add("--max-message-size-mb", type=_positive, default=100, metavar="N", help="largest message either way (100)")
-    add("--timeout-secs", type=float, default=120.0, metavar="S", help="limit of one call (120)")
+    add("--timeout-secs", type=_seconds, default=120.0, metavar="S", help="limit of one call (120)")
     return parser
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    if not text.isdecimal() or (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
