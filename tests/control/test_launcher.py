@@ -405,6 +405,58 @@ def test_a_number_given_away_again_is_another_process() -> None:
     assert me is not None
 
     assert open_pidfd(Process(me.pid, me.start_time + 1)) is None
+@pytest.mark.parametrize(
+    ("mode", "content", "problem"),
+    [
+        (0o1777, None, "is a shared folder"),
+        (0o755, "photo.jpg", "holds other things, such as photo.jpg"),
+    ],
+)
+async def test_a_folder_that_is_not_ours_alone_is_refused_and_left_as_it_is(
+    folder: Path, mode: int, content: str | None, problem: str
+) -> None:
+    run = folder / "run"
+    run.mkdir()
+    run.chmod(mode)
+    if content:
+        (run / content).touch()
+
+    with pytest.raises(InvalidConfig, match=problem):
+        await local_launcher(folder).start()
+
+    assert run.stat().st_mode & 0o7777 == mode
+    assert [path.name for path in run.iterdir()] == ([content] if content else [])
+
+
+async def test_a_run_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "run").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+    with pytest.raises(InvalidConfig, match="belongs to another user"):
+        await local_launcher(folder).start()
+
+
+async def test_a_file_in_the_place_of_the_run_directory_is_refused(folder: Path) -> None:
+    (folder / "run").touch()
+
+    with pytest.raises(InvalidConfig, match="cannot be used"):
+        await local_launcher(folder).start()
+
+
+@pytest.mark.parametrize("names", [(), ("0123456789ab.json", "mux-0.run", "daemon.lock", "nursery.log.1")])
+async def test_a_folder_with_nothing_but_our_files_becomes_private(folder: Path, names: tuple[str, ...]) -> None:
+    run = folder / "run"
+    run.mkdir(mode=0o755)
+    for name in names:
+        (run / name).touch()
+    launcher = local_launcher(folder)
+
+    await launcher.start()
+
+    assert run.stat().st_mode & 0o777 == 0o700
+    await launcher.close()
+
+
     pidfd = open_pidfd(me)
     assert pidfd is not None
     os.close(pidfd)

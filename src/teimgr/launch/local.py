@@ -21,7 +21,7 @@ from teimgr.launch.local_handle import LocalHandle
 from teimgr.launch.logfile import open_log, shrink
 from teimgr.launch.nursery_link import NurseryLink
 from teimgr.launch.processes import open_pidfd
-from teimgr.launch.runfile import RunFile, Traces, all_traces, new_incarnation, socket_fits
+from teimgr.launch.runfile import RunFile, Traces, all_traces, make_private, new_incarnation, socket_fits
 from teimgr.spec import WorkerSpec
 
 IDENTITY_LIMIT_S = 5.0
@@ -62,8 +62,7 @@ class LocalLauncher:
         if self._lock is not None:
             return
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._run_dir.chmod(0o700)
+        make_private(self._run_dir)
         if not socket_fits(self._run_dir):
             raise InvalidConfig(f"run_dir: a unix socket in {self._run_dir} would have too long a path")
         self._lock = _take_lock(self._run_dir / "daemon.lock")

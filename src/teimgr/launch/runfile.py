@@ -14,11 +14,12 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from teimgr.errors import Code
+from teimgr.errors import Code, InvalidConfig
 from teimgr.launch.base import LastWords
 from teimgr.launch.processes import Process, boot_id
 from teimgr.spec import WorkerSpec
@@ -26,6 +27,7 @@ from teimgr.spec import WorkerSpec
 # The kernel's limit on a unix socket's path is 108 bytes with the final zero.
 _SOCKET_PATH_BYTES = 107
 _OURS = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
+_OTHERS_OF_US = re.compile(r"mux-.*|nursery\.log.*|daemon\.lock")
 
 
 def new_incarnation() -> str:
@@ -120,3 +122,32 @@ def all_traces(folder: Path) -> Iterator[Traces]:
 def socket_fits(folder: Path) -> bool:
     """Whether a worker's socket in `folder` has a path that the kernel takes."""
     return len(os.fsencode(Traces(folder, new_incarnation()).socket)) <= _SOCKET_PATH_BYTES
+
+
+def make_private(folder: Path) -> None:
+    """Make `folder`, or take it as it is, for this user alone. One that others may be using is left untouched.
+
+    Raises:
+        InvalidConfig: it cannot be made, is another user's or a shared one, or holds what is not ours.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid():
+            raise InvalidConfig(f"run_dir: {folder} belongs to another user")
+        if found.st_mode & stat.S_ISVTX:
+            raise InvalidConfig(f"run_dir: {folder} is a shared folder; name one inside it")
+        if found.st_mode & 0o777 == 0o700:
+            return
+        if strangers := sorted(_strangers(folder)):
+            raise InvalidConfig(f"run_dir: {folder} holds other things, such as {strangers[0]}; name an empty folder")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise InvalidConfig(f"run_dir: {folder} cannot be used: {error.strerror or error}") from error
+
+
+def _strangers(folder: Path) -> Iterator[str]:
+    for entry in os.scandir(folder):
+        known = _OURS.fullmatch(entry.name) or _OTHERS_OF_US.fullmatch(entry.name)
+        if not known or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+            yield entry.name
