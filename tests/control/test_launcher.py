@@ -216,6 +216,27 @@ async def test_no_descriptors_left_fail_the_launch_and_leak_no_nursery(folder: P
     assert not psutil.Process().children()
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_a_nursery_that_dies_in_the_middle_of_a_fork_leaves_no_second_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Its run file is written `after` or not; the launch succeeds with the next nursery, under another name."""
+    mark = folder / "mark"
+    monkeypatch.setenv("MORTAL", moment)
+    monkeypatch.setenv("MORTAL_MARK", str(mark))
+    launcher = local_launcher(folder, preload=("fakes.mortal",))
+    await launcher.start()
+
+    handle = await launcher.launch(spec())
+
+    await eventually(lambda: look_up(int(mark.read_text())) is None)
+    assert {path.stem for path in (folder / "run").glob("*.sock")} == {handle.incarnation}
+    assert await identify(handle.socket, LIMIT_S) is not None
+    await handle.stop(0)
+    assert left_over(folder) == set()
+    await launcher.close()
+
+
 async def test_a_missing_module_of_the_preload_does_not_stop_the_nursery(folder: Path) -> None:
     launcher = local_launcher(folder, preload=("no_such_module",))
     await launcher.start()
@@ -260,7 +281,7 @@ async def test_a_worker_whose_run_file_cannot_be_written_is_no_worker(
     monkeypatch.setattr(local, "new_incarnation", lambda: "0123456789ab")
     (folder / "run" / "0123456789ab.json.tmp").symlink_to(folder / "missing" / "file")
 
-    with pytest.raises(LaunchFailed, match="no run file"):
+    with pytest.raises(LaunchFailed, match="cannot be made known"):
         await launcher.launch(spec())
 
     assert left_over(folder) == set()
@@ -384,27 +405,6 @@ async def test_the_run_directory_is_for_its_owner_alone(launcher: LocalLauncher,
     await handle.stop(0)
 
 
-# Processes and logs
-
-
-def test_a_zombie_is_no_process() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
-    before = look_up(child.pid)
-    assert child.stdout is not None
-    child.stdout.read()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-
-    assert look_up(child.pid) is None
-    assert before is None or open_pidfd(before) is None
-    child.stdout.close()
-    child.wait()
-
-
-def test_a_number_given_away_again_is_another_process() -> None:
-    me = look_up(os.getpid())
-    assert me is not None
-
-    assert open_pidfd(Process(me.pid, me.start_time + 1)) is None
 @pytest.mark.parametrize(
     ("mode", "content", "problem"),
     [
@@ -457,6 +457,27 @@ async def test_a_folder_with_nothing_but_our_files_becomes_private(folder: Path,
     await launcher.close()
 
 
+# Processes and logs
+
+
+def test_a_zombie_is_no_process() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    before = look_up(child.pid)
+    assert child.stdout is not None
+    child.stdout.read()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+    assert look_up(child.pid) is None
+    assert before is None or open_pidfd(before) is None
+    child.stdout.close()
+    child.wait()
+
+
+def test_a_number_given_away_again_is_another_process() -> None:
+    me = look_up(os.getpid())
+    assert me is not None
+
+    assert open_pidfd(Process(me.pid, me.start_time + 1)) is None
     pidfd = open_pidfd(me)
     assert pidfd is not None
     os.close(pidfd)

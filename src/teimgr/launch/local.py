@@ -19,7 +19,7 @@ from teimgr.launch.base import Adopted, LaunchFailed
 from teimgr.launch.control_link import WorkerStatus, identify
 from teimgr.launch.local_handle import LocalHandle
 from teimgr.launch.logfile import open_log, shrink
-from teimgr.launch.nursery_link import NurseryLink
+from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.processes import open_pidfd
 from teimgr.launch.runfile import RunFile, Traces, all_traces, make_private, new_incarnation, socket_fits
 from teimgr.spec import WorkerSpec
@@ -83,6 +83,12 @@ class LocalLauncher:
             raise
 
     async def _make(self, spec: WorkerSpec) -> LocalHandle:
+        try:
+            return await self._make_once(spec)
+        except NurseryDied:  # a fresh nursery may do better; under a new name, for nothing of this try may be met again
+            return await self._make_once(spec)
+
+    async def _make_once(self, spec: WorkerSpec) -> LocalHandle:
         """Bind the socket, fork, hand the socket over."""
         traces = Traces(self._run_dir, new_incarnation())
         request = {"incarnation": traces.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
@@ -93,14 +99,25 @@ class LocalLauncher:
                 held.callback(os.close, log_fd)
                 listener = held.enter_context(_listen(traces.socket))
                 forked = await self.nursery.fork(request, listener.fileno(), log_fd)
-        except (OSError, LaunchFailed) as error:
+        except OSError as error:
             traces.remove()
             raise LaunchFailed(str(error)) from error
+        except LaunchFailed:
+            await self._unmake_unanswered(traces)
+            raise
         return self._keep(LocalHandle(spec, traces, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
 
     async def _unmake(self, making: asyncio.Future[LocalHandle]) -> None:
         with suppress(LaunchFailed):
             await (await making).stop(0)
+
+    async def _unmake_unanswered(self, traces: Traces) -> None:
+        """End the worker of a nursery that died before it could answer; its run file says whether there is one."""
+        handle = self._find(traces)
+        if handle is None:
+            traces.remove()
+        else:
+            await handle.stop(0)
 
     async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """See who lives, keep whom we want, end the others."""

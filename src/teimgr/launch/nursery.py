@@ -12,7 +12,8 @@ per message:
           {"id", "error"}
           {"pid", "status"}                          a worker ended; negative: by that signal
 
-A worker's run file is written before the answer, so a daemon that dies at any moment leaves no worker unknown.
+A worker's run file is written before the answer and before the child goes on, so whoever dies at whatever moment, the
+daemon or the nursery, leaves no worker unknown.
 The nursery ends when the control socket closes. The workers, each in a session of its own, go on.
 """
 
@@ -131,30 +132,47 @@ class Nursery:
         request = json.loads(message)
         try:
             listener, log = descriptors
-            pid = os.fork()
+            self._fork(request, listener, log)
         except (OSError, ValueError) as error:
             self._say({"id": request["id"], "error": f"fork: {error}"})
-        else:
-            if pid == 0:
-                self._become_worker(request, listener, log)
-            self._keep(request, pid)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
 
-    def _keep(self, request: dict[str, str], pid: int) -> None:
+    def _fork(self, request: dict[str, str], listener: int, log: int) -> None:
+        known, make_known = os.pipe()
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(make_known)
+                self._become_worker(request, listener, log, known)
+            self._keep(request, pid, make_known)
+        finally:
+            os.close(known)
+            os.close(make_known)
+
+    def _keep(self, request: dict[str, str], pid: int, make_known: int) -> None:
+        """Watch the child and let it go on, or end it: what cannot be watched or found again is no worker."""
         # Nobody reaps the child but us, so its number is its own until `_reap`.
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._pids[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
         try:
             write_run_file(request, pid)
+            with suppress(BrokenPipeError):  # it has ended already
+                os.write(make_known, b"!")
+            self._say({"id": request["id"], "pid": pid}, pidfd)
+        except (BrokenPipeError, ConnectionResetError):
+            raise  # the daemon is gone; the next one finds the worker
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
-            self._say({"id": request["id"], "error": f"no run file: {error}"})
-        else:
-            self._say({"id": request["id"], "pid": pid}, pidfd)
+            self._say({"id": request["id"], "error": f"the worker cannot be made known: {error}"})
 
     def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
@@ -168,10 +186,12 @@ class Nursery:
     def _say(self, message: dict[str, object], *descriptors: int) -> None:
         socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
 
-    def _become_worker(self, request: dict[str, str], listener: int, log: int) -> NoReturn:
-        """In the child: leave the nursery behind, run the entry, end."""
+    def _become_worker(self, request: dict[str, str], listener: int, log: int, known: int) -> NoReturn:
+        """In the child: leave the nursery behind, run the entry, end. At once, when the nursery dies before `known`."""
         status = 1
         try:
+            if not os.read(known, 1):
+                raise SystemExit(status)
             self._control.close()
             self._selector.close()
             spec = WorkerSpec.from_json(request["spec"])

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from teimgr.launch.base import LaunchFailed
+from teimgr.launch.base import KILL_LIMIT_S, LaunchFailed
 from teimgr.launch.logfile import last_line, open_log
 from teimgr.launch.nursery import MESSAGE_LIMIT_BYTES
 
@@ -81,13 +81,11 @@ class NurseryLink:
         """A worker that owns copies of both descriptors.
 
         Raises:
-            LaunchFailed: the nursery could not make it, or died.
+            NurseryDied: before it answered; when there is a worker all the same, its run file says which.
+            LaunchFailed: the nursery could not make it.
         """
         async with self._turn:
-            try:
-                return await self._living().fork(request, listener, log_fd)
-            except NurseryDied:  # no worker was made: a fresh nursery may do better, once
-                return await self._living().fork(request, listener, log_fd)
+            return await self._living().fork(request, listener, log_fd)
 
     def _living(self) -> _Life:
         if self._closed:
@@ -183,8 +181,11 @@ class _Life:
             socket.send_fds(self._control, [message], [listener, log_fd])
             return await asyncio.wait_for(self._reply, FORK_LIMIT_S)
         except TimeoutError:
-            self.process.kill()  # it is stuck; the end of its socket does the rest
+            await self._kill()
             raise LaunchFailed("the nursery does not answer") from None
+        except (BrokenPipeError, ConnectionResetError) as error:
+            await self._kill()
+            raise NurseryDied(f"the nursery is gone: {error}") from error
         except OSError as error:
             raise LaunchFailed(f"the nursery cannot be asked: {error}") from error
         finally:
@@ -194,6 +195,12 @@ class _Life:
         """Close the socket and see the process out."""
         self.process.terminate()  # it may be importing, and not look at its socket for seconds
         await self._gone.wait()
+
+    async def _kill(self) -> None:
+        """Have it gone when this returns, so that it makes no worker behind our back."""
+        self.process.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._gone.wait(), KILL_LIMIT_S)
 
     def _readable(self) -> None:
         while True:
