@@ -61,9 +61,6 @@ class Launcher:
     async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         return []
 
-    def log_path(self, name: str) -> Path:
-        return Path("/nonexistent/log")
-
     async def close(self) -> None:
         return None
 

@@ -35,7 +35,6 @@ _FLAGS = {
     "fail-probe": "answer each PROBE with an error",
     "fail-probes": "answer so many PROBEs with an error, then well",
     "busy": "count a batch at every STATS",
-    "unhealthy": "say unhealthy after saying ready",
     "drain-itself": "say draining after saying ready, then exit 0",
     "deaf": "accept no connection, answer nothing",
     "exit-when-alone": "exit when the last watcher goes",
@@ -122,8 +121,6 @@ class FakeWorker:
         if "never-ready" in self.flags:
             return None
         self.say(state="ready", model=self.model())
-        if "unhealthy" in self.flags:
-            self.say(state="unhealthy", reason="a vector had NaN in it")
         self.perhaps_drain()
         if "crash-after-ready" in self.flags:
             self.leave(int(self.flags["crash-after-ready"]))

@@ -54,10 +54,10 @@ RUNNING, _ = after(Start(), WorkerReady())
 # Start, stop, restart, delete
 
 
-def test_start_launches_the_first_attempt_and_sets_the_deadline() -> None:
+def test_start_launches_a_worker_and_sets_the_deadline() -> None:
     life, effects = after((5.0, Start()))
 
-    assert effects == [Launch(attempt=1)]
+    assert effects == [Launch()]
     assert (life.phase, life.phase.state, life.wake_at) == (Phase.STARTING, State.STARTING, 65.0)
 
 
@@ -91,7 +91,7 @@ def test_restart_terminates_then_launches_at_once() -> None:
     starting, launch = after(KILLED, life=replacing)
 
     assert (replacing.phase.state, effects) == (State.STARTING, [Terminate()])
-    assert (starting.phase, launch, starting.restarts) == (Phase.STARTING, [Launch(attempt=2)], 1)
+    assert (starting.phase, launch, starting.restarts) == (Phase.STARTING, [Launch()], 1)
 
 
 def test_a_start_during_a_stop_brings_a_new_worker_after_the_old_one() -> None:
@@ -99,7 +99,7 @@ def test_a_start_during_a_stop_brings_a_new_worker_after_the_old_one() -> None:
     assert (life.phase, effects) == (Phase.REPLACING, [])
 
     life, effects = after(KILLED, life=life)
-    assert (life.phase, effects) == (Phase.STARTING, [Launch(attempt=2)])
+    assert (life.phase, effects) == (Phase.STARTING, [Launch()])
 
 
 def test_a_stop_during_a_restart_wins() -> None:
@@ -136,7 +136,7 @@ def test_a_stable_worker_that_crashes_is_replaced_at_once() -> None:
     assert (life.phase, life.phase.state, life.wake_at, effects) == (Phase.WAITING, State.STARTING, 100.0, [])
 
     life, effects = after((100.0, Tick()), life=life)
-    assert (effects, life.restarts, life.reason) == ([Launch(attempt=2)], 1, "the worker was killed by SIGKILL")
+    assert (effects, life.restarts, life.reason) == ([Launch()], 1, "the worker was killed by SIGKILL")
 
 
 def test_crashes_in_a_row_wait_twice_as_long_each_time_up_to_the_cap() -> None:
@@ -179,7 +179,7 @@ def test_a_permanent_failure_is_not_tried_again() -> None:
 def test_a_user_may_start_a_failed_instance_again() -> None:
     life, effects = after(Start(), HOPELESS, Start())
 
-    assert (life.phase, life.reason, effects) == (Phase.STARTING, None, [Launch(attempt=2)])
+    assert (life.phase, life.reason, effects) == (Phase.STARTING, None, [Launch()])
 
 
 def test_words_on_the_link_count_when_the_exit_has_none() -> None:

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def card(index: int, free_gib: float, uuid: str = "") -> Gpu:
-    return Gpu(index, uuid or f"GPU-{index}", "card", 24 * GIB, int(free_gib * GIB))
+    return Gpu(index, uuid or f"GPU-{index}", int(free_gib * GIB))
 
 
 TWO = Inventory((card(0, 10), card(1, 20)))

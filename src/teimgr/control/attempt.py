@@ -55,7 +55,6 @@ class Attempt:
         self._link: ControlLink | None = None
         self._threads: int | None = None
         self._told_threads: int | None = None
-        self._probe_now = asyncio.Event()
         self._ready = asyncio.Event()
         self._grace_s: float | None = None
         self._launching: asyncio.Task[WorkerHandle] | None = None
@@ -198,9 +197,6 @@ class Attempt:
             case "ready":
                 self._ready.set()
                 self._post(WorkerReady())
-            case "unhealthy":  # its own word is a hint; the proof decides
-                self._ready.set()
-                self._probe_now.set()
             case "failed":
                 self._post(WorkerFailed(Failure(status.reason or "the worker failed", status.permanent)))
             case "draining":
@@ -218,17 +214,10 @@ class Attempt:
         prober = Prober(self._probes.timeout_s)
         await self._ready.wait()
         while True:
-            await self._until_next_probe()
+            await asyncio.sleep(self._probes.interval_s)
             try:
                 await prober.prove(self._link)
             except TeimgrError as error:
                 self._post(ProbeFailed(error.message))
             else:
                 self._post(ProbeOk())
-
-    async def _until_next_probe(self) -> None:
-        try:
-            await asyncio.wait_for(self._probe_now.wait(), self._probes.interval_s)
-        except TimeoutError:
-            return
-        self._probe_now.clear()

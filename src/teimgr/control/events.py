@@ -99,9 +99,7 @@ Event = Command | News
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Make a worker; `attempt` counts them from 1."""
-
-    attempt: int
+    """Make a worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,10 @@ _FAILURE_AGE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. Memory is in bytes, 0 where the card does not say."""
+    """One card. Free memory is in bytes, 0 where the card does not say."""
 
     index: int
     uuid: str
-    name: str
-    memory_total_bytes: int
     memory_free_bytes: int
 
 
@@ -94,24 +92,14 @@ def _is_named(gpu: Gpu, name: str) -> bool:
 
 def _card(index: int) -> Gpu:
     device = pynvml.nvmlDeviceGetHandleByIndex(index)
-    total_bytes, free_bytes = _memory(device)
-    return Gpu(index, _text(pynvml.nvmlDeviceGetUUID(device)), _text(_name(device)), total_bytes, free_bytes)
+    return Gpu(index, _text(pynvml.nvmlDeviceGetUUID(device)), _free_bytes(device))
 
 
-def _memory(device: object) -> tuple[int, int]:
+def _free_bytes(device: object) -> int:
     try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(device).free)
     except pynvml.NVMLError:  # not supported under MIG, in some containers, on cards with unified memory
-        return 0, 0
-    return int(memory.total), int(memory.free)
-
-
-def _name(device: object) -> str | bytes:
-    try:
-        name: str | bytes = pynvml.nvmlDeviceGetName(device)
-    except pynvml.NVMLError:
-        return "unknown"
-    return name
+        return 0
 
 
 def _text(value: str | bytes) -> str:

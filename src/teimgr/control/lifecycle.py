@@ -111,7 +111,6 @@ class Life:
     deleted: bool = False
     verdict: Failure | None = None
     reason: str | None = None
-    launches: int = 0
     restarts: int = 0
     streak: int = 0
     probe_failures: int = 0
@@ -181,8 +180,7 @@ class Life:
         return replace(self, phase=Phase.STARTING, verdict=None, ready_at=None, probe_failures=0, wake_at=deadline)
 
     def _launch(self, now: float, *, again: bool) -> tuple[Life, list[Effect]]:
-        life = replace(self._loading(now), launches=self.launches + 1, restarts=self.restarts + again)
-        return life, [Launch(life.launches)]
+        return replace(self._loading(now), restarts=self.restarts + again), [Launch()]
 
     def _start(self, now: float) -> tuple[Life, list[Effect]]:
         if self.is_ending:

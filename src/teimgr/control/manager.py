@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Protocol
 
 from teimgr.control.admission import Admission
@@ -194,14 +193,6 @@ class Manager:
             InstanceNotFound.
         """
         return self._find(name).view()
-
-    def log_path(self, name: str) -> Path:
-        """Where the instance's workers write.
-
-        Raises:
-            InstanceNotFound: so that no other file can be asked for.
-        """
-        return self._launcher.log_path(self._find(name).spec.name)
 
     # Instances and their supervisors
 

@@ -79,7 +79,7 @@ class Adopted:
 
 
 class Launcher(Protocol):
-    """Makes workers, finds those of a daemon that died, and keeps their logs."""
+    """Makes workers, and finds those of a daemon that died."""
 
     async def start(self) -> None:
         """Get ready, once; returns before slow preparations end.
@@ -100,9 +100,6 @@ class Launcher(Protocol):
 
         All others are ended, and what dead ones left is removed.
         """
-
-    def log_path(self, name: str) -> Path:
-        """Where the workers of the instance `name` write."""
 
     async def close(self) -> None:
         """Give up everything but the workers, which go on."""
