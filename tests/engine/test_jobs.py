@@ -15,6 +15,7 @@ from tests.models import build
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.embedder import Embedder
 from teimgr.engine.job import Lane
+from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import (
     DeadlineExceeded,
     EmptyInput,
@@ -25,6 +26,7 @@ from teimgr.errors import (
     ModelNotFound,
     OutOfDeviceMemory,
     Overloaded,
+    TokenizerFailed,
     Unavailable,
 )
 
@@ -208,6 +210,39 @@ def test_a_vector_with_nan_is_never_sent_and_the_engine_says_it_is_unhealthy(ber
         bert.engine.prove(WAIT_S)
     with pytest.raises(Unavailable, match="NaN"):
         bert.send(["fog"])
+
+
+def test_a_prompt_that_cannot_be_tokenized_fails_its_texts_only(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(model_dir("bert", prompts={"q": "ask: "}))
+
+    def refuse(tokenizer: TextTokenizer, prompt: str) -> int:
+        if prompt:
+            raise TokenizerFailed("tokenizer error")
+        return 0
+
+    monkeypatch.setattr(TextTokenizer, "prompt_len", refuse)
+
+    assert {type(error) for error in served.embed(["fog"], prompt_name="q").errors.values()} == {TokenizerFailed}
+    assert served.embed(["fog"]).errors == {}
+
+
+def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
+    bert: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """As pyo3 raises it."""
+
+    def panic(*args: object) -> None:
+        raise Panic("the library panicked")
+
+    monkeypatch.setattr(bert.engine._tokenizer, "check", panic)
+    bert.send(["fog"])
+    bert.engine._tokenizing.join(WAIT_S)
+
+    with pytest.raises(Unavailable, match="the library panicked"):
+        bert.engine.prove(WAIT_S)
 
 
 def test_a_proof_goes_through_the_device_and_a_hanging_one_fails_it(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.models import edit
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from teimgr.engine.layout import read_layout
 from teimgr.engine.prompts import Prompts
@@ -85,6 +86,43 @@ def test_the_cut_of_a_very_long_text_changes_nothing(
     plain.enable_truncation(96, direction="left" if truncation.left else "right")
 
     assert ids(TextTokenizer(read_layout(path), 96), text, truncation) == plain.encode(text).ids
+
+
+def panic_at_long_texts(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that the library refuses by a panic of Rust, as soon as a text is over the limit."""
+    monkeypatch.setattr(tokenizer, "_switch", lambda truncation: tokenizer._tokenizer.enable_truncation(3, stride=1))
+
+
+def test_a_panic_of_the_library_fails_its_text_only(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    panic_at_long_texts(tokenizer, monkeypatch)
+    good, bad, other = tokenizer.encode(["fog", "fog and rain", "rain"], RIGHT)
+
+    assert isinstance(good, np.ndarray)
+    assert isinstance(other, np.ndarray)
+    assert isinstance(bad, TokenizerFailed)
+    assert "stride" in bad.message
+    with pytest.raises(TokenizerFailed, match="stride"):
+        tokenizer.tokenize("fog and rain", True, "")
+
+
+def test_a_text_that_fails_only_as_a_whole_fails_alone(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortened text did not fill the limit, so the whole one is tokenized: that can fail too."""
+    long = "fog " + " " * 70_000 + "fog"
+    bound = tokenizer.max_length * 250
+    encode = tokenizer._encode
+
+    def refuse(texts: Sequence[str], *rest: Any) -> list[Encoding]:
+        if any(len(text) > bound for text in texts):
+            raise TokenizerFailed("too long")
+        return encode(texts, *rest)
+
+    monkeypatch.setattr(tokenizer, "_encode", refuse)
+    good, bad = tokenizer.encode(["fog", "fog rain" + long], RIGHT)
+
+    assert isinstance(good, np.ndarray)
+    assert isinstance(bad, TokenizerFailed)
 
 
 def test_offsets_are_bytes_and_special_tokens_have_none(tokenizer: TextTokenizer) -> None:

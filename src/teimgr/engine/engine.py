@@ -199,7 +199,7 @@ class Engine:
     def _supervise(self, body: Callable[[], None]) -> None:
         try:
             body()
-        except Exception as error:  # whatever it was: the engine says that it is broken, and is restarted
+        except BaseException as error:  # whatever it was: the engine says that it is broken, and is restarted
             log.exception("the %s thread died", threading.current_thread().name)
             self._fall_sick(f"the engine has a defect: {error!r}")
 

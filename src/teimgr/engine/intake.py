@@ -12,12 +12,15 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Job, Lane
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.shelf import Entry
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
-from teimgr.errors import Overloaded, TeimgrError, Unavailable
+from teimgr.errors import Overloaded, TeimgrError, TokenizerFailed, Unavailable
 
 _CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
 _CHUNK_CHARS = 50_000
@@ -193,7 +196,13 @@ class Intake:
             if isinstance(result, TeimgrError):
                 yield pending, row, result
             else:
-                yield pending, row, Entry(pending.job, row, result, self._tokenizer.prompt_len(pending.prompt))
+                yield pending, row, self._entry(pending, row, result)
+
+    def _entry(self, pending: _Pending, row: int, ids: NDArray[np.int32]) -> Entry | TeimgrError:
+        try:
+            return Entry(pending.job, row, ids, self._tokenizer.prompt_len(pending.prompt))
+        except TokenizerFailed as error:
+            return error
 
     def _settle(self, chunk: _Chunk) -> None:
         """Give back the estimates of the jobs that ended in `chunk`; the queue counts their tokens now."""

@@ -6,7 +6,8 @@ One `tokenizers.Tokenizer` behind a lock: a second copy would cost a vocabulary,
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +55,11 @@ class TextTokenizer:
         self.special_tokens: int = self._tokenizer.num_special_tokens_to_add(is_pair=False)
 
     def prompt_len(self, prompt: str) -> int:
-        """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model."""
+        """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model.
+
+        Raises:
+            TokenizerFailed: the library refused it.
+        """
         if self._pool_prompts or not prompt:
             return 0
         if prompt not in self._prompt_lens:
@@ -79,9 +84,9 @@ class TextTokenizer:
         """The ids of each text (prompt already before it), or why there are none. The GIL is free meanwhile."""
         try:
             encodings = self._encode([self._shortened(text, truncation) for text in texts], truncation)
-        except Exception as error:  # the library raises plain Exception, and for all texts at once
+            return [self._ids(e, text, truncation) for e, text in zip(encodings, texts, strict=True)]
+        except TokenizerFailed as error:  # for all texts at once
             return self._encode_singly(texts, truncation, error)
-        return [self._ids(e, text, truncation) for e, text in zip(encodings, texts, strict=True)]
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[Token]:
         """Every token of prompt + text, untruncated.
@@ -93,10 +98,7 @@ class TextTokenizer:
         if error := self.check(text, Truncation(on=False)):
             raise error
         whole = prompt + text
-        try:
-            encoding = self._encode([whole], Truncation(on=False), add_special_tokens)[0]
-        except Exception as error:
-            raise TokenizerFailed(f"tokenizer error {error}") from error
+        encoding = self._encode([whole], Truncation(on=False), add_special_tokens)[0]
         return list(_tokens(encoding, whole))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -108,13 +110,11 @@ class TextTokenizer:
         """
         if not ids:
             raise EmptyInput("Input validation error: `input_ids` cannot be empty")
-        try:
+        with _refusals():
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        except Exception as error:
-            raise TokenizerFailed(f"tokenizer error {error}") from error
 
     def _encode(self, texts: Sequence[str], truncation: Truncation, specials: bool = True) -> list[Encoding]:
-        with self._lock:
+        with self._lock, _refusals():
             self._switch(truncation)
             if len(texts) == 1:  # offsets are kept, and the thread pool is spared
                 return [self._tokenizer.encode(texts[0], add_special_tokens=specials)]
@@ -130,19 +130,17 @@ class TextTokenizer:
         self._truncation = truncation
 
     def _encode_singly(
-        self, texts: Sequence[str], truncation: Truncation, error: Exception
+        self, texts: Sequence[str], truncation: Truncation, error: TokenizerFailed
     ) -> list[NDArray[np.int32] | TeimgrError]:
         """After the library refused a batch: each text by itself, so that one cannot fail the others."""
         if len(texts) == 1:
-            return [TokenizerFailed(f"tokenizer error {error}")]
+            return [error]
         return [self.encode([text], truncation)[0] for text in texts]
 
     def _ids(self, encoding: Encoding, text: str, truncation: Truncation) -> NDArray[np.int32] | TeimgrError:
         ids = encoding.ids
         if truncation.on and not encoding.overflowing and self._shortened(text, truncation) is not text:
-            with self._lock:  # the shortened text did not fill the limit, so all of it counts
-                self._switch(truncation)
-                ids = self._tokenizer.encode(text).ids
+            ids = self._encode([text], truncation)[0].ids  # what was kept did not fill the limit, so all of it counts
         if len(ids) > self.max_length:
             return InvalidInput(
                 f"Input validation error: `inputs` must have less than {self.max_length} tokens. Given: {len(ids)}"
@@ -165,6 +163,17 @@ class TextTokenizer:
         if at is None:
             return text
         return text[at:] if truncation.left else text[:at]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What the library raises, as TokenizerFailed: plain Exception, or a panic of Rust, which is a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerFailed(f"tokenizer error {error}") from error
 
 
 def _space_before(text: str, at: int) -> int | None:
