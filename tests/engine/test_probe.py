@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models import build, edit
 
 from teimgr.engine import probe
+from teimgr.engine.attention import Packing
 from teimgr.engine.embedder import Embedder, load_embedder
 from teimgr.engine.layout import read_layout
 from teimgr.engine.model import Batching
-from teimgr.engine.probe import Choice, choose
+from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_texts
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
 from teimgr.errors import ModelLoadFailed
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
     layout = read_layout(path)
-    texts = TextTokenizer(layout, layout.max_length).encode(probe.PROBE_TEXTS, Truncation())
+    texts = TextTokenizer(layout, layout.max_length).encode(probe_texts(layout.config, layout.max_length), Truncation())
     return choose(lambda: load_embedder(layout, torch.device("cpu")), wanted, texts)[1]
 
 
@@ -44,6 +46,32 @@ def test_a_wrong_position_offset_is_noticed(model_dir: Callable[..., Path], monk
     assert chosen(model_dir("roberta"), torch.float32).batching is Batching.EQUAL_LENGTH
 
 
+def test_a_wrong_window_is_noticed_though_no_common_text_is_longer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = build("modernbert", tmp_path)
+    edit(path / "config.json", local_attention=1000, max_position_embeddings=2048)
+    edit(path / "sentence_bert_config.json", max_seq_length=2048)
+    assert chosen(path, torch.float32).batching is Batching.BY_RUN
+
+    monkeypatch.setattr(Packing, "window", lambda *args: None)
+    assert chosen(path, torch.float32).batching is Batching.EQUAL_LENGTH
+
+
+def test_only_a_model_with_a_window_is_tried_with_a_long_text() -> None:
+    def words(max_length: int, **config: object) -> int:
+        return max((len(text.split()) for text in probe_texts(config, max_length)[len(PROBE_TEXTS) :]), default=0)
+
+    assert words(512) == 0
+    assert words(512, sliding_window=None, use_sliding_window=True) == 0
+    assert words(512, sliding_window=512) == 0
+    assert words(32768, sliding_window=128, use_sliding_window=False) == 0
+    assert words(32768, sliding_window=100_000) == 0
+    assert 256 < words(8192, local_attention=128) < 400
+    assert 512 < words(2048, sliding_window=512) < 800
+    assert words(32768, sliding_window=4096) == 0
+
+
 def test_auto_returns_to_float32_where_a_faster_type_strays(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +90,7 @@ def test_the_first_model_is_gone_before_another_is_loaded(
     monkeypatch.setattr(probe, "_fastest", lambda embedder: torch.bfloat16)
     monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
     layout = read_layout(model_dir("bert"))
-    texts = TextTokenizer(layout, layout.max_length).encode(probe.PROBE_TEXTS, Truncation())
+    texts = TextTokenizer(layout, layout.max_length).encode(PROBE_TEXTS, Truncation())
     loaded: list[weakref.ref[torch.nn.Module]] = []
     alive: list[int] = []
 

@@ -13,7 +13,7 @@ import torch
 from teimgr.engine.embedder import Embedder, load_embedder
 from teimgr.engine.layout import Layout, read_layout
 from teimgr.engine.model import Batching
-from teimgr.engine.probe import PROBE_TEXTS, Choice, choose
+from teimgr.engine.probe import Choice, choose, probe_texts
 from teimgr.engine.prompts import Prompts
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.runner import return_freed_memory
@@ -120,7 +120,8 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
 
 def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer) -> tuple[Embedder, Choice]:
     device = torch.device(options.device)
-    texts = [ids for ids in tokenizer.encode(PROBE_TEXTS, Truncation()) if not isinstance(ids, TeimgrError)]
+    known = probe_texts(layout.config, tokenizer.max_length)
+    texts = [ids for ids in tokenizer.encode(known, Truncation()) if not isinstance(ids, TeimgrError)]
     if not texts:
         raise ModelLoadFailed("the tokenizer fails on every known text")
     try:

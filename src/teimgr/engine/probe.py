@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,12 @@ _ASKED_FOR_COSINE = 0.99  # a type that the user chose is served unless it is pl
 _TRIAL_TOKENS = 64
 _TRIALS = 8
 _WORTH_A_CHANGE = 1.15
+_LONG_TEXT_WORDS = 300
+_WIDEST_PROBED_WINDOW = 1024  # tokens; a text past a wider one would cost seconds of every load on a CPU
+_WINDOW_KEYS = ("sliding_window", "local_attention")
 
-# Lengths from one word to many, in several scripts: a wrong position, mask or window shows in one of them.
+# Lengths from one word to many, in several scripts: a wrong position or mask shows in one of them. The longest have
+# some 80 tokens; a model whose window could be wrong gets a longer one, by `probe_texts`.
 PROBE_TEXTS = (
     "yes",
     "The quick brown fox jumps over the lazy dog.",
@@ -58,6 +63,21 @@ class Choice:
     dimension: int
     mean_cosine: float
     min_cosine: float
+
+
+def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
+    """The known texts for a model with this config.json.
+
+    Where its attention has a window smaller than `max_length` tokens, one text is longer than the window; windows wider
+    than `_WIDEST_PROBED_WINDOW` are believed untried.
+    """
+    windows = [config[key] for key in _WINDOW_KEYS if isinstance(config.get(key), int)]
+    window = max((w for w in windows if w < max_length and w <= _WIDEST_PROBED_WINDOW), default=None)
+    if window is None or config.get("use_sliding_window") is False:
+        return PROBE_TEXTS
+    words = PROBE_TEXTS[-1].split()
+    wanted = max(_LONG_TEXT_WORDS, window + window // 4)  # a word is a token or more
+    return (*PROBE_TEXTS, " ".join(words[i % len(words)] for i in range(wanted)))
 
 
 def choose(load: Callable[[], Embedder], wanted: torch.dtype | None, texts: Sequence[Ids]) -> tuple[Embedder, Choice]:
