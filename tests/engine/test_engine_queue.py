@@ -143,21 +143,6 @@ def test_expired_entries_come_back_apart() -> None:
     assert batch.entries == [timely]
 
 
-def test_a_purge_makes_room_and_loses_no_failure() -> None:
-    clock = Clock()
-    queue = EntryQueue(LIMITS, clock)
-    gone, late, stays = entry(10), entry(20, deadline=clock.now + 1), entry(30)
-    queue.put([stays, late, gone])
-    gone.job.cancel()
-    clock.now += 5
-    queue.purge()
-    assert queue.tokens(Lane.BULK) == 30
-
-    batch = take(queue)
-    assert batch.entries == [stays]
-    assert batch.expired == [late]
-
-
 def test_the_taker_sleeps_until_something_comes() -> None:
     queue = EntryQueue(LIMITS)
     seen: list[Take | None] = []

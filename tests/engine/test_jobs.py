@@ -167,10 +167,29 @@ def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
     while served.engine.stats().queued_texts < 11:
         time.sleep(0.001)
 
-    waiting.cancel()
-    second = served.send([LONG], Lane.BULK)
     gate.open.set()
-    assert all(not served.wait(job).errors for job in (held, query, second))
+    assert all(not served.wait(job).errors for job in (held, query, waiting))
+    assert served.embed([LONG], Lane.BULK).errors == {}
+
+
+def test_what_was_cancelled_makes_room_when_its_turn_comes(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate
+) -> None:
+    served = serve(model_dir("bert"), max_queued_tokens=1000)
+    gate.hold()
+    held = served.send(["rain"])
+    assert gate.held.wait(WAIT_S)
+    gone = served.send([LONG] * 10, Lane.BULK)
+    while served.engine.stats().queued_texts < 10:
+        time.sleep(0.001)
+    gone.cancel()
+    gate.open.set()
+    served.wait(held)
+    while served.engine.stats().queued_tokens:
+        time.sleep(0.001)
+
+    assert served.embed([LONG] * 10, Lane.BULK).errors == {}
+    assert not served.was_delivered(gone)
 
 
 def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate: Gate) -> None:

@@ -52,7 +52,11 @@ class _Chunk:
 
 
 class Intake:
-    """Accepts jobs on any thread, bounded per lane by `limit_tokens`; `run` is the tokenizer thread's body."""
+    """Accepts jobs on any thread; `run` is the tokenizer thread's body.
+
+    `limit_tokens` bounds each lane and is the engine's own protection: whoever serves many callers bounds them before.
+    What was cancelled counts until its turn comes.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, queue: EntryQueue, finisher: Finisher, limit_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -79,7 +83,7 @@ class Intake:
         with self._changed:
             if self._closed:
                 raise Unavailable("the engine is closing")
-            if bounded and not self._has_room(job.lane, estimate):
+            if bounded and not self._fits(job.lane, estimate):
                 raise Overloaded
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
@@ -115,15 +119,6 @@ class Intake:
             for lane in Lane:
                 self._inbox[lane].clear()
             return [(p.job, row) for p in left for row in range(p.next_row, len(p.job.texts))]
-
-    def _has_room(self, lane: Lane, estimate: int) -> bool:
-        if self._fits(lane, estimate):
-            return True
-        self._queue.purge()
-        for pending in [p for p in self._inbox[lane] if p.job.cancelled]:
-            self._inbox[lane].remove(pending)
-            self._estimates[lane] -= pending.estimate
-        return self._fits(lane, estimate)
 
     def _fits(self, lane: Lane, estimate: int) -> bool:
         held = self._estimates[lane] + self._queue.tokens(lane)

@@ -48,7 +48,6 @@ class EntryQueue:
         self._shelves = {lane: Shelf() for lane in Lane}
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
-        self._expired: list[Entry] = []
         self._closed = False
         self._abandoned = False
 
@@ -74,21 +73,13 @@ class EntryQueue:
         return self._shelves[lane].tokens
 
     def __len__(self) -> int:
-        return sum(shelf.texts for shelf in self._shelves.values()) + len(self._expired)
-
-    def purge(self) -> None:
-        """Stop counting entries that are cancelled or expired; the expired ones come with the next batch."""
-        with self._changed:
-            for shelf in self._shelves.values():
-                self._expired += shelf.purge(self._clock())
-            self._changed.notify()
+        return sum(shelf.texts for shelf in self._shelves.values())
 
     def drain(self) -> list[Entry]:
         """Take everything out, for a queue that nobody will serve any more."""
         with self._changed:
             left = [entry for shelf in self._shelves.values() for entry in shelf.drain()]
-            expired, self._expired = self._expired, []
-            return [entry for entry in left + expired if not entry.job.cancelled]
+            return [entry for entry in left if not entry.job.cancelled]
 
     def close(self) -> None:
         """No more entries will come."""
@@ -106,8 +97,6 @@ class EntryQueue:
         lane = self._turn()
         take = self._shelves[lane].take(self._budget(lane), self._limits.texts, self._clock())
         self._settle(lane, take.tokens)
-        take.expired += self._expired
-        self._expired = []
         return take
 
     def _turn(self) -> Lane:

@@ -80,16 +80,6 @@ class Shelf:
                 break
         return take
 
-    def purge(self, now: float) -> list[Entry]:
-        """Drop every cancelled or expired entry; the expired ones."""
-        waiting = [entry for entry in self._by_age if not entry.taken]
-        self.drain()
-        for entry in waiting:
-            entry.taken = entry.job.cancelled or entry.expired(now)
-            if not entry.taken:
-                self.put(entry)
-        return [entry for entry in waiting if entry.taken and not entry.job.cancelled]
-
     def drain(self) -> list[Entry]:
         """Empty it; what waited, oldest first."""
         waiting = [entry for entry in self._by_age if not entry.taken]
