@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from mux_process import Control, client, running
 
 from teimgr.directory import Entry
+from teimgr.front.grpc_health import Health
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import State
 
@@ -138,3 +139,17 @@ async def test_a_watch_hears_of_the_end_and_does_not_hold_it_up(start_mux: Any) 
         assert await watch.read() is grpc.aio.EOF
     assert await asyncio.to_thread(mux.process.wait, 20) == 0
     await control.close()
+
+
+async def test_a_watch_hears_of_an_end_that_comes_while_it_speaks() -> None:
+    health = Health()
+    said = []
+
+    class StoppedMeanwhile:
+        async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
+            said.append(answer.status)
+            health.stop()
+
+    await health._watch(ask(""), StoppedMeanwhile())
+
+    assert said == [SERVING, NOT_SERVING]

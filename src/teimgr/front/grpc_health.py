@@ -77,11 +77,12 @@ class Health:
     async def _watch(self, request: Any, context: Any) -> None:
         said = None
         while True:
-            changed = self._changed
+            # All three of one moment: the end may come while the answer is being written.
+            changed, last = self._changed, self._stopped
             status = self._statuses.get(request.service, _UNKNOWN)
             if status != said:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 said = status
-            if self._stopped:
+            if last:
                 return
             await changed.wait()
