@@ -231,6 +231,7 @@ class Worker:
 
     async def _drain(self, payload: bytes, limit_s: float) -> bytes:
         self._grace_s = float(json.loads(payload)["grace_s"])
+        self._desk.close_door()  # before the answer: who has it knows that nothing more is let in
         self._stop.set()
         return b""
 
