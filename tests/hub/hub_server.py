@@ -12,9 +12,14 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves `files` (name → bytes) as one model; `asked` lists the paths of downloads."""
+    """Serves `files` (name → bytes) as one model; `asked` lists the paths of downloads.
+
+    Files are sent only once `open` is set, which it is at first.
+    """
 
     def __init__(self, model_id: str, files: dict[str, bytes], gated: bool = False) -> None:
+        self.open = threading.Event()
+        self.open.set()
         self.model_id = model_id
         self.files = files
         self.gated = gated
@@ -77,6 +82,7 @@ class Hub:
             return
         if body:
             self.asked.append(name)
+            self.open.wait(60)
         content = self.files[name]
         etag = hashlib.sha256(content).hexdigest()
         self._send(request, 200, content, body, {"ETag": f'"{etag}"', "X-Repo-Commit": SHA})

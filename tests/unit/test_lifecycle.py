@@ -25,6 +25,7 @@ from teimgr.control.events import (
     Stop,
     Terminate,
     Tick,
+    WorkerDownloading,
     WorkerDraining,
     WorkerFailed,
     WorkerReady,
@@ -205,6 +206,13 @@ def test_a_worker_that_is_not_ready_in_time_is_killed_and_the_instance_has_faile
     assert (life.phase, life.reason) == (Phase.FAILED, "not ready within 60 s")
 
 
+def test_the_time_of_a_download_is_not_that_of_the_start() -> None:
+    life, effects = after(Start(), (59.0, WorkerDownloading()), (100.0, Tick()))
+    assert (life.phase, effects) == (Phase.STARTING, [])
+
+    assert after((119.0, Tick()), life=life)[1] == [Kill()]
+
+
 def test_a_worker_that_drains_by_itself_leaves_the_directory_and_is_replaced() -> None:
     life, effects = after(WorkerDraining(), life=RUNNING)
     assert (life.phase, effects) == (Phase.REPLACING, [Terminate()])
@@ -259,6 +267,7 @@ _NEWS: st.SearchStrategy[Event] = st.sampled_from(
         WorkerReady(),
         WorkerFailed(Failure("x")),
         WorkerFailed(Failure("x", permanent=True)),
+        WorkerDownloading(),
         WorkerDraining(),
         ProbeOk(),
         ProbeFailed("x"),

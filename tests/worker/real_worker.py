@@ -137,10 +137,15 @@ class WorkerLink(FrameProtocol):
         (self._transport.resume_reading if wanted else self._transport.pause_reading)()  # type: ignore[attr-defined]
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
 class WorkerProcess:
     """`python -m teimgr.worker` with a listening socket, as the daemon hands it over."""
 
-    def __init__(self, model: Path | str, how: tuple[str, str] = EXEC, **spec: Any) -> None:
+    def __init__(
+        self, model: Path | str, how: tuple[str, str] = EXEC, environ: Mapping[str, str] = OFFLINE, **spec: Any
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
         self.socket = str(self.folder / "w.sock")
         values: Mapping[str, Any] = {"dtype": "float32", "port": free_ports(1)[0], "log_level": "debug"}
@@ -155,7 +160,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | dict(environ),
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from hub_server import SHA, Hub
 from models import build
 from real_worker import EXEC, FORKED, WorkerLink, WorkerProcess, arrow, table
 
@@ -44,6 +45,21 @@ async def test_a_watcher_hears_of_loading_of_ready_and_of_draining(tiny: Path) -
         assert ready["model"]["dimension"] == 32
         assert ready["model"]["max_input_length"] == 96
         assert not (worker.folder / "inc-1.exit").exists()
+
+
+async def test_watchers_hear_that_a_download_gets_on(tiny: Path, tmp_path: Path) -> None:
+    files = {str(path.relative_to(tiny)): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
+    with Hub("somebody/tiny", files) as hub:
+        hub.open.clear()
+        environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        with WorkerProcess("somebody/tiny", environ=environ) as worker:
+            link, watch = await worker.watcher("downloading")
+            hub.open.set()
+
+            ready = await link.state(watch, "ready")
+
+            assert ready["model"]["model_sha"] == SHA
+            link.close()
 
 
 async def test_while_it_loads_calls_are_unavailable_and_threads_are_remembered(endless: Path) -> None:

@@ -8,7 +8,17 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from teimgr.control.events import Exited, Failure, News, ProbeFailed, ProbeOk, WorkerDraining, WorkerFailed, WorkerReady
+from teimgr.control.events import (
+    Exited,
+    Failure,
+    News,
+    ProbeFailed,
+    ProbeOk,
+    WorkerDownloading,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerReady,
+)
 from teimgr.control.health import Prober
 from teimgr.errors import Code, Refused, TeimgrError
 from teimgr.launch.base import Adopted, Exit, LastWords, Launcher, LaunchFailed, WorkerHandle
@@ -199,6 +209,8 @@ class Attempt:
                 self._post(WorkerReady())
             case "failed":
                 self._post(WorkerFailed(Failure(status.reason or "the worker failed", status.permanent)))
+            case "downloading":
+                self._post(WorkerDownloading())
             case "draining":
                 self._post(WorkerDraining())
 

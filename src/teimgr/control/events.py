@@ -61,6 +61,11 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDownloading:
+    """The worker is fetching its model's files and gets on with it: that time is not the start's."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDraining:
     """The worker takes no more work, and will exit."""
 
@@ -91,7 +96,7 @@ class Tick:
 
 
 Command = Start | Adopt | Stop | Restart | Delete
-News = WorkerReady | WorkerFailed | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
+News = WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
 Event = Command | News
 
 # Effects: what the supervisor is to do.

@@ -33,6 +33,7 @@ from teimgr.control.events import (
     Stop,
     Terminate,
     Tick,
+    WorkerDownloading,
     WorkerDraining,
     WorkerFailed,
     WorkerReady,
@@ -42,19 +43,20 @@ from teimgr.launch.base import Exit
 from teimgr.spec import State
 
 DRAWING = """
-                STOPPED   STARTING          RUNNING            REPLACING                WAITING           STOPPING   FAILED
-Start           STARTING  refused           refused            refused                  refused           REPLACING  STARTING
-Adopt           STARTING  refused           refused            refused                  refused           refused    refused
-Stop            refused   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
-Restart         STARTING  REPLACING         REPLACING          REPLACING                STARTING          REPLACING  STARTING
-Delete          STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
-WorkerReady     -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
-WorkerFailed    -         STARTING          REPLACING          REPLACING                -                 STOPPING   -
-WorkerDraining  -         REPLACING         REPLACING          REPLACING                -                 STOPPING   -
-ProbeOk         -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
-ProbeFailed     -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
-Exited          -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
-Tick            STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED
+                  STOPPED   STARTING          RUNNING            REPLACING                WAITING           STOPPING   FAILED
+Start             STARTING  refused           refused            refused                  refused           REPLACING  STARTING
+Adopt             STARTING  refused           refused            refused                  refused           refused    refused
+Stop              refused   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+Restart           STARTING  REPLACING         REPLACING          REPLACING                STARTING          REPLACING  STARTING
+Delete            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+WorkerReady       -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
+WorkerFailed      -         STARTING          REPLACING          REPLACING                -                 STOPPING   -
+WorkerDownloading -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
+WorkerDraining    -         REPLACING         REPLACING          REPLACING                -                 STOPPING   -
+ProbeOk           -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
+ProbeFailed       -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
+Exited            -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
+Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED
 """  # noqa: E501  a table is read by its columns
 
 LAST_WORDS_LIMIT_S = 5.0
@@ -162,6 +164,8 @@ class Life:
                 return self._ready(now), []
             case WorkerFailed(failure):
                 return self._doomed(failure, now)
+            case WorkerDownloading():
+                return self._downloading(now), []
             case WorkerDraining():
                 return self._draining()
             case ProbeOk():
@@ -222,6 +226,11 @@ class Life:
         verdict = Failure("the worker was told to end by somebody else")
         life = replace(self, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message, wake_at=None)
         return life, [Terminate()]
+
+    def _downloading(self, now: float) -> Life:
+        if self.phase is not Phase.STARTING or self.verdict is not None:
+            return self
+        return replace(self, wake_at=now + self.policy.startup_timeout_s)
 
     def _probe_failed(self, reason: str) -> tuple[Life, list[Effect]]:
         if self.phase is not Phase.RUNNING:

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ EXIT_DONE = 0
 EXIT_PERMANENT = 3
 EXIT_TRANSIENT = 4
 
+_DOWNLOADING_NEWS_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
 _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
@@ -122,7 +124,12 @@ class Worker:
 
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was told to stop meanwhile."""
-        loading = in_background("loading", self._load_blocking)
+        fetching = in_background("fetching", lambda: hub.resolve(self.spec.model_id, self.spec.revision))
+        if not await self._fetched(fetching):
+            return None
+        if self._state == "downloading":
+            self._announce("loading")
+        loading = in_background("loading", lambda: self._load_blocking(fetching.result()))
         await _any_of(self._stop.wait(), loading)
         if loading.cancelled():
             return None
@@ -131,9 +138,18 @@ class Worker:
         self._desk.attach(self._engine)
         return self._engine
 
-    def _load_blocking(self) -> Engine:
+    async def _fetched(self, fetching: asyncio.Future[hub.ModelSource]) -> bool:
+        """Whether the files came before a word to stop. A download may take hours; watchers hear that it gets on."""
+        began = time.monotonic()
+        while not fetching.done():
+            if await _any_of(self._stop.wait(), asyncio.shield(fetching), limit_s=_DOWNLOADING_NEWS_S):
+                break
+            waited_s = round(time.monotonic() - began)
+            self._announce("downloading", reason=f"fetching the model's files for {waited_s} s")
+        return fetching.done()
+
+    def _load_blocking(self, source: hub.ModelSource) -> Engine:
         spec = self.spec
-        source = hub.resolve(spec.model_id, spec.revision)
         options = EngineOptions(
             path=source.path,
             model_id=spec.model_id,
