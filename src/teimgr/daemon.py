@@ -70,6 +70,7 @@ class Daemon:
         app = create_app(self.manager, self.settings, self.metrics, self.muxes.alarms, self.booted.is_set)
         with self._signals():
             try:
+                await self.manager.restore()
                 async with serving(app, listener, **uvicorn_options(self.settings.mtls)):
                     await self.manager.boot()
                     self.booted.set()

@@ -73,6 +73,7 @@ class Manager:
         self._saving = asyncio.Lock()
         self._alarms: dict[str, str] = {}
         self.booted = asyncio.Event()
+        self._refused: list[str] | None = None
         self._around = Surroundings(
             launcher=launcher,
             directory=directory,
@@ -85,10 +86,8 @@ class Manager:
 
     # The daemon's life
 
-    async def boot(self) -> None:
-        """Adopt live workers, restore or seed the instances, begin to start those that are wanted.
-
-        Connect routers to the directory when `booted` is set: adopted workers serve in it without a gap.
+    async def restore(self) -> None:
+        """Know the instances of before, and show them; nothing is looked for or started until `boot`.
 
         Raises:
             InvalidConfig: the launcher cannot use the run directory.
@@ -96,10 +95,21 @@ class Manager:
         await self._launcher.start()
         wanted = await asyncio.to_thread(wanted_at_boot, self._settings, self._store)
         self._raise_alarm("load", wanted.alarm)
-        refused = [name for spec in wanted.specs if (name := self._restore(spec))]
+        self._refused = [name for spec in wanted.specs if (name := self._restore(spec))]
+
+    async def boot(self) -> None:
+        """Adopt live workers, begin to start the other instances that are wanted; `restore` comes first, if it has not.
+
+        Connect routers to the directory when `booted` is set: adopted workers serve in it without a gap.
+
+        Raises:
+            InvalidConfig: the launcher cannot use the run directory.
+        """
+        if self._refused is None:
+            await self.restore()
         self._planner.inventory = await self._gpus.read()
         adopted = await self._launcher.adopt(self._accepts)
-        await self._begin({each.handle.spec.name: each for each in adopted}, refused)
+        await self._begin({each.handle.spec.name: each for each in adopted}, self._refused or ())
         await self._save()
 
     async def _begin(self, adopted: Mapping[str, Adopted], refused: Collection[str]) -> None:
@@ -184,7 +194,7 @@ class Manager:
 
     def list(self) -> list[InstanceView]:
         """All instances, in the order of their creation."""
-        return [supervisor.view() for supervisor in self._supervisors.values()]
+        return [self._shown(supervisor) for supervisor in self._supervisors.values()]
 
     def get(self, name: str) -> InstanceView:
         """One instance.
@@ -192,7 +202,14 @@ class Manager:
         Raises:
             InstanceNotFound.
         """
-        return self._find(name).view()
+        return self._shown(self._find(name))
+
+    def _shown(self, supervisor: Supervisor) -> InstanceView:
+        """Its view; until the boot is over nobody knows that an instance that is wanted has no worker."""
+        view = supervisor.view()
+        if self.booted.is_set() or not view.spec.wanted_running or view.state is not State.STOPPED:
+            return view
+        return replace(view, state=State.STARTING)
 
     # Instances and their supervisors
 
