@@ -40,7 +40,7 @@ def main(settings: Settings) -> int:
 
 
 class Daemon:
-    """All parts of one daemon. `booted` is set once every instance is known; setting `stopping` ends it."""
+    """All parts of one daemon. Setting `stopping` ends it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -54,7 +54,6 @@ class Daemon:
                 log_keep=settings.log_keep,
             )
         )
-        self.booted = asyncio.Event()
         self.stopping = asyncio.Event()
         self.muxes = Muxes(settings, self.directory, self.metrics)
         self.manager = Manager(
@@ -67,13 +66,12 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
-        app = create_app(self.manager, self.settings, self.metrics, self.muxes.alarms, self.booted.is_set)
+        app = create_app(self.manager, self.settings, self.metrics, self.muxes.alarms, self.manager.booted.is_set)
         with self._signals():
             try:
                 await self.manager.restore()
                 async with serving(app, listener, **uvicorn_options(self.settings.mtls)):
                     await self.manager.boot()
-                    self.booted.set()
                     # They are fed only now: a mux of an earlier daemon serves what it knows until adoption is over.
                     async with self.muxes.running():
                         log.info("daemon ready", extra={"version": __version__, **self.addresses()})

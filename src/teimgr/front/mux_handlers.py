@@ -15,13 +15,11 @@ from teimgr.front.mux_calls import answer_one, refuse_stream
 from teimgr.front.mux_counters import Counters, Note
 from teimgr.front.mux_stream import StreamRelay
 from teimgr.route.router import Router
-from teimgr.wire.frames import Timings
 from teimgr.wire.rpc import RPCS, SERVICE, Rpc, Shape
 from teimgr.wire.status import STATUS
 
 _log = logging.getLogger(__name__)
 _STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
-_NS_PER_MS = 1_000_000
 
 # Statuses travel in trailers, which clients bound at a few kilobytes.
 _MESSAGE_CHARS = 2000
@@ -84,7 +82,7 @@ class MuxHandlers:
     async def _unary(self, rpc: Rpc, message: bytes, context: Context, note: Note) -> bytes:
         reply = await answer_one(rpc, self._router, message, self._timeout_s(rpc, context), note)
         if rpc.tells_compute and reply.timings is not None:
-            await context.send_initial_metadata(compute_headers(reply.timings))
+            await context.send_initial_metadata(tuple(reply.timings.headers().items()))
         return reply.payload
 
     async def _bidi(self, rpc: Rpc, messages: Any, context: Context, note: Note) -> None:
@@ -130,18 +128,3 @@ async def _write(relay: StreamRelay, context: Context) -> None:
         await context.send_initial_metadata(())
     while (answer := await relay.next()) is not None:
         await context.write(answer)
-
-
-def compute_headers(timings: Timings) -> tuple[tuple[str, str], ...]:
-    """What an answer cost, as initial metadata under TEI's names; times in milliseconds."""
-    total_ms = str(timings.total_ns // _NS_PER_MS)
-    return (
-        ("x-compute-type", "gpu+optimized"),
-        ("x-compute-time", total_ms),
-        ("x-compute-characters", str(timings.chars)),
-        ("x-compute-tokens", str(timings.tokens)),
-        ("x-total-time", total_ms),
-        ("x-tokenization-time", str(timings.tokenization_ns // _NS_PER_MS)),
-        ("x-queue-time", str(timings.queue_ns // _NS_PER_MS)),
-        ("x-inference-time", str(timings.inference_ns // _NS_PER_MS)),
-    )

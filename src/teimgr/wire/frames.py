@@ -27,6 +27,8 @@ from teimgr.errors import TeimgrError, error_from_code
 HEADER = struct.Struct("<IBBHQII")
 TIMINGS = struct.Struct("<IIQQQQ")
 
+_NS_PER_MS = 1_000_000
+
 
 class FrameType(IntEnum):
     """Who says what: REQUEST and CANCEL go to the worker, REPLY and ERROR come back."""
@@ -91,6 +93,20 @@ class Timings(NamedTuple):
     tokenization_ns: int
     queue_ns: int
     inference_ns: int
+
+    def headers(self) -> dict[str, str]:
+        """The eight headers TEI answers with, which are gRPC's initial metadata too; times in milliseconds."""
+        total_ms = str(self.total_ns // _NS_PER_MS)
+        return {
+            "x-compute-type": "gpu+optimized",
+            "x-compute-time": total_ms,
+            "x-compute-characters": str(self.chars),
+            "x-compute-tokens": str(self.tokens),
+            "x-total-time": total_ms,
+            "x-tokenization-time": str(self.tokenization_ns // _NS_PER_MS),
+            "x-queue-time": str(self.queue_ns // _NS_PER_MS),
+            "x-inference-time": str(self.inference_ns // _NS_PER_MS),
+        }
 
     def pack(self) -> bytes:
         """The block of 40 bytes that a reply flagged TIMINGS starts with."""

@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 from teimgr import __version__
 from teimgr.engine.job import EmbedOptions, Job, Lane
 from teimgr.errors import Cancelled, Code, EmptyInput, InvalidInput, Overloaded, TeimgrError, Unavailable
-from teimgr.wire.frames import Timings
 from teimgr.wire.status import STATUS
 from teimgr.worker.calls import Call, Reply
 from teimgr.worker.desk import Desk
@@ -138,7 +137,8 @@ class Routes:
         call = HttpCall(sum(map(len, texts)), lane)
         self._desk.enter(call, lambda: self._desk.infer(call, texts, options, partial(_vectors, call)))
         reply = await self._answered(call, request)
-        return Response(reply.payload, media_type="application/json", headers=_compute_headers(reply.timings))
+        assert reply.timings is not None
+        return Response(reply.payload, media_type="application/json", headers=reply.timings.headers())
 
     async def _answered(self, call: HttpCall, request: Request) -> Reply:
         """The reply to `call`; it is cancelled when its client hangs up.
@@ -178,22 +178,6 @@ def _vectors(call: Call, job: Job) -> Reply:
     if job.errors:
         raise job.errors[min(job.errors)]
     return Reply(orjson.dumps(job.vectors, option=orjson.OPT_SERIALIZE_NUMPY), call.timings(job))
-
-
-def _compute_headers(timings: Timings | None) -> dict[str, str]:
-    """The eight headers of TEI; times in milliseconds."""
-    assert timings is not None
-    total_ms = timings.total_ns // 1_000_000
-    return {
-        "x-compute-type": "gpu+optimized",
-        "x-compute-time": str(total_ms),
-        "x-compute-characters": str(timings.chars),
-        "x-compute-tokens": str(timings.tokens),
-        "x-total-time": str(total_ms),
-        "x-tokenization-time": str(timings.tokenization_ns // 1_000_000),
-        "x-queue-time": str(timings.queue_ns // 1_000_000),
-        "x-inference-time": str(timings.inference_ns // 1_000_000),
-    }
 
 
 def _json(value: object) -> Response:
