@@ -7,13 +7,15 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from teimgr.errors import InvalidInstanceName
 
 # What an instance may ask for; TEI's spelling, and "auto" beside it.
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-POOLINGS = ("cls", "mean", "max", "last-token")
+POOLINGS = ("cls", "mean", "max", "last-token", "splade")
+# What an instance may say its model is, over what the model's files say.
+KINDS = ("embedding", "sparse", "multi-vector", "reranker", "classifier")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -47,8 +49,9 @@ def check_name(name: str) -> str:
 class InstanceSpec:
     """What a user wants under one name. An edit is a new spec.
 
-    The keys are those of the contract's create body, seed and state file; `dtype`, `revision` and `threads` are
-    teimgr's own. `port` and `prometheus_port` are resolved before a spec is stored; 0 and None ask for one.
+    The keys are those of the contract's create body, seed and state file; `dtype`, `revision`, `threads`, `kind` and
+    `trust_remote_code` are teimgr's own. `port` and `prometheus_port` are resolved before a spec is stored; 0 and None
+    ask for one.
     `wanted_running` is the user's last word: a stop survives a restart of the daemon.
     """
 
@@ -66,6 +69,8 @@ class InstanceSpec:
     dtype: str = "auto"
     revision: str | None = None
     threads: int | None = None
+    kind: str | None = None
+    trust_remote_code: bool = False
     wanted_running: bool = True
 
 
@@ -83,6 +88,8 @@ class WorkerSpec:
     served_model_name: str | None = None
     dtype: str = "auto"
     pooling: str | None = None
+    kind: str | None = None
+    trust_remote_code: bool = False
     gpu: str | None = None
     threads: int = 1
     instance_host: str = "127.0.0.1"
@@ -126,7 +133,10 @@ class WorkerSpec:
 class ModelInfo:
     """What a ready worker says of its model. Lengths are tokens.
 
-    `batching` is "packed" where one padding-free row passed the load-time probe, else "equal-length".
+    `kind` is one of `KINDS`; `outputs` are those of `engine.job.Output` that it has. `dimension` is that of a dense
+    vector, of the vocabulary (sparse) or of a token's vector (multi-vector), and 0 for classifiers and rerankers, which
+    have `labels` by index. `model_sha` is what was asked for, `commit` the commit it resolved to. `batching` is
+    "packed" where one padding-free row passed the load-time probe, else "equal-length".
     """
 
     model_id: str
@@ -140,17 +150,26 @@ class ModelInfo:
     max_batch_tokens: int
     batching: str
     prompts: tuple[str, ...] = ()
+    default_prompt_name: str | None = None
+    outputs: tuple[str, ...] = ("dense", "tokens")
+    labels: tuple[str, ...] = ()
+    activation: str | None = None
+    multi_vector_dimension: int = 0
+    token_dimension: int = 0
+    commit: str | None = None
     tokenization_workers: int = 1
     load_s: float = 0.0
 
+    _LISTS: ClassVar[tuple[str, ...]] = ("prompts", "outputs", "labels")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self) | {"prompts": list(self.prompts)}
+        return asdict(self) | {name: list(getattr(self, name)) for name in self._LISTS}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelInfo:
         """The inverse of `to_dict`."""
-        return cls(**{**values, "prompts": tuple(values.get("prompts", ()))})
+        return cls(**{**values, **{name: tuple(values[name]) for name in cls._LISTS if name in values}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

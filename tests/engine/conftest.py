@@ -13,7 +13,7 @@ import pytest
 from tests.models import build
 
 from teimgr.engine.engine import Engine, EngineOptions
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 
 WAIT_S = 60.0
 
@@ -30,7 +30,7 @@ class Served:
     def send(
         self, texts: Sequence[str | None], lane: Lane = Lane.INTERACTIVE, deadline: float | None = None, **options: Any
     ) -> Job:
-        job = Job(texts, EmbedOptions(**options), lane, deadline)
+        job = Job(texts, InferOptions(**options), lane, deadline)
         self.engine.submit(job)
         return job
 

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.queue import BatchLimits, EntryQueue
 from teimgr.engine.shelf import Entry, Take
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 def entry(length: int, lane: Lane = Lane.BULK, deadline: float | None = None, job: Job | None = None) -> Entry:
-    job = job or Job(["x"], EmbedOptions(), lane, deadline)
+    job = job or Job(["x"], InferOptions(), lane, deadline)
     return Entry(job, 0, np.zeros(length, dtype=np.int32))
 
 
@@ -121,7 +121,7 @@ def test_bulk_batches_are_small_while_queries_were_seen_lately() -> None:
 
 def test_cancelled_entries_vanish() -> None:
     queue = EntryQueue(LIMITS)
-    gone = Job(["x"] * 3, EmbedOptions(), Lane.BULK)
+    gone = Job(["x"] * 3, InferOptions(), Lane.BULK)
     stays = entry(10)
     queue.put([entry(10, job=gone), stays, entry(11, job=gone), entry(50, job=gone)])
     gone.cancel()

@@ -11,7 +11,7 @@ import os, sys, threading
 from pathlib import Path
 from transformers.models.bert import modeling_bert
 from teimgr.engine.engine import Engine, EngineOptions
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 
 child = os.fork()
 if child:
@@ -19,7 +19,7 @@ if child:
 done = threading.Event()
 options = EngineOptions(path=Path(sys.argv[1]), model_id="minilm", threads=2)
 engine = Engine.load(options, lambda jobs: done.set())
-job = Job(["a text of some words"] * 200, EmbedOptions(), Lane.BULK)
+job = Job(["a text of some words"] * 200, InferOptions(), Lane.BULK)
 engine.submit(job)
 served = done.wait(60) and not job.errors
 rollup = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line and "kB" in line)

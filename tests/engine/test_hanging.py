@@ -11,9 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from teimgr.engine.embedder import Embedder
 from teimgr.engine.finisher import Failures, Finisher, Output
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.model import Model
 from teimgr.engine.shelf import Entry
 from teimgr.errors import Unavailable
 
@@ -37,7 +37,7 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
         released.wait()
         return np.zeros((1, 4), dtype=np.float32)
 
-    job = Job(["a"], EmbedOptions(), Lane.BULK)
+    job = Job(["a"], InferOptions(), Lane.BULK)
     job.vectors = np.zeros((1, 4), dtype=np.float32)
     entry = Entry(job, 0, np.zeros(1, dtype=np.int32))
     for _ in range(3):  # one is at hand, and two fill the queue
@@ -74,7 +74,7 @@ def test_an_engine_closes_whatever_its_device_does(
         return np.zeros((1, 32), dtype=np.float32)
 
     if where == "launch":
-        monkeypatch.setattr(Embedder, "embed", lambda self, batch: torch.from_numpy(hang()))
+        monkeypatch.setattr(Model, "embed", lambda self, batch: torch.from_numpy(hang()))
     else:
         monkeypatch.setattr("teimgr.engine.runner._to_host", lambda vectors: hang)
     served.send(["rain"])

@@ -13,8 +13,8 @@ import torch
 from tests.models import build
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.embedder import Embedder
 from teimgr.engine.job import Lane
+from teimgr.engine.model import Model
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import (
     DeadlineExceeded,
@@ -42,14 +42,14 @@ class Gate:
         self.held = threading.Event()
         self.open = threading.Event()
         self.instead: Callable[[PackedBatch], torch.Tensor] | None = None
-        original = Embedder.embed
+        original = Model.embed
 
-        def embed(embedder: Embedder, batch: PackedBatch) -> torch.Tensor:
+        def embed(embedder: Model, batch: PackedBatch) -> torch.Tensor:
             self.held.set()
             assert self.open.wait(WAIT_S)
             return original(embedder, batch) if self.instead is None else self.instead(batch)
 
-        monkeypatch.setattr(Embedder, "embed", embed)
+        monkeypatch.setattr(Model, "embed", embed)
 
     def hold(self) -> None:
         self.held.clear()
@@ -194,7 +194,7 @@ def test_what_was_cancelled_makes_room_when_its_turn_comes(
 
 def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate: Gate) -> None:
     whole = bert.embed(["fog", "dog", LONG]).vectors
-    original = Embedder.embed
+    original = Model.embed
 
     def scarce(batch: PackedBatch) -> torch.Tensor:
         if batch.tokens > 20:

@@ -132,5 +132,5 @@ def test_dense_modules_and_prompts_are_read(model_dir: Callable[..., Path]) -> N
     path = model_dir("bert", dense=(24, "torch.nn.modules.activation.Tanh"), prompts={"q": "ask: "})
     layout = read_layout(path)
 
-    assert [(d.in_features, d.out_features, d.bias) for d in layout.dense] == [(32, 24, True)]
+    assert [(d.in_features, d.out_features, d.bias) for d in layout.projections] == [(32, 24, True)]
     assert layout.prompts == {"q": "ask: "}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from teimgr.engine.batch import pack
-from teimgr.engine.heads import finish
-from teimgr.engine.pooling import POOLINGS, pool
+from teimgr.engine.heads.dense import finish
+from teimgr.engine.heads.pooling import POOLINGS, pool
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)

@@ -12,18 +12,18 @@ from tests.models import build, edit
 
 from teimgr.engine import probe
 from teimgr.engine.attention import Packing
-from teimgr.engine.embedder import Embedder, load_embedder
 from teimgr.engine.layout import read_layout
-from teimgr.engine.model import Batching
+from teimgr.engine.model import Model, load_model
 from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_texts
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
     layout = read_layout(path)
     texts = TextTokenizer(layout, layout.max_length).encode(probe_texts(layout.config, layout.max_length), Truncation())
-    return choose(lambda: load_embedder(layout, torch.device("cpu")), wanted, texts)[1]
+    return choose(lambda: load_model(layout, torch.device("cpu")), wanted, texts)[1]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_the_first_model_is_gone_before_another_is_loaded(
     loaded: list[weakref.ref[torch.nn.Module]] = []
     alive: list[int] = []
 
-    def load() -> Embedder:
+    def load() -> Model:
         alive.append(sum(ref() is not None for ref in loaded))
-        embedder = load_embedder(layout, torch.device("cpu"))
+        embedder = load_model(layout, torch.device("cpu"))
         loaded.append(weakref.ref(embedder.transformer._module))
         return embedder
 

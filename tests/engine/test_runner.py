@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.finisher import Finisher
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.queue import BatchLimits, EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.shelf import Entry
@@ -28,13 +28,13 @@ WAIT_S = 60.0
 
 
 def job_of(texts: int) -> Job:
-    job = Job(["x"] * texts, EmbedOptions(), Lane.BULK)
+    job = Job(["x"] * texts, InferOptions(), Lane.BULK)
     job.vectors = np.zeros((texts, WIDTH), dtype=np.float32)
     return job
 
 
 def entries_of(job: Job, length: int = 1) -> list[Entry]:
-    return [Entry(job, row, np.zeros(length, dtype=np.int32)) for row in range(len(job.texts))]
+    return [Entry(job, row, np.zeros(length, dtype=np.int32)) for row in range(len(job.inputs))]
 
 
 class Scarce:
@@ -107,7 +107,7 @@ def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(m
     waiting = EntryQueue(BatchLimits(10, 10))
     runner = Runner(device, waiting, finisher, 1)  # type: ignore[arg-type]
     threads = [threading.Thread(target=body) for body in (finisher.run, runner.run)]
-    bulk, query = job_of(6), Job(["x"], EmbedOptions(), Lane.INTERACTIVE)
+    bulk, query = job_of(6), Job(["x"], InferOptions(), Lane.INTERACTIVE)
     query.vectors = np.zeros((1, WIDTH), dtype=np.float32)
     waiting.put(entries_of(bulk, length=10))
     began = time.monotonic_ns()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tests.models import FAMILIES, TEXTS, build
 
 from teimgr.engine.engine import Engine, EngineOptions
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def start() -> Iterator[Start]:
             stack.callback(engine.close, 1.0)
 
             def embed(texts: Sequence[str]) -> NDArray[np.float32]:
-                job = Job(texts, EmbedOptions(), Lane.BULK)
+                job = Job(texts, InferOptions(), Lane.BULK)
                 done = arrived[job] = threading.Event()
                 engine.submit(job)
                 assert done.wait(WAIT_S)

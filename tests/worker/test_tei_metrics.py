@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.errors import EmptyInput, InferenceFailed, InvalidInput, Overloaded
 from teimgr.worker.calls import Call
 from teimgr.worker.metrics import TeiMetrics
@@ -15,7 +15,7 @@ PARTS = ("", "_tokenization", "_queue", "_inference")
 
 
 def done(texts: int = 1, tokens: int = 8) -> Job:
-    job = Job(["a"] * texts, EmbedOptions(), Lane.INTERACTIVE)
+    job = Job(["a"] * texts, InferOptions(), Lane.INTERACTIVE)
     job.tokens = tokens
     job.tokenization_ns, job.queue_ns, job.inference_ns = 10**6, 10**7, 10**8
     return job

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.loading import EngineOptions, Parts, load_parts
 from teimgr.engine.probe import PROBE_TEXTS
 from teimgr.engine.queue import EntryQueue
@@ -96,10 +96,10 @@ class Engine:
         if self._sickness is not None:
             raise Unavailable(self._sickness)
         self.check(job.options)
-        job.vectors = np.zeros((len(job.texts), job.options.dimensions or self.info.dimension), dtype=np.float32)
+        job.vectors = np.zeros((len(job.inputs), job.options.dimensions or self.info.dimension), dtype=np.float32)
         self._intake.put(job, self._prompts.text(job.options.prompt_name))
 
-    def check(self, options: EmbedOptions) -> None:
+    def check(self, options: InferOptions) -> None:
         """See that the model can do what `options` ask for.
 
         Raises:
@@ -243,7 +243,7 @@ class _Proof(Job):
     __slots__ = ("done",)
 
     def __init__(self, dimension: int) -> None:
-        super().__init__([_PROOF_TEXT], EmbedOptions(), Lane.INTERACTIVE)
+        super().__init__([_PROOF_TEXT], InferOptions(), Lane.INTERACTIVE)
         self.vectors = np.zeros((1, dimension), dtype=np.float32)
         self.done = threading.Event()
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teimgr.engine.flight import Flight
-from teimgr.engine.heads import finish
+from teimgr.engine.heads.dense import finish
 from teimgr.engine.job import Job
 from teimgr.engine.shelf import Entry
 from teimgr.errors import InferenceFailed, TeimgrError

@@ -77,7 +77,7 @@ class Intake:
             Overloaded: too much waits in the job's lane.
             Unavailable: the engine is closing.
         """
-        texts = len(job.texts)
+        texts = len(job.inputs)
         characters = job.chars + texts * len(prompt)
         estimate = min(characters // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
         with self._changed:
@@ -118,7 +118,7 @@ class Intake:
             left = [pending for lane in Lane for pending in self._inbox[lane]]
             for lane in Lane:
                 self._inbox[lane].clear()
-            return [(p.job, row) for p in left for row in range(p.next_row, len(p.job.texts))]
+            return [(p.job, row) for p in left for row in range(p.next_row, len(p.job.inputs))]
 
     def _fits(self, lane: Lane, estimate: int) -> bool:
         held = self._estimates[lane] + self._queue.tokens(lane)
@@ -143,7 +143,7 @@ class Intake:
         chunk = _Chunk()
         while inbox and not chunk.full:
             pending = inbox.popleft()
-            texts = pending.job.texts
+            texts = pending.job.inputs
             if pending.job.cancelled:
                 self._estimates[pending.job.lane] -= pending.estimate
                 continue
@@ -180,7 +180,7 @@ class Intake:
         good: list[tuple[_Pending, int]] = []
         texts: list[str] = []
         for pending, row in rows:
-            text = pending.job.texts[row]
+            text = pending.job.inputs[row]
             if (error := self._tokenizer.check(text, truncation)) is not None:
                 yield pending, row, error
             else:
@@ -203,7 +203,7 @@ class Intake:
         """Give back the estimates of the jobs that ended in `chunk`; the queue counts their tokens now."""
         with self._changed:
             for pending, row in chunk.rows:
-                if row == len(pending.job.texts) - 1:
+                if row == len(pending.job.inputs) - 1:
                     self._estimates[pending.job.lane] -= pending.estimate
 
 

@@ -1,10 +1,11 @@
-"""A job: one call's texts on their way through the engine, and the one answer they become."""
+"""A job: one call's inputs on their way through the engine, and the one answer they become."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,27 +20,72 @@ class Lane(Enum):
     BULK = "bulk"
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedOptions:
-    """What a call asks of every one of its texts.
+class Output(Enum):
+    """What can come out for an input; a job may ask for several of one forward.
 
-    `dimensions` keeps that many leading values of the vector, before `normalize` scales it to length 1.
+    DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special ones
+    and prompt included · MULTI_VECTOR a projected, normalised vector per kept token, for late interaction · SCORES a
+    number per label.
     """
 
+    DENSE = "dense"
+    SPARSE = "sparse"
+    TOKENS = "tokens"
+    MULTI_VECTOR = "multi-vector"
+    SCORES = "scores"
+
+
+class Pair(NamedTuple):
+    """Two texts that the model reads together, as cross-encoders do."""
+
+    first: str
+    second: str
+
+
+class SparseVector(NamedTuple):
+    """The entries of a vector that are not zero: uint32 [K] ascending, float32 [K]."""
+
+    indices: NDArray[np.uint32]
+    values: NDArray[np.float32]
+
+
+# A text, two texts, ids of the model's own vocabulary (int32 [tokens], special ones included), or a row that is null.
+Input = str | Pair | NDArray[np.int32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class InferOptions:
+    """What a call asks of every one of its inputs.
+
+    `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both
+    concern DENSE alone. `raw_scores` gives logits instead of what the model's activation makes of them. On a
+    late-interaction model `prompt_name` "query" or "document" chooses the role, "document" where there is none.
+    """
+
+    outputs: frozenset[Output] = frozenset({Output.DENSE})
     truncate: bool = True
     truncation_left: bool = False
     prompt_name: str | None = None
     normalize: bool = True
     dimensions: int | None = None
+    raw_scores: bool = False
 
 
 class Job:
-    """Texts in, `vectors` and `errors` out; a null text is a row that fails alone.
+    """Inputs in, results and `errors` out; a null input is a row that fails alone.
 
     `deadline` is a `time.monotonic()` moment or None. `context` is the caller's own and never looked at.
-    Results are the finisher thread's to write and complete once the job is delivered: `vectors` is float32
-    [texts, dimensions], zero in the rows that `errors` explains. The three times are means over the served rows:
-    from submission to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
+    Results are the finisher thread's to write and complete once the job is delivered; those of outputs that were not
+    asked for stay empty, and rows that `errors` explains are zero or None:
+
+        vectors        float32 [N, dimensions]         DENSE
+        scores         float32 [N, labels]             SCORES
+        sparse         N × SparseVector                SPARSE
+        tokens_of      N × float32 [tokens, hidden]    TOKENS
+        multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
+
+    `chars` counts ids where an input is given as ids. The three times are means over the served rows: from submission
+    to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
     """
 
     __slots__ = (
@@ -49,35 +95,43 @@ class Job:
         "deadline",
         "errors",
         "inference_ns",
+        "inputs",
         "lane",
+        "multi_vectors",
         "options",
         "queue_ns",
         "remaining",
+        "scores",
+        "sparse",
         "submitted_ns",
-        "texts",
         "tokenization_ns",
         "tokens",
+        "tokens_of",
         "vectors",
     )
 
     def __init__(
         self,
-        texts: Sequence[str | None],
-        options: EmbedOptions,
+        inputs: Sequence[Input],
+        options: InferOptions,
         lane: Lane,
         deadline: float | None = None,
         context: object = None,
     ) -> None:
-        self.texts = texts
+        self.inputs = inputs
         self.options = options
         self.lane = lane
         self.deadline = deadline
         self.context = context
         self.cancelled = False
-        self.vectors: NDArray[np.float32] = np.zeros((len(texts), 0), dtype=np.float32)
+        self.vectors: NDArray[np.float32] = np.zeros((len(inputs), 0), dtype=np.float32)
+        self.scores: NDArray[np.float32] = np.zeros((len(inputs), 0), dtype=np.float32)
+        self.sparse: list[SparseVector | None] = []
+        self.tokens_of: list[NDArray[np.float32] | None] = []
+        self.multi_vectors: list[NDArray[np.float32] | None] = []
         self.errors: dict[int, TeimgrError] = {}
-        self.remaining = len(texts)
-        self.chars = sum(len(text) for text in texts if text)
+        self.remaining = len(inputs)
+        self.chars = sum(map(_chars, inputs))
         self.tokens = 0
         self.submitted_ns = 0
         self.tokenization_ns = 0
@@ -90,7 +144,13 @@ class Job:
 
     def average_times(self) -> None:
         """Turn the summed times into means over the rows that were served."""
-        served = max(len(self.texts) - len(self.errors), 1)
+        served = max(len(self.inputs) - len(self.errors), 1)
         self.tokenization_ns //= served
         self.queue_ns //= served
         self.inference_ns //= served
+
+
+def _chars(item: Input) -> int:
+    if item is None:
+        return 0
+    return len(item.first) + len(item.second) if isinstance(item, Pair) else len(item)

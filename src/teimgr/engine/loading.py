@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from teimgr.engine.embedder import Embedder, load_embedder
 from teimgr.engine.layout import Layout, read_layout
-from teimgr.engine.model import Batching
+from teimgr.engine.model import Model, load_model
 from teimgr.engine.probe import Choice, choose, probe_texts
 from teimgr.engine.prompts import Prompts
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.engine.transformer import Batching
 from teimgr.errors import InvalidConfig, ModelLoadFailed, OutOfDeviceMemory, TeimgrError
 from teimgr.spec import ModelInfo
 
@@ -56,7 +56,7 @@ class Parts:
 
     tokenizer: TextTokenizer
     prompts: Prompts
-    embedder: Embedder
+    embedder: Model
     limits: BatchLimits
     info: ModelInfo
 
@@ -118,19 +118,19 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
             )
 
 
-def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer) -> tuple[Embedder, Choice]:
+def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer) -> tuple[Model, Choice]:
     device = torch.device(options.device)
     known = probe_texts(layout.config, tokenizer.max_length)
     texts = [ids for ids in tokenizer.encode(known, Truncation()) if not isinstance(ids, TeimgrError)]
     if not texts:
         raise ModelLoadFailed("the tokenizer fails on every known text")
     try:
-        return choose(lambda: load_embedder(layout, device), _DTYPES[options.dtype], texts)
+        return choose(lambda: load_model(layout, device), _DTYPES[options.dtype], texts)
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
 
 
-def _limits(options: EngineOptions, embedder: Embedder) -> BatchLimits:
+def _limits(options: EngineOptions, embedder: Model) -> BatchLimits:
     if options.device != "cpu":
         beside = max(_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)

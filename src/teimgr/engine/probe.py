@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from teimgr.engine.attention import CannotPackError
 from teimgr.engine.batch import pack
-from teimgr.engine.embedder import Embedder
 from teimgr.engine.linears import PackedLinear, prepacking_works
-from teimgr.engine.model import Batching
+from teimgr.engine.model import Model
+from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
     return (*PROBE_TEXTS, " ".join(words[i % len(words)] for i in range(wanted)))
 
 
-def choose(load: Callable[[], Embedder], wanted: torch.dtype | None, texts: Sequence[Ids]) -> tuple[Embedder, Choice]:
+def choose(load: Callable[[], Model], wanted: torch.dtype | None, texts: Sequence[Ids]) -> tuple[Model, Choice]:
     """Load a model and settle its type and batching; `wanted` None asks for the fastest type that is close enough.
 
     Raises:
@@ -115,7 +115,7 @@ def _return_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _settle(embedder: Embedder, dtype: torch.dtype, texts: Sequence[Ids], truth: Tensor, bound: float) -> Choice | None:
+def _settle(embedder: Model, dtype: torch.dtype, texts: Sequence[Ids], truth: Tensor, bound: float) -> Choice | None:
     """The first way of batching whose vectors are the truth's; None where none is."""
     for batching in _ways(embedder):
         try:
@@ -133,13 +133,13 @@ def _settle(embedder: Embedder, dtype: torch.dtype, texts: Sequence[Ids], truth:
     return None
 
 
-def _ways(embedder: Embedder) -> list[Batching]:
+def _ways(embedder: Model) -> list[Batching]:
     packed = embedder.transformer
     varlen = packed.device.type == "cuda" and packed.dtype in (torch.float16, torch.bfloat16)
     return [*([Batching.VARLEN] if varlen else []), Batching.BY_RUN, Batching.EQUAL_LENGTH]
 
 
-def _embed_together(embedder: Embedder, texts: Sequence[Ids]) -> Tensor:
+def _embed_together(embedder: Model, texts: Sequence[Ids]) -> Tensor:
     batch = pack(texts)
     packed = embedder.embed(batch)
     vectors = torch.empty_like(packed)
@@ -154,7 +154,7 @@ def _agree(vectors: Tensor, truth: Tensor, cosines: Tensor, dtype: torch.dtype, 
     return bool((unit - true_unit).abs().max() <= _EXACT_DIFFERENCE)
 
 
-def _fastest(embedder: Embedder) -> torch.dtype:
+def _fastest(embedder: Model) -> torch.dtype:
     """The type worth trying: a 16-bit one on a GPU, and on a CPU bfloat16 where layers run faster in it."""
     transformer = embedder.transformer
     if transformer.device.type == "cuda":

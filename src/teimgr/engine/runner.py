@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from teimgr.engine.batch import pack
-from teimgr.engine.embedder import Embedder
 from teimgr.engine.finisher import Failures, Finisher, Output
+from teimgr.engine.model import Model
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.shelf import Entry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
@@ -39,7 +39,7 @@ class _Fault:
 class Runner:
     """Serves the queue with one embedder until the queue is closed and empty; `run` is the thread's body."""
 
-    def __init__(self, embedder: Embedder, queue: EntryQueue, finisher: Finisher, threads: int) -> None:
+    def __init__(self, embedder: Model, queue: EntryQueue, finisher: Finisher, threads: int) -> None:
         self._embedder = embedder
         self._queue = queue
         self._finisher = finisher

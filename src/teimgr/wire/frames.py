@@ -53,6 +53,8 @@ class Method(IntEnum):
     DECODE = 9  # tei.v1.DecodeRequest → tei.v1.DecodeResponse
     EMBED_ARROW = 10  # tei_multiplexer.v1.EmbedArrowRequest → EmbedArrowResponse
     EMBED_SPARSE_ARROW = 11  # tei_multiplexer.v1.EmbedSparseArrowRequest → EmbedSparseArrowResponse
+    RERANK_STREAM = 12  # teimgr.v1.RerankPairs → tei.v1.RerankResponse
+    INFER_ARROW = 13  # teimgr.v1.ArrowRequest → teimgr.v1.ArrowResponse
     WATCH = 64  # empty → one JSON object per event, its "state": loading, downloading, ready, draining or failed
     PROBE = 65  # empty → empty, after the known text went through the device
     STATS = 66  # empty → JSON object of counters

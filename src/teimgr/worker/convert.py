@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from teimgr import __version__
-from teimgr.engine.job import EmbedOptions
+from teimgr.engine.job import InferOptions
 from teimgr.engine.tokenizer import Token
 from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
@@ -32,9 +32,9 @@ def parse(kind: type[MessageT], payload: bytes) -> MessageT:
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-def embed_options(message: tei_pb2.EmbedRequest) -> EmbedOptions:
+def embed_options(message: tei_pb2.EmbedRequest) -> InferOptions:
     """Options of one text; an absent `normalize` means true, an absent `truncate` false."""
-    return EmbedOptions(
+    return InferOptions(
         truncate=message.truncate,
         truncation_left=_is_left(message.truncation_direction),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
@@ -43,9 +43,9 @@ def embed_options(message: tei_pb2.EmbedRequest) -> EmbedOptions:
     )
 
 
-def arrow_options(message: multiplexer_pb2.EmbedArrowRequest) -> EmbedOptions:
+def arrow_options(message: multiplexer_pb2.EmbedArrowRequest) -> InferOptions:
     """Options of an Arrow call; an absent `normalize` means false here."""
-    return EmbedOptions(
+    return InferOptions(
         truncate=message.truncate,
         truncation_left=_is_left(message.truncation_direction),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,

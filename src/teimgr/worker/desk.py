@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from teimgr.engine.engine import Engine
-from teimgr.engine.job import EmbedOptions, Job
+from teimgr.engine.job import InferOptions, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
 from teimgr.spec import WorkerSpec
 from teimgr.worker.admission import Admission
@@ -88,7 +88,7 @@ class Desk:
         """As `enter`, for what has to await something first."""
         self.enter(call, lambda: self._spawn(call, proceed()))
 
-    def infer(self, call: Call, texts: Sequence[str | None], options: EmbedOptions, encode: Encode) -> None:
+    def infer(self, call: Call, texts: Sequence[str | None], options: InferOptions, encode: Encode) -> None:
         """Give the texts of an admitted call to the engine; `encode` runs on the finisher thread.
 
         A call that was cancelled since it came in is left alone.

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from teimgr import __version__
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.errors import Cancelled, Code, EmptyInput, InvalidInput, Overloaded, TeimgrError, Unavailable
 from teimgr.wire.status import STATUS
 from teimgr.worker.calls import Call, Reply
@@ -126,7 +126,7 @@ class Routes:
         body = await read_body(request, EmbedBody, self._desk.spec.payload_limit_bytes)
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
         self._check_count(len(texts))
-        options = EmbedOptions(
+        options = InferOptions(
             truncate=self._desk.spec.auto_truncate if body.truncate is None else body.truncate,
             truncation_left=body.truncation_direction.lower() == "left",
             prompt_name=body.prompt_name,

@@ -84,7 +84,7 @@ class TeiMetrics:
 
     def finished(self, job: Job, call: Call, error: TeimgrError | None) -> None:
         """A call's texts came back from the engine; `error` is what the whole call is answered with, if anything."""
-        texts, failed = len(job.texts), len(job.errors)
+        texts, failed = len(job.inputs), len(job.errors)
         self._texts += texts
         self._texts_done += texts - failed
         for failure in job.errors.values():

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from teimgr.engine.job import EmbedOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.errors import Internal, TeimgrError, TooLarge, Unsupported
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
@@ -76,7 +76,7 @@ class Service:
         limit_bytes = self._desk.spec.max_message_bytes
         return read_texts(ipc, limit_bytes * _MAX_INFLATION, lambda rows: _check_size(rows * row_bytes, limit_bytes))
 
-    def _row_bytes(self, options: EmbedOptions, form: convert.ArrowForm) -> int:
+    def _row_bytes(self, options: InferOptions, form: convert.ArrowForm) -> int:
         """What a row of the reply takes at least."""
         engine = self._desk.engine
         engine.check(options)
@@ -109,7 +109,7 @@ class Service:
 
         self._desk.enter_async(call, run)
 
-    def _zeros(self, batches: TextBatches, options: EmbedOptions) -> Job:
+    def _zeros(self, batches: TextBatches, options: InferOptions) -> Job:
         """A finished job of zero vectors: the answer to `noop`, and to no rows."""
         job = Job(batches.texts, options, Lane.BULK)
         dimension = options.dimensions or self._desk.engine.info.dimension

@@ -1,15 +1,12 @@
-"""What a model directory says of itself: the files of transformers and sentence-transformers, read and judged.
-
-Reads JSON only; nothing is loaded. What this engine cannot serve truthfully is refused here, with the reason.
-"""
+"""From the files of a model directory to its layout."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from teimgr.engine.layout.parts import Dense, Layout
 from teimgr.errors import InvalidConfig, ModelLoadFailed, ModelNotFound
 from teimgr.spec import POOLINGS
 
@@ -48,50 +45,6 @@ _OFFSET_TYPES = {
 _ENDLESS_POSITIONS = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A Dense module: the directory with its weights, and the name of its activation class."""
-
-    path: Path
-    in_features: int
-    out_features: int
-    bias: bool
-    activation: str
-    residual: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A servable embedding model.
-
-    `transformer` holds config, weights and tokenizer. Several `poolings` are concatenated. `position_offset` is what a
-    text's first position id is. `max_length` is tokens, special ones included.
-    """
-
-    root: Path
-    transformer: Path
-    config: dict[str, Any]
-    poolings: tuple[str, ...]
-    include_prompt: bool
-    dense: tuple[Dense, ...]
-    max_length: int
-    position_offset: int
-    lower_case: bool
-    prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt_name: str | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def model_type(self) -> str:
-        """The architecture's name in transformers."""
-        return str(self.config["model_type"])
-
-    @property
-    def pooling(self) -> str:
-        """The pooling in a word."""
-        return "+".join(self.poolings)
-
-
 def read_layout(root: Path, pooling: str | None = None) -> Layout:
     """Read the model directory `root`; `pooling` is the user's own choice, over that of the files.
 
@@ -118,7 +71,7 @@ def read_layout(root: Path, pooling: str | None = None) -> Layout:
         config=config,
         poolings=poolings,
         include_prompt=include_prompt,
-        dense=tuple(_dense(root / path) for path in modules["Dense"]),
+        projections=tuple(_dense(root / path) for path in modules["Dense"]),
         max_length=_max_length(transformer, config, lengths, offset),
         position_offset=offset,
         lower_case=bool(lengths.get("do_lower_case")),

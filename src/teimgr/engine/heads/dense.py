@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from teimgr.engine.layout import Dense
+from teimgr.engine.layout import Dense, Projection
 from teimgr.errors import ModelLoadFailed
 
 
@@ -34,7 +34,7 @@ class DenseHead(nn.Module):
         return out if self.residual is None else out + self.residual(vectors)
 
 
-def load_heads(modules: Sequence[Dense], device: torch.device) -> nn.Sequential:
+def load_heads(modules: Sequence[Projection], device: torch.device) -> nn.Sequential:
     """The Dense modules of a model, in order, with their weights.
 
     Raises:

@@ -1,0 +1,165 @@
+"""The parts of a servable model, as its files describe them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class Kind(str, Enum):
+    """What a model is for; the word is `ModelInfo.kind`."""
+
+    EMBEDDING = "embedding"
+    SPARSE = "sparse"
+    MULTI_VECTOR = "multi-vector"
+    RERANKER = "reranker"
+    CLASSIFIER = "classifier"
+
+
+class Backbone(Enum):
+    """What makes the hidden states, and which class of transformers holds it and the head.
+
+    ENCODER: AutoModel, no head of the library's. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM: the Auto class of that
+    name, whose head is used. STATIC: a table of vectors by token id, no transformer at all.
+    """
+
+    ENCODER = "encoder"
+    MASKED_LM = "masked-lm"
+    SEQUENCE_CLASSIFICATION = "sequence-classification"
+    CAUSAL_LM = "causal-lm"
+    STATIC = "static"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A Dense module: the directory with its weights, and the dotted name of its activation class."""
+
+    path: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+    residual: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """A LayerNorm module: the directory with its weights."""
+
+    path: Path
+    dimension: int
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    """A Normalize module between others. One at the very end is left out: there the request decides."""
+
+
+Projection = Dense | LayerNorm | Normalize
+
+
+@dataclass(frozen=True, slots=True)
+class Splade:
+    """From masked-LM logits to a weight per vocabulary entry: `strategy` max or sum, `activation` relu or log1p_relu."""
+
+    strategy: str = "max"
+    activation: str = "relu"
+
+
+@dataclass(frozen=True, slots=True)
+class LateInteraction:
+    """ColBERT: every token's hidden state goes through `projections` and is normalised.
+
+    Lengths are tokens. A query is filled to `query_length` with `expansion_token_id` where `expand_queries`; other
+    tokens see the filling only where `attend_to_expansion`. Tokens in `skip_ids` have no vector in documents (nor in
+    queries where `skip_in_queries`). Prefixes that are text are prompts named "query" and "document"; prefix ids, where
+    there are any, go behind the first special token instead (Stanford's [Q] and [D]).
+    """
+
+    projections: tuple[Projection, ...]
+    query_length: int | None
+    document_length: int | None
+    expand_queries: bool = False
+    expansion_token_id: int | None = None
+    attend_to_expansion: bool = False
+    skip_ids: tuple[int, ...] = ()
+    skip_in_queries: bool = False
+    normalize: bool = True
+    query_prefix_ids: tuple[int, ...] = ()
+    document_prefix_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class M3:
+    """BGE-M3: two linear layers beside the dense vector. `unused_ids` never count as sparse entries."""
+
+    sparse: Path
+    multi_vector: Path
+    unused_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CausalScore:
+    """A language model as reranker: the score is logit[true] - logit[false], or logit[true] alone.
+
+    A pair is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is ever cut.
+    """
+
+    true_token_id: int
+    false_token_id: int | None
+    prefix: str
+    body: str
+    suffix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a classifier or reranker says: labels by index, and sigmoid, softmax, identity or a dotted class name."""
+
+    labels: tuple[str, ...]
+    activation: str
+    causal: CausalScore | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A servable model.
+
+    `transformer` holds config, weights and tokenizer. Several `poolings` are concatenated; `projections` come behind
+    them. `position_offset` is what a text's first position id is. `max_length` is tokens, special ones included. Which
+    of `splade`, `late`, `m3` and `scoring` are set follows from `kind` (an embedding model may have `m3`).
+    `type_ids` says whether pairs carry token types.
+    """
+
+    root: Path
+    transformer: Path
+    config: dict[str, Any]
+    poolings: tuple[str, ...]
+    include_prompt: bool
+    projections: tuple[Projection, ...]
+    max_length: int
+    position_offset: int
+    lower_case: bool
+    kind: Kind = Kind.EMBEDDING
+    backbone: Backbone = Backbone.ENCODER
+    splade: Splade | None = None
+    late: LateInteraction | None = None
+    m3: M3 | None = None
+    scoring: Scoring | None = None
+    type_ids: bool = False
+    trust_remote_code: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def model_type(self) -> str:
+        """The architecture's name in transformers."""
+        return str(self.config["model_type"])
+
+    @property
+    def pooling(self) -> str:
+        """The pooling in a word, as TEI's /info says it."""
+        return "splade" if self.splade is not None else "+".join(self.poolings)
