@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.models import build, edit
 
-from teimgr.engine.layout import read_layout
 from teimgr.errors import InvalidConfig, ModelLoadFailed, ModelNotFound
+from teimgr.layout import read_layout
 
 
 @pytest.fixture

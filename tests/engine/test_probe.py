@@ -12,12 +12,12 @@ from tests.models import build, edit
 
 from teimgr.engine import probe
 from teimgr.engine.attention import Packing
-from teimgr.engine.layout import read_layout
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_texts
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
 from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
+from teimgr.layout import read_layout
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
@@ -41,7 +41,7 @@ def test_packing_is_used_where_it_gives_the_librarys_vectors(
 
 def test_a_wrong_position_offset_is_noticed(model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the offset a packed RoBERTa is silently wrong; the trial sees it and packing is not used."""
-    monkeypatch.setattr("teimgr.engine.layout._OFFSET_TYPES", set())
+    monkeypatch.setattr("teimgr.layout.lengths.OFFSET_TYPES", set())
 
     assert chosen(model_dir("roberta"), torch.float32).batching is Batching.EQUAL_LENGTH
 

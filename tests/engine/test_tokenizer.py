@@ -11,10 +11,10 @@ import pytest
 from tests.models import edit
 from tokenizers import Encoding, Tokenizer
 
-from teimgr.engine.layout import read_layout
 from teimgr.engine.prompts import Prompts
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
+from teimgr.layout import read_layout
 
 RIGHT, LEFT, OFF = Truncation(), Truncation(left=True), Truncation(on=False)
 

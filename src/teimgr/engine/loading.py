@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from teimgr.engine.layout import Layout, read_layout
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.probe import Choice, choose, probe_texts
 from teimgr.engine.prompts import Prompts
@@ -19,6 +18,7 @@ from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import TextTokenizer, Truncation
 from teimgr.engine.transformer import Batching
 from teimgr.errors import InvalidConfig, ModelLoadFailed, OutOfDeviceMemory, TeimgrError
+from teimgr.layout import Layout, read_layout
 from teimgr.spec import ModelInfo
 
 log = logging.getLogger(__name__)

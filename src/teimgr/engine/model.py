@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from teimgr.engine.batch import PackedBatch, pack
 from teimgr.engine.heads.dense import load_heads
 from teimgr.engine.heads.pooling import pool
-from teimgr.engine.layout import Layout
 from teimgr.engine.transformer import Transformer, load_transformer
+from teimgr.layout import Layout
 
 
 class Model:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from teimgr.engine.layout import Layout
 from teimgr.errors import InvalidConfig, InvalidInput
+from teimgr.layout import Layout
 
 
 class Prompts:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from teimgr.engine.layout import Layout
 from teimgr.engine.tokenizer_file import breaks_at_spaces, load_tokenizer
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TokenizerFailed
+from teimgr.layout import Layout
 
 # No language writes this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250

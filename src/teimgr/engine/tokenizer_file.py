@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
-from teimgr.engine.layout import Layout
 from teimgr.errors import ModelLoadFailed
+from teimgr.layout import Layout
 
 _VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from teimgr.engine.attention import PACKED, Packing
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.layout import Layout
 from teimgr.engine.linears import convert_linears
 from teimgr.errors import ModelLoadFailed
+from teimgr.layout import Layout
 
 log = logging.getLogger(__name__)
 

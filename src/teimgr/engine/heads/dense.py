@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from teimgr.engine.layout import Dense, Projection
 from teimgr.errors import ModelLoadFailed
+from teimgr.layout import Dense, Projection
 
 
 class DenseHead(nn.Module):

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from teimgr.engine.layout.parts import Dense, Layout
 from teimgr.errors import InvalidConfig, ModelLoadFailed, ModelNotFound
+from teimgr.layout.parts import Dense, Layout
 from teimgr.spec import POOLINGS
 
 # How a pooling is called by TEI's flag, by sentence-transformers 6 (`pooling_mode`) and by its older booleans.

@@ -62,7 +62,7 @@ Projection = Dense | LayerNorm | Normalize
 
 @dataclass(frozen=True, slots=True)
 class Splade:
-    """From masked-LM logits to a weight per vocabulary entry: `strategy` max or sum, `activation` relu or log1p_relu."""
+    """From masked-LM logits to a weight per vocabulary entry: strategy max or sum, activation relu or log1p_relu."""
 
     strategy: str = "max"
     activation: str = "relu"
