@@ -28,7 +28,12 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 PYTHON = BIN / "python"
-PROTOS = ("tei/v1/tei.proto", "tei_multiplexer/v1/multiplexer.proto")
+PROTOS = (
+    "tei/v1/tei.proto",
+    "tei_multiplexer/v1/multiplexer.proto",
+    "teimgr/v1/arrow.proto",
+    "teimgr/v1/frames.proto",
+)
 PYTHON_TREES = ("src", "tests", "bench", "dev.py")
 
 
@@ -122,7 +127,9 @@ def proto(arguments: list[str]) -> int:
 
 def relocate(code: str) -> str:
     """Generated imports name the proto's folder; here that folder lies under teimgr.pb."""
-    return re.sub(r"^from (tei(?:_multiplexer)?)\.v1 import", r"from teimgr.pb.\1.v1 import", code, flags=re.MULTILINE)
+    return re.sub(
+        r"^from (tei(?:_multiplexer|mgr)?)\.v1 import", r"from teimgr.pb.\1.v1 import", code, flags=re.MULTILINE
+    )
 
 
 def install(*extras: str) -> int:
