@@ -13,6 +13,9 @@
     │   ├── InvalidGpuId           INVALID_GPU_ID
     │   ├── InstanceNotFound       INSTANCE_NOT_FOUND
     │   ├── ModelNotFound          MODEL_NOT_FOUND
+    │   ├── ModelGated             MODEL_GATED
+    │   ├── ModelBusy              MODEL_BUSY
+    │   ├── ModelInUse             MODEL_IN_USE
     │   ├── InstanceExists         INSTANCE_EXISTS
     │   ├── AlreadyRunning         ALREADY_RUNNING
     │   ├── NotRunning             NOT_RUNNING
@@ -29,6 +32,7 @@
     │   └── Cancelled              CANCELLED
     └── Broken                  our side failed
         ├── ModelLoadFailed        MODEL_LOAD_FAILED
+        ├── ModelDownloadFailed    MODEL_DOWNLOAD_FAILED
         ├── InferenceFailed        INFERENCE_FAILED
         └── Internal               INTERNAL_ERROR
 
@@ -37,6 +41,7 @@ Nothing here knows HTTP or gRPC: `wire/status.py` holds the one table that does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import ClassVar
 
@@ -60,6 +65,9 @@ class Code(IntEnum):
     NOT_RUNNING = 14
     PORT_CONFLICT = 15
     UNIMPLEMENTED = 16
+    MODEL_GATED = 17
+    MODEL_BUSY = 18
+    MODEL_IN_USE = 19
     MAX_INSTANCES_REACHED = 32
     PORT_ALLOCATION_FAILED = 33
     OVERLOADED = 34
@@ -71,6 +79,7 @@ class Code(IntEnum):
     MODEL_LOAD_FAILED = 64
     INFERENCE_FAILED = 65
     INTERNAL_ERROR = 66
+    MODEL_DOWNLOAD_FAILED = 67
 
 
 class TeimgrError(Exception):
@@ -175,6 +184,30 @@ class ModelNotFound(Refused):
     """The model is neither a local directory nor to be had from the hub."""
 
     code = Code.MODEL_NOT_FOUND
+
+
+class ModelGated(Refused):
+    """The hub has the model and asks for a licence to be accepted first, or for a token that has done so."""
+
+    code = Code.MODEL_GATED
+
+
+class ModelBusy(Refused):
+    """The model is being downloaded or tried already."""
+
+    code = Code.MODEL_BUSY
+
+    def __init__(self, model_id: str, doing: str) -> None:
+        super().__init__(f"Model '{model_id}' is already {doing}")
+
+
+class ModelInUse(Refused):
+    """Instances want the model, so it cannot be deleted."""
+
+    code = Code.MODEL_IN_USE
+
+    def __init__(self, model_id: str, names: Sequence[str]) -> None:
+        super().__init__(f"Model '{model_id}' is used by {', '.join(names)}; delete these instances first")
 
 
 class InstanceExists(Refused):
@@ -283,6 +316,15 @@ class ModelLoadFailed(Broken):
     """The model's files are there and cannot be turned into a serving engine."""
 
     code = Code.MODEL_LOAD_FAILED
+
+
+class ModelDownloadFailed(Broken):
+    """The model's files could not be fetched whole."""
+
+    code = Code.MODEL_DOWNLOAD_FAILED
+
+    def __init__(self, model_id: str, reason: str) -> None:
+        super().__init__(f"Failed to download model '{model_id}': {reason}")
 
 
 class InferenceFailed(Broken):

@@ -23,6 +23,7 @@ INVALID_ARGUMENT = 3
 DEADLINE_EXCEEDED = 4
 NOT_FOUND = 5
 ALREADY_EXISTS = 6
+PERMISSION_DENIED = 7
 RESOURCE_EXHAUSTED = 8
 FAILED_PRECONDITION = 9
 UNIMPLEMENTED = 12
@@ -42,6 +43,9 @@ STATUS: dict[Code, Status] = {
     Code.INVALID_GPU_ID: Status(400, INVALID_ARGUMENT, "Validation"),
     Code.INSTANCE_NOT_FOUND: Status(404, NOT_FOUND, "Validation"),
     Code.MODEL_NOT_FOUND: Status(404, NOT_FOUND, "Validation"),
+    Code.MODEL_GATED: Status(403, PERMISSION_DENIED, "Validation"),
+    Code.MODEL_BUSY: Status(409, ALREADY_EXISTS, "Validation"),
+    Code.MODEL_IN_USE: Status(409, FAILED_PRECONDITION, "Validation"),
     Code.INSTANCE_EXISTS: Status(409, ALREADY_EXISTS, "Validation"),
     Code.ALREADY_RUNNING: Status(409, FAILED_PRECONDITION, "Validation"),
     Code.NOT_RUNNING: Status(409, FAILED_PRECONDITION, "Validation"),
@@ -56,6 +60,7 @@ STATUS: dict[Code, Status] = {
     Code.TIMEOUT: Status(504, DEADLINE_EXCEEDED, "Overloaded"),
     Code.CANCELLED: Status(499, CANCELLED, "Overloaded"),
     Code.MODEL_LOAD_FAILED: Status(500, INTERNAL, "Backend"),
+    Code.MODEL_DOWNLOAD_FAILED: Status(500, INTERNAL, "Backend"),
     Code.INFERENCE_FAILED: Status(424, INTERNAL, "Backend"),
     Code.INTERNAL_ERROR: Status(500, INTERNAL, "Backend"),
 }
