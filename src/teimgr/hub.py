@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from teimgr.errors import ModelNotFound, Unavailable
+from teimgr.errors import ModelGated, ModelNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +48,11 @@ def resolve(model_id: str, revision: str | None = None) -> ModelSource:
     A download continues what a broken one left, and shows huggingface-hub's progress bars on stderr.
 
     Raises:
-        ModelNotFound: no such directory, repository or revision, or it is gated.
+        ModelNotFound: no such directory, repository or revision.
+        ModelGated: its licence was not accepted, or HF_TOKEN is not set.
         Unavailable: the hub cannot be reached now and nothing local serves.
     """
-    if _names_a_path(model_id) or Path(model_id).is_dir():
+    if names_a_path(model_id) or Path(model_id).is_dir():
         return _local(model_id)
     cached = find_cached(model_id, revision)
     if cached is not None:
@@ -98,7 +101,8 @@ def is_complete(path: Path) -> bool:
     return any((path / name).exists() for name in _WEIGHTS) or any(path.glob("*/model.safetensors"))
 
 
-def _names_a_path(model_id: str) -> bool:
+def names_a_path(model_id: str) -> bool:
+    """Whether a model id can only mean a directory."""
     return model_id.startswith(("/", "./", "../", "~"))
 
 
@@ -113,6 +117,29 @@ def _local(model_id: str) -> ModelSource:
 
 def _download(model_id: str, revision: str | None) -> ModelSource:
     from huggingface_hub import HfApi, snapshot_download
+
+    with hub_failures(model_id, revision):
+        info = HfApi().model_info(model_id, revision=revision, timeout=10)
+        unused = unused_patterns(sibling.rfilename for sibling in info.siblings or ())
+        # By name, not by commit: only so does the cache keep a ref that an offline start finds the snapshot by.
+        path = Path(snapshot_download(model_id, revision=revision, ignore_patterns=unused))
+    return ModelSource(path, path.name)
+
+
+def unused_patterns(names: Iterable[str]) -> list[str]:
+    """Patterns of what the engine does not need of a repository with these files."""
+    return [*_OTHER_RUNTIMES, "*.bin"] if any(name.endswith(".safetensors") for name in names) else [*_OTHER_RUNTIMES]
+
+
+@contextmanager
+def hub_failures(model_id: str, revision: str | None) -> Iterator[None]:
+    """Turn what the hub's library raises inside the block into failures of ours.
+
+    Raises:
+        ModelNotFound: no such repository or revision, or it is private.
+        ModelGated: it is there, and not for us.
+        Unavailable: the hub cannot be asked now.
+    """
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -124,15 +151,9 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
     )
 
     try:
-        info = HfApi().model_info(model_id, revision=revision, timeout=10)
-        files = {sibling.rfilename for sibling in info.siblings or ()}
-        unused = (
-            [*_OTHER_RUNTIMES, "*.bin"] if any(name.endswith(".safetensors") for name in files) else _OTHER_RUNTIMES
-        )
-        # By name, not by commit: only so does the cache keep a ref that an offline start finds the snapshot by.
-        path = Path(snapshot_download(model_id, revision=revision, ignore_patterns=unused))
+        yield
     except GatedRepoError as error:
-        raise ModelNotFound(f"Model '{model_id}' is gated: accept its licence on the hub and set HF_TOKEN") from error
+        raise ModelGated(f"Model '{model_id}' is gated: accept its licence on the hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise ModelNotFound(f"Model '{model_id}' has no revision '{revision}'") from error
     except RepositoryNotFoundError as error:
@@ -145,7 +166,6 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         if not _is_transport_error(error):
             raise
         raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
-    return ModelSource(path, path.name)
 
 
 def _is_transport_error(error: Exception) -> bool:

@@ -110,7 +110,7 @@ def test_a_gated_model_says_what_to_do(tmp_path: Path) -> None:
     with Hub(MODEL, FILES, gated=True) as hub:
         found = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
 
-    assert found["error"] == "ModelNotFound"
+    assert found["error"] == "ModelGated"
     assert "HF_TOKEN" in found["message"]
 
 
