@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from teimgr.engine.attention import CannotPackError, Packing, packed_attention
-from teimgr.engine.batch import pack
+from teimgr.engine.batch import Encoded, pack
 
 LENGTHS = (1, 2, 7, 7, 7, 12)
 
@@ -18,7 +18,13 @@ class Attention(torch.nn.Module):
         self.is_causal = is_causal
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+def text_of(length: int, keys: int | None = None) -> Encoded:
+    return Encoded(np.zeros(length, dtype=np.int32), keys=keys)
+
+
+def written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, keys: int | None = None
+) -> torch.Tensor:
     """[heads, L, d] of one text."""
     k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
     scores = q @ k.transpose(1, 2) * 0.3
@@ -28,6 +34,8 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
         seen &= distance.abs() < window
     if causal:
         seen &= distance >= 0
+    if keys is not None:
+        seen[:, keys:] = False
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
@@ -36,7 +44,7 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_texts_attend_to_themselves_only(kv_heads: int, causal: bool, window: int | None) -> None:
     torch.manual_seed(0)
-    batch = pack([np.zeros(n, dtype=np.int32) for n in LENGTHS])
+    batch = pack([text_of(n) for n in LENGTHS])
     q, k, v = (torch.randn(1, batch.tokens, heads, 8).transpose(1, 2) for heads in (4, kv_heads, kv_heads))
     packing = Packing.of(batch, None)
     result, weights = packed_attention(
@@ -50,8 +58,35 @@ def test_texts_attend_to_themselves_only(kv_heads: int, causal: bool, window: in
         torch.testing.assert_close(result[0, start:stop].transpose(0, 1), one, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 6, 100])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("idle", [False, True])
+def test_tokens_beyond_the_keys_are_seen_by_none(idle: bool, causal: bool, window: int | None) -> None:
+    torch.manual_seed(0)
+    keys = (1, None, 7, 5, None, 9)
+    batch = pack([text_of(n, seen) for n, seen in zip(LENGTHS, keys, strict=True)])
+    row = batch.filled() if idle else batch
+    q, k, v = (torch.randn(1, len(row.ids), 4, 8).transpose(1, 2) for _ in range(3))
+    result, _ = packed_attention(
+        Attention(causal), q, k, v, None, scaling=0.3, sliding_window=window, packing=Packing.of(row, None)
+    )
+
+    assert result.isfinite().all()
+    for i, (start, stop) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
+        one = written_out(*(x[0, :, start:stop] for x in (q, k, v)), causal, window, keys[i])
+        torch.testing.assert_close(result[0, start:stop].transpose(0, 1), one, atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_seen_is_found_in_the_row() -> None:
+    batch = pack([text_of(3, 2), text_of(1), text_of(4, 1)])
+    seen = Packing.of(batch, torch.from_numpy(batch.cu_seqlens)).seen
+
+    assert seen is not None
+    assert (seen.places.tolist(), seen.cu_seqlens.tolist(), seen.longest) == ([0, 1, 2, 4], [0, 1, 3, 4], 2)
+
+
 def test_the_call_overrules_the_module_on_causality() -> None:
-    batch = pack([np.zeros(5, dtype=np.int32)])
+    batch = pack([text_of(5)])
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
     packing = Packing.of(batch, None)
     told, _ = packed_attention(Attention(True), q, k, v, None, is_causal=False, packing=packing)
@@ -70,7 +105,7 @@ def test_the_call_overrules_the_module_on_causality() -> None:
     ],
 )
 def test_what_it_does_not_do_is_refused(extra: dict[str, object]) -> None:
-    batch = pack([np.zeros(3, dtype=np.int32)])
+    batch = pack([text_of(3)])
     rows = [torch.randn(1, 2, 3, 4) for _ in range(3)]
     inputs = {"attention_mask": None, "packing": Packing.of(batch, None)} | extra
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr.engine.batch import pack
+from teimgr.engine.batch import Encoded, pack
 
 TEXTS = st.lists(st.lists(st.integers(0, 30_000), min_size=1, max_size=12), min_size=1, max_size=20)
 
 
-def arrays(texts: list[list[int]]) -> list[np.ndarray]:
-    return [np.array(ids, dtype=np.int32) for ids in texts]
+def arrays(texts: list[list[int]], **given: list[Any]) -> list[Encoded]:
+    """`given` has a list for a field of `Encoded`, one value per text."""
+    values = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] or [{}] * len(texts)
+    return [Encoded(np.array(ids, dtype=np.int32), **v) for ids, v in zip(texts, values, strict=True)]
 
 
 @given(TEXTS)
@@ -40,11 +44,32 @@ def test_runs_cover_the_row_in_ascending_length(texts: list[list[int]]) -> None:
 
 
 def test_prompt_lengths_follow_their_texts_and_leave_a_token_each() -> None:
-    batch = pack(arrays([[1, 2, 3, 4], [5], [6, 7, 8]]), [2, 3, 0])
+    batch = pack(arrays([[1, 2, 3, 4], [5], [6, 7, 8]], prompt_tokens=[2, 3, 0]))
 
     assert batch.prompt_lens is not None
     assert batch.prompt_lens.tolist() == [0, 0, 2]
-    assert pack(arrays([[1], [2]]), [0, 0]).prompt_lens is None
+    assert pack(arrays([[1], [2]], prompt_tokens=[0, 0])).prompt_lens is None
+
+
+def test_type_ids_keys_and_roles_follow_their_texts() -> None:
+    types = [np.array([0, 1, 1], dtype=np.uint8), None, np.array([1], dtype=np.uint8)]
+    batch = pack(arrays([[1, 2, 3], [4, 5], [6]], type_ids=types, keys=[2, None, None], query=[True, False, False]))
+
+    assert batch.type_ids is not None
+    assert batch.keys is not None
+    assert batch.queries is not None
+    assert batch.type_ids.tolist() == [1, 0, 0, 0, 1, 1]
+    assert batch.keys.tolist() == [1, 2, 2]
+    assert batch.queries.tolist() == [False, False, True]
+    plain = pack(arrays([[1, 2, 3]]))
+    assert (plain.type_ids, plain.keys, plain.queries) == (None, None, None)
+
+
+def test_the_keys_of_a_run_are_told_where_not_all_are_seen() -> None:
+    batch = pack(arrays([[1, 2], [3, 4, 5], [6, 7], [8, 9, 9]], keys=[None, 1, None, 3])).filled()
+
+    assert [None if keys is None else keys.tolist() for keys in map(batch.keys_of, batch.runs)] == [None, [1, 3], None]
+    assert batch.type_ids is None
 
 
 @given(TEXTS)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -24,34 +26,78 @@ class CannotPackError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """The tokens that others see, of a row where some are not seen: `places` int64 [S] in the row, and their borders
+    per text, `cu_seqlens` int32 [N + 1], both on the device; `longest` is the most of one text.
+    """
+
+    places: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch, keys: NDArray[np.int32], device: torch.device) -> Seen:
+        """Those of `batch`, the first `keys` tokens of every text."""
+        borders = np.zeros(batch.texts + 1, dtype=np.int32)
+        np.cumsum(keys, out=borders[1:])
+        places = np.arange(borders[-1], dtype=np.int64) + np.repeat(batch.cu_seqlens[:-1] - borders[:-1], keys)
+        moved = (torch.from_numpy(values).to(device, non_blocking=True) for values in (places, borders))
+        return cls(*moved, longest=int(keys.max()))
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the texts of a packed row begin and end.
+    """Where the texts of a packed row begin and end, and which of their tokens are seen.
 
     `cu_seqlens` (int32 [N + 1] on the device) is set where the device has a kernel for texts of unequal length; else
-    attention goes run by run.
+    attention goes run by run. `keys` has for every run the number of leading tokens that are seen, int32 [texts], or
+    None where all are.
     """
 
     runs: tuple[Run, ...]
+    keys: tuple[NDArray[np.int32] | None, ...]
     max_seqlen: int
     cu_seqlens: Tensor | None
-    _windows: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
+    seen: Seen | None = None
+    _masks: dict[tuple[int | Run, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PackedBatch, cu_seqlens: Tensor | None) -> Packing:
         """The packing of `batch`."""
-        return cls(batch.runs, batch.max_seqlen, cu_seqlens)
+        keys = tuple(batch.keys_of(run) for run in batch.runs)
+        if cu_seqlens is None or batch.keys is None:
+            return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens)
+        return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, Seen.of(batch, batch.keys, cu_seqlens.device))
 
     def window(self, length: int, reach: int, causal: bool, device: torch.device) -> Tensor | None:
         """The mask of a text of `length` tokens that see `reach` tokens to each side; None where they see all."""
         if length <= reach + 1:
             return None
         key = (length, reach, causal)
-        if key not in self._windows:
+        if key not in self._masks:
             position = torch.arange(length, device=device)
             distance = position[:, None] - position[None, :]
             seen = distance.abs() <= reach
-            self._windows[key] = seen & (distance >= 0) if causal else seen
-        return self._windows[key]
+            self._masks[key] = seen & (distance >= 0) if causal else seen
+        return self._masks[key]
+
+    def mask(self, index: int, reach: int | None, causal: bool, device: torch.device) -> Tensor | None:
+        """The mask of run `index`: [length, length], or [texts, 1, 1 or length, length] where not all keys are seen.
+
+        None stands for what needs no mask: all see all, or all before them where `causal`.
+        """
+        run, keys = self.runs[index], self.keys[index]
+        window = None if reach is None else self.window(run.length, reach, causal, device)
+        if keys is None:
+            return window
+        key = (run, reach, causal)
+        if key not in self._masks:
+            seen = np.arange(run.length)[None, :] < keys[:, None]
+            mask = torch.from_numpy(seen).to(device, non_blocking=True)[:, None, None, :]
+            if window is None and causal:
+                window = torch.ones(run.length, run.length, dtype=torch.bool, device=device).tril()
+            self._masks[key] = mask if window is None else mask & window
+        return self._masks[key]
 
 
 def packed_attention(
@@ -77,7 +123,9 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     reach = None if sliding_window is None else sliding_window - 1
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if packing.cu_seqlens is not None:
+    # The kernel counts positions of keys from the end: with some left out, a window or causality would be shifted.
+    by_kernel = packing.seen is None or not (causal or reach is not None)
+    if packing.cu_seqlens is not None and by_kernel:
         return _varlen(*rows, packing, packing.cu_seqlens, scaling, causal, reach).unsqueeze(0), None
     return _by_run(*rows, packing, scaling, causal, reach).unsqueeze(0), None
 
@@ -100,14 +148,18 @@ def _varlen(
 
     side = -1 if reach is None else reach
     longest = packing.max_seqlen
+    keys_at, longest_keys = cu_seqlens, longest
+    if (seen := packing.seen) is not None:
+        key, value = key[seen.places], value[seen.places]
+        keys_at, longest_keys = seen.cu_seqlens, seen.longest
     result = varlen_attn(
         query,
         key,
         value,
         cu_seqlens,
-        cu_seqlens,
+        keys_at,
         longest,
-        longest,
+        longest_keys,
         scale=scaling,
         window_size=(side, 0 if causal else side),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -123,9 +175,9 @@ def _by_run(
     """One call per run of equal lengths, on views of [T, heads, d]."""
     grouped = query.shape[1] != key.shape[1]
     parts = []
-    for run in packing.runs:
+    for i, run in enumerate(packing.runs):
         q, k, v = (_of_run(rows, run) for rows in (query, key, value))
-        mask = None if reach is None else packing.window(run.length, reach, causal, query.device)
+        mask = packing.mask(i, reach, causal, query.device)
         out = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
         )

@@ -23,13 +23,31 @@ class Run(NamedTuple):
         return self.start + self.texts * self.length
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """One input as the model reads it: a text, or two that it reads together.
+
+    `ids` are int32 [length], never empty. `type_ids` (uint8 [length]) say which half of a pair a token is of, None for
+    models without such a thing. Where `keys` is set, every token of the input sees only the first `keys` ones. The
+    first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on late-interaction models.
+    """
+
+    ids: NDArray[np.int32]
+    type_ids: NDArray[np.uint8] | None = None
+    keys: int | None = None
+    prompt_tokens: int = 0
+    query: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """N texts, T tokens, in ascending order of length.
 
     `ids` and `position_ids` are int64 [T]; positions start again at 0 with every text. Text i of the batch is text
     `order[i]` of what was packed, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
-    `prompt_lens` (int32 [N]) is None where pooling takes every token.
+    What is None concerns no text of the batch: `prompt_lens` (int32 [N]) where pooling takes every token, `type_ids`
+    (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens see) where all see all, and `queries`
+    (bool [N]) where no text has the role of a query.
     """
 
     ids: NDArray[np.int64]
@@ -39,6 +57,9 @@ class PackedBatch:
     runs: tuple[Run, ...]
     order: NDArray[np.intp]
     prompt_lens: NDArray[np.int32] | None = None
+    type_ids: NDArray[np.int64] | None = None
+    keys: NDArray[np.int32] | None = None
+    queries: NDArray[np.bool_] | None = None
 
     def filled(self) -> PackedBatch:
         """The same texts with a few idle tokens behind them, so that rows of few different lengths occur.
@@ -54,8 +75,17 @@ class PackedBatch:
             self,
             ids=np.concatenate([self.ids, nothing]),
             position_ids=np.concatenate([self.position_ids, nothing]),
+            type_ids=None if self.type_ids is None else np.concatenate([self.type_ids, nothing]),
             runs=(*self.runs, Run(self.tokens, idle, 1)),
         )
+
+    def keys_of(self, run: Run) -> NDArray[np.int32] | None:
+        """The `keys` of the texts of one run, int32 [texts]; None where all their tokens see all."""
+        if self.keys is None or run.start >= self.tokens:
+            return None
+        first = int(np.searchsorted(self.cu_seqlens, run.start))
+        keys = self.keys[first : first + run.texts]
+        return keys if (keys < run.length).any() else None
 
     @property
     def texts(self) -> int:
@@ -68,14 +98,15 @@ class PackedBatch:
         return int(self.cu_seqlens[-1])
 
 
-def pack(texts: Sequence[NDArray[np.int32]], prompt_lens: Sequence[int] | None = None) -> PackedBatch:
-    """Put the token ids of one or more texts, none of them empty, into one row."""
-    lengths = np.fromiter(map(len, texts), dtype=np.int32, count=len(texts))
+def pack(texts: Sequence[Encoded]) -> PackedBatch:
+    """Put one or more inputs into one row."""
+    lengths = np.fromiter((len(text.ids) for text in texts), dtype=np.int32, count=len(texts))
     order = np.argsort(lengths, kind="stable")
     lengths = lengths[order]
+    texts = [texts[i] for i in order]
     cu_seqlens = np.zeros(len(texts) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    ids = np.concatenate([texts[i] for i in order]).astype(np.int64)
+    ids = np.concatenate([text.ids for text in texts]).astype(np.int64)
     return PackedBatch(
         ids=ids,
         position_ids=np.arange(len(ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths),
@@ -83,7 +114,10 @@ def pack(texts: Sequence[NDArray[np.int32]], prompt_lens: Sequence[int] | None =
         max_seqlen=int(lengths[-1]),
         runs=tuple(_runs(lengths)),
         order=order,
-        prompt_lens=_sorted_prompt_lens(prompt_lens, order, lengths),
+        prompt_lens=_prompt_lens(texts, lengths),
+        type_ids=_type_ids(texts),
+        keys=_keys(texts, lengths),
+        queries=np.array([text.query for text in texts]) if any(text.query for text in texts) else None,
     )
 
 
@@ -101,10 +135,22 @@ def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:
         start += texts * length
 
 
-def _sorted_prompt_lens(
-    prompt_lens: Sequence[int] | None, order: NDArray[np.intp], lengths: NDArray[np.int32]
-) -> NDArray[np.int32] | None:
+def _prompt_lens(texts: Sequence[Encoded], lengths: NDArray[np.int32]) -> NDArray[np.int32] | None:
     """A prompt never leaves a text without a token to pool."""
-    if prompt_lens is None or not any(prompt_lens):
+    if not any(text.prompt_tokens for text in texts):
         return None
-    return np.minimum(np.asarray(prompt_lens, dtype=np.int32)[order], lengths - 1)
+    return np.minimum(np.array([text.prompt_tokens for text in texts], dtype=np.int32), lengths - 1)
+
+
+def _type_ids(texts: Sequence[Encoded]) -> NDArray[np.int64] | None:
+    if all(text.type_ids is None for text in texts):
+        return None
+    parts = [np.zeros(len(text.ids), dtype=np.uint8) if text.type_ids is None else text.type_ids for text in texts]
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _keys(texts: Sequence[Encoded], lengths: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    if all(text.keys is None for text in texts):
+        return None
+    given = [length if text.keys is None else text.keys for text, length in zip(texts, lengths, strict=True)]
+    return np.array(given, dtype=np.int32)

@@ -7,27 +7,24 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
+from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Job
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One text of a job: its token ids, and how many leading ones belong to a prompt that pooling leaves out."""
+    """One row of a job, as the model reads it."""
 
     job: Job
     row: int
-    ids: NDArray[np.int32]
-    prompt_tokens: int = 0
+    encoded: Encoded
     enqueued_ns: int = 0
     taken: bool = False
 
     @property
     def length(self) -> int:
         """The number of tokens."""
-        return len(self.ids)
+        return len(self.encoded.ids)
 
     def expired(self, now: float) -> bool:
         """Whether the caller's deadline has passed at the monotonic moment `now`."""
