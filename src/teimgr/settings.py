@@ -138,7 +138,8 @@ class Settings:
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
     )
 
-    models: tuple[str, ...] = key((), "accepted and kept for the model registry, which this version does not have")
+    models: tuple[str, ...] = key((), "models that the registry knows from the start: hub ids or directories")
+    model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
     instances: tuple[InstanceSpec, ...] = key((), "seeds: instances created where the state does not know their name")
     auth: Auth | None = key(None, "who may call; absent: everybody")
 
