@@ -1,0 +1,36 @@
+"""Tiny models with random weights, written to a directory exactly as their authors' libraries leave them there.
+
+Two layers, width 32, a tokenizer trained on a paragraph: everything about them is small but the file layout.
+"""
+
+from .dense import build, build_embedding_gemma
+from .families import FAMILIES, MAX_LENGTH, WIDTH
+from .files import edit, write, write_modules
+from .late import TOKEN_WIDTH, build_multi_vector
+from .others import build_m3, build_static
+from .scoring import LABELS, build_classifier, build_cross_encoder, build_yes_no_reranker
+from .sparse import build_splade
+from .texts import CORPUS, PAIRS, TEXTS
+
+__all__ = [
+    "CORPUS",
+    "FAMILIES",
+    "LABELS",
+    "MAX_LENGTH",
+    "PAIRS",
+    "TEXTS",
+    "TOKEN_WIDTH",
+    "WIDTH",
+    "build",
+    "build_classifier",
+    "build_cross_encoder",
+    "build_embedding_gemma",
+    "build_m3",
+    "build_multi_vector",
+    "build_splade",
+    "build_static",
+    "build_yes_no_reranker",
+    "edit",
+    "write",
+    "write_modules",
+]

@@ -1,0 +1,131 @@
+"""Rerankers and classifiers: a transformer with a head, or a language model that answers yes or no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from sentence_transformers import CrossEncoder
+
+from .dense import IDENTITY
+from .families import FAMILIES, MAX_LENGTH, widened
+from .files import edit, pad_and_truncate, write, write_modules
+from .vocabularies import chat
+
+LABELS = ("anger", "joy", "surprise")
+
+
+def build_classifier(
+    family: str,
+    folder: Path,
+    *,
+    labels: tuple[str, ...] = LABELS,
+    multi_label: bool = False,
+    classifier_pooling: str | None = None,
+    max_length: int = MAX_LENGTH,
+    seed: int = 0,
+) -> Path:
+    """Write a sequence classifier as transformers saves it. `classifier_pooling` is ModernBERT's "cls" or "mean"."""
+    settings: dict[str, Any] = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: index for index, label in enumerate(labels)},
+    }
+    if multi_label:
+        settings["problem_type"] = "multi_label_classification"
+    if classifier_pooling:
+        settings["classifier_pooling"] = classifier_pooling
+    torch.manual_seed(seed)
+    kind = FAMILIES[family]
+    tokenizer = kind.tokenizer()
+    tokenizer.model_max_length = max_length
+    model = kind.headed(transformers.AutoModelForSequenceClassification, len(tokenizer), **settings)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pad_and_truncate(folder / "tokenizer.json")
+    return folder
+
+
+def build_cross_encoder(
+    family: str,
+    folder: Path,
+    *,
+    layout: Literal["plain", "version-4", "saved"] = "plain",
+    activation: str | None = None,
+    labels: int = 1,
+    max_length: int = MAX_LENGTH,
+    seed: int = 0,
+) -> Path:
+    """Write a cross-encoder: as transformers saves it, as CrossEncoder 4 to 5.3 did, or as CrossEncoder saves it now.
+
+    `activation` is a dotted class name in config.json; None leaves it to the reader.
+    """
+    names = tuple(f"LABEL_{index}" for index in range(labels))
+    build_classifier(family, folder, labels=names, max_length=max_length, seed=seed)
+    if layout == "plain":
+        if activation:  # where CrossEncoder kept it before version 4
+            edit(folder / "config.json", sbert_ce_default_activation_function=activation)
+        return folder
+    edit(
+        folder / "config.json",
+        sentence_transformers={"activation_fn": activation or IDENTITY},
+    )
+    if layout == "saved":
+        CrossEncoder(str(folder), device="cpu", local_files_only=True).save_pretrained(str(folder))
+    return folder
+
+
+def build_yes_no_reranker(
+    folder: Path, *, layout: Literal["plain", "saved"] = "plain", max_length: int = 256, seed: int = 0
+) -> Path:
+    """Write a Qwen3-Reranker: as its authors published it, or with the files of sentence-transformers 5.4 and later."""
+    torch.manual_seed(seed)
+    tokenizer = chat()
+    tokenizer.model_max_length = max_length
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0}
+    config = FAMILIES["qwen3"].config(len(tokenizer))
+    for name, value in {**ids, "max_position_embeddings": 512, "tie_word_embeddings": True}.items():
+        setattr(config, name, value)
+    widened(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if layout == "plain":
+        (folder / "README.md").write_text("---\nlicense: apache-2.0\npipeline_tag: text-ranking\n---\n\n# A reranker\n")
+        return folder
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    message = {"method": "forward", "method_output_name": "logits", "format": "flat"}
+    write(
+        folder / "sentence_bert_config.json",
+        {
+            "transformer_task": "text-generation",
+            "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}, "message": message},
+            "module_output_name": "causal_logits",
+        },
+    )
+    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    write(folder / "1_LogitScore" / "config.json", {"true_token_id": yes, "false_token_id": no})
+    write_modules(
+        folder,
+        "sentence_transformers.base.modules.transformer.Transformer",
+        "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+    )
+    write(
+        folder / "config_sentence_transformers.json",
+        {
+            "model_type": "CrossEncoder",
+            "activation_fn": IDENTITY,
+            "prompts": {"query": "Find what answers the query"},
+            "default_prompt_name": "query",
+        },
+    )
+    return folder
+
+
+_CHAT_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document answers the Query. Say yes or no.<|im_end|>\n"
+    "<|im_start|>user\n"
+    "<Instruct>: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first }}\n"
+    "<Query>: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
+    "<Document>: {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)

@@ -1,0 +1,116 @@
+"""Tokenizers trained on a paragraph, framed as those of the real families are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import models as token_models
+
+from .texts import CORPUS, INSTRUCTIONS
+
+Wrapped = transformers.PreTrainedTokenizerFast
+
+_BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+_ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+_QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def word_piece(typed: bool = True, unused: int = 0) -> Callable[[], Wrapped]:
+    """BERT's, lower-casing; `typed` as tokenizers of models with two token types are, `unused` as [unused0], …"""
+
+    def make() -> Wrapped:
+        tokenizer = Tokenizer(token_models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        # [unused0] and its like are ordinary entries of BERT's vocabulary: text never becomes one of them.
+        unused_tokens = [f"[unused{index}]" for index in range(unused)]
+        trainer = trainers.WordPieceTrainer(vocab_size=300 + unused, special_tokens=_BERT + unused_tokens)
+        tokenizer.train_from_iterator(CORPUS, trainer)
+        _frame(tokenizer, "[CLS]", "[SEP]", "[SEP]")
+        return _wrapped(tokenizer, _BERT, typed)
+
+    return make
+
+
+def byte_level(framed: bool) -> Callable[[], Wrapped]:
+    """Byte-level BPE; `framed` as RoBERTa has it, else only an end token as Qwen's embedding models have it."""
+
+    def make() -> Wrapped:
+        tokenizer = _byte_level(_ROBERTA, CORPUS)
+        _frame(tokenizer, "<s>" if framed else None, "</s>", "</s> </s>" if framed else "</s>", typed=False)
+        return _wrapped(tokenizer, ["<pad>", "<unk>", "<s>", "</s>", "<mask>"])
+
+    return make
+
+
+def chat() -> Wrapped:
+    """Qwen's: no frame at all, the marks of its chat format, and the words "yes" and "no" as tokens."""
+    tokenizer = _byte_level(_QWEN, (*CORPUS, *["yes", "no"] * 40, *INSTRUCTIONS), 600)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>", model_max_length=512
+    )
+
+
+def unigram(begin: str | None, specials: list[str] | None = None) -> Callable[[], Wrapped]:
+    """SentencePiece's kind; `begin` is the token before a text, `specials` are start, padding, end, unknown, mask."""
+
+    def make() -> Wrapped:
+        start, pad, end, unknown, mask = names = specials or _ROBERTA
+        tokenizer = Tokenizer(token_models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=names, unk_token=unknown)
+        tokenizer.train_from_iterator(CORPUS, trainer)
+        double = f"{end} {end}" if begin == "<s>" else end
+        _frame(tokenizer, begin, end, double, typed=begin == "[CLS]")
+        return _wrapped(tokenizer, [pad, unknown, start, end, mask], typed=begin == "[CLS]")
+
+    return make
+
+
+def with_marks(tokenizer: Wrapped, *marks: str) -> Wrapped:
+    """`tokenizer` with `marks` (PyLate's "[Q] " and "[D] ") as tokens of its own."""
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    return tokenizer
+
+
+def _byte_level(specials: list[str], corpus: tuple[str, ...], size: int = 400) -> Tokenizer:
+    tokenizer = Tokenizer(token_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def _frame(tokenizer: Tokenizer, begin: str | None, end: str, between: str, typed: bool = True) -> None:
+    """One text is `begin` A `end`, a pair `begin` A `between` B `end`, whose B has token type 1 where `typed`."""
+    first = [begin] if begin else []
+    second = ":1" if typed else ""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=" ".join([*first, "$A", end]),
+        pair=" ".join([*first, "$A", between, f"$B{second}", f"{end}{second}"]),
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*first, end)],
+    )
+
+
+def _wrapped(tokenizer: Tokenizer, names: list[str], typed: bool = False) -> Wrapped:
+    pad, unknown, start, end, mask = names
+    types: dict[str, Any] = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if typed else {}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        unk_token=unknown,
+        cls_token=start,
+        sep_token=end,
+        mask_token=mask,
+        model_max_length=512,
+        **types,
+    )
