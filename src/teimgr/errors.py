@@ -20,7 +20,8 @@
     │   ├── AlreadyRunning         ALREADY_RUNNING
     │   ├── NotRunning             NOT_RUNNING
     │   ├── PortConflict           PORT_CONFLICT
-    │   └── Unsupported            UNIMPLEMENTED
+    │   ├── Unsupported            UNIMPLEMENTED
+    │   └── AmbiguousInstance      AMBIGUOUS_INSTANCE
     ├── TryLater                nothing is wrong with the request
     │   ├── MaxInstancesReached    MAX_INSTANCES_REACHED
     │   ├── PortAllocationFailed   PORT_ALLOCATION_FAILED
@@ -65,6 +66,7 @@ class Code(IntEnum):
     NOT_RUNNING = 14
     PORT_CONFLICT = 15
     UNIMPLEMENTED = 16
+    AMBIGUOUS_INSTANCE = 17
     MODEL_GATED = 17
     MODEL_BUSY = 18
     MODEL_IN_USE = 19
@@ -250,6 +252,12 @@ class Unsupported(Refused):
     """The call exists in the contract and is not served."""
 
     code = Code.UNIMPLEMENTED
+
+
+class AmbiguousInstance(Refused):
+    """The call names no instance, and there is not exactly one to choose."""
+
+    code = Code.AMBIGUOUS_INSTANCE
 
 
 class MaxInstancesReached(TryLater):

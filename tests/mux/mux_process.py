@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from teimgr.directory import Entry, Snapshot
@@ -122,14 +123,14 @@ def client(stats: dict[str, object]) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(f"127.0.0.1:{stats['port']}", options=options)
 
 
-def stub(channel: grpc.aio.Channel, name: str) -> Any:
-    """The real client's callable for a method of the multiplexer, typed messages in and out."""
-    method = SERVICE.methods_by_name[name]
+def stub(channel: grpc.aio.Channel, name: str, service: ServiceDescriptor = SERVICE) -> Any:
+    """The real client's callable for a method, typed messages in and out; without `service` of the multiplexer."""
+    method = service.methods_by_name[name]
     shape = (
         ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
     )
     return getattr(channel, shape)(
-        f"/{SERVICE.full_name}/{name}",
+        f"/{service.full_name}/{name}",
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=GetMessageClass(method.output_type).FromString,
     )

@@ -19,6 +19,7 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import State
 
 MUX = "tei_multiplexer.v1.TeiMultiplexer"
+TEI = ("tei.v1.Info", "tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank", "tei.v1.Tokenize")
 SERVING, NOT_SERVING, UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
     health_pb2.HealthCheckResponse.NOT_SERVING,
@@ -51,7 +52,7 @@ async def test_every_service_is_listed(reflect: Any) -> None:
     answer = await reflect(list_services="")
 
     assert {service.name for service in answer.list_services_response.service} == {
-        "tei.v1.Info", "tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank", "tei.v1.Tokenize", MUX,
+        *TEI, MUX, "teimgr.v1.Arrow",
         "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection",
     }  # fmt: skip
 
@@ -68,6 +69,7 @@ async def test_every_service_is_listed(reflect: Any) -> None:
         ("tei_multiplexer.v1.Target.routing", "tei_multiplexer/v1/multiplexer.proto"),
         ("tei.v1.MODEL_TYPE_EMBEDDING", "tei/v1/tei.proto"),
         ("grpc.health.v1.Health", "grpc_health/v1/health.proto"),
+        ("teimgr.v1.Arrow.InferStream", "teimgr/v1/arrow.proto"),
     ],
 )
 async def test_a_symbol_leads_to_its_file_under_its_original_name(reflect: Any, symbol: str, file: str) -> None:
@@ -103,10 +105,11 @@ async def test_health_knows_the_server_the_service_and_every_instance(
     stub = health_pb2_grpc.HealthStub(channel)
     await control.push(running("up", await start_worker()), Entry("down", "m", State.FAILED))
 
-    statuses = {name: (await stub.Check(ask(name))).status for name in ("", MUX, "up", "down")}
+    own = ("", *TEI, MUX, "teimgr.v1.Arrow")
+    statuses = {name: (await stub.Check(ask(name))).status for name in (*own, "up", "down")}
     listed = (await stub.List(health_pb2.HealthListRequest())).statuses
 
-    assert statuses == {"": SERVING, MUX: SERVING, "up": SERVING, "down": NOT_SERVING}
+    assert statuses == {**dict.fromkeys(own, SERVING), "up": SERVING, "down": NOT_SERVING}
     assert {name: each.status for name, each in listed.items()} == statuses
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Check(ask("nobody"))

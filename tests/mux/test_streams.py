@@ -317,26 +317,6 @@ async def test_every_stream_asks_the_worker_for_its_own_method(
     assert {(await worker.requests.get()).method for _ in answers} == {method}
 
 
-async def test_rerank_stream_checks_its_target_and_is_unimplemented(
-    control: Control, channel: Any, start_worker: Any
-) -> None:
-    await control.push(running("a", await start_worker()))
-    call = stub(channel, "RerankStream")
-    request = mux_pb2.RerankStreamRequest
-
-    async def ending_after(first: Any) -> tuple[grpc.StatusCode, str]:
-        feed = Feed()
-        feed.say(first)
-        return await ending(call(feed))
-
-    assert await ending_after(request()) == (Status.INVALID_ARGUMENT, "Missing target")
-    assert await ending_after(request(target=to("nobody"))) == (Status.NOT_FOUND, "Instance 'nobody' not found")
-    assert await ending_after(request(target=to("a"))) == (
-        Status.UNIMPLEMENTED,
-        "RerankStream is not served by this version of teimgr",
-    )
-
-
 async def test_later_arrow_batches_take_the_options_of_the_first(
     control: Control, channel: Any, start_worker: Any
 ) -> None:

@@ -262,7 +262,7 @@ async def test_malformed_bytes_are_the_callers_fault(control: Control, channel: 
 
 
 async def test_an_unknown_method_is_unimplemented(control: Control, channel: Any) -> None:
-    for path in ("/tei_multiplexer.v1.TeiMultiplexer/Nothing", "/tei.v1.Embed/Embed"):
+    for path in ("/tei_multiplexer.v1.TeiMultiplexer/Nothing", "/tei.v1.Embed/Nothing", "/tei.v2.Embed/Embed"):
         status, _ = await failure(channel.unary_unary(path)(b""))
 
         assert status is Status.UNIMPLEMENTED

@@ -32,7 +32,7 @@ from teimgr.front.mux_handlers import MuxHandlers
 from teimgr.front.reflection import reflection_handlers
 from teimgr.route.links import LinkLimits
 from teimgr.route.router import Router
-from teimgr.wire.rpc import SERVICE
+from teimgr.wire.rpc import SERVICES
 
 _log = logging.getLogger("teimgr.mux")
 _DRAIN_S = 10.0
@@ -47,7 +47,7 @@ class Mux:
         self._config = config
         self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
         self._counters = Counters()
-        self._health = Health(SERVICE.full_name)
+        self._health = Health(*SERVICES)
         self._woken = asyncio.Event()  # there is a directory, or no need of one any more
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
@@ -107,7 +107,7 @@ class Mux:
             window=self._config.max_parallel_streams,
         )
         server.add_generic_rpc_handlers(
-            (handlers.generic_handler(), self._health.generic_handler(), *reflection_handlers())
+            (*handlers.generic_handlers(), self._health.generic_handler(), *reflection_handlers())
         )
         return server
 

@@ -5,40 +5,68 @@ Nothing here knows gRPC: another server can carry the same calls.
 
 from __future__ import annotations
 
-from teimgr.errors import InvalidInput, TeimgrError, Unsupported
+from teimgr.errors import AmbiguousInstance, InvalidInput, TeimgrError, Unsupported
 from teimgr.front.mux_counters import Note
 from teimgr.route.links import Reply
 from teimgr.route.router import Lease, Router, check_target
 from teimgr.wire.arrow_limits import read_outline
-from teimgr.wire.fields import Envelope, Slice, Target, read_envelope, read_target
+from teimgr.wire.fields import Envelope, Target, read_envelope, read_target
 from teimgr.wire.frames import Method
-from teimgr.wire.rpc import ARROW_FIELD, Payload, Rpc
+from teimgr.wire.rpc import SERVICE, Payload, Rpc
+
+# Metadata that names the instance of a call whose messages have no target.
+INSTANCE_KEY = "x-teimgr-instance"
 
 
-async def answer_one(rpc: Rpc, router: Router, message: bytes, timeout_s: float | None, note: Note) -> Reply:
-    """The worker's answer to a unary message.
+async def answer_one(
+    rpc: Rpc, router: Router, message: bytes, named: Target | None, timeout_s: float | None, note: Note
+) -> Reply:
+    """The worker's answer to a unary message; `named` is whom it is for where it does not say so itself.
 
     Raises:
         TeimgrError: target, inner request, lookup and worker are checked in this order; the first that fails.
     """
-    envelope = read_envelope(message, rpc.inner_field)
-    target = target_of(envelope)
-    payload = _payload(rpc, message, envelope)
-    if payload is None:
+    envelope = open_message(rpc, message)
+    target = target_of(envelope) if named is None else named
+    if envelope.inner is None:
         raise InvalidInput(rpc.missing)
     with lease_for(rpc, router, target, message) as lease:
         note.instance = lease.instance
         note.messages = 1
-        return await lease.call(method_of(rpc), payload, flags=rpc.lane, timeout_s=timeout_s)
+        return await lease.call(method_of(rpc), envelope.inner, flags=rpc.lane, timeout_s=timeout_s)
 
 
-def refuse_stream(rpc: Rpc, router: Router, first: bytes | None, note: Note) -> Unsupported:
-    """What a stream that no worker serves is told, once its first message (None = there was none) has a good target."""
-    if first is None:
-        raise InvalidInput("Empty stream")
-    with router.lease(target_of(read_envelope(first, rpc.inner_field))) as lease:
-        note.instance = lease.instance
-    return _unsupported(rpc)
+def named_target(rpc: Rpc, router: Router, name: str | None) -> Target | None:
+    """Whom a call is for by its metadata, in which `name` stands under `INSTANCE_KEY`; None where its messages say it.
+
+    Raises:
+        InvalidInput: the name is empty.
+        AmbiguousInstance: there is no name, and not exactly one instance runs.
+    """
+    if rpc.has_target:
+        return None
+    if name is None:
+        try:
+            return router.only_running()
+        except AmbiguousInstance as error:
+            raise AmbiguousInstance(f"Name an instance in the metadata `{INSTANCE_KEY}`: {error.message}") from None
+    target = Target(instance_name=name)
+    check_target(target)
+    return target
+
+
+def open_message(rpc: Rpc, message: bytes) -> Envelope:
+    """The message's target, and what of it the worker gets: None where that is missing.
+
+    Raises:
+        InvalidInput: the bytes are no protobuf message.
+    """
+    if not rpc.has_target:
+        return Envelope(None, message)
+    envelope = read_envelope(message, rpc.inner_field)
+    if rpc.payload is Payload.INNER:
+        return envelope
+    return Envelope(envelope.target, message if rpc.payload is Payload.WHOLE else b"")
 
 
 def lease_for(rpc: Rpc, router: Router, target: Target, message: bytes) -> Lease:
@@ -51,16 +79,18 @@ def lease_for(rpc: Rpc, router: Router, target: Target, message: bytes) -> Lease
     try:
         return router.lease(target)
     except TeimgrError:
-        if rpc.payload is Payload.WHOLE:
-            _check_arrow(message)
+        if rpc.arrow_field:
+            _check_arrow(rpc, message)
         raise
 
 
-def _check_arrow(message: bytes) -> None:
+def _check_arrow(rpc: Rpc, message: bytes) -> None:
     try:
-        outline = read_outline(read_envelope(message, ARROW_FIELD).inner or b"")
+        outline = read_outline(read_envelope(message, rpc.arrow_field).inner or b"")
     except ValueError as error:
         raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
+    if rpc.service != SERVICE.full_name:
+        return  # which columns it must have depends on its other fields
     if not outline.has_text:
         raise InvalidInput("No string column: expected `text` (a StringArray is needed)")
     if not outline.has_batch:
@@ -80,12 +110,6 @@ def target_of(envelope: Envelope) -> Target:
     return target
 
 
-def _payload(rpc: Rpc, message: bytes, envelope: Envelope) -> Slice | None:
-    if rpc.payload is Payload.INNER:
-        return envelope.inner
-    return message if rpc.payload is Payload.WHOLE else b""
-
-
 def method_of(rpc: Rpc) -> Method:
     """What the worker is asked.
 
@@ -93,9 +117,5 @@ def method_of(rpc: Rpc) -> Method:
         Unsupported: no frame exists for this RPC.
     """
     if rpc.method is None:
-        raise _unsupported(rpc)
+        raise Unsupported(f"{rpc.name} is not served by this version of teimgr")
     return rpc.method
-
-
-def _unsupported(rpc: Rpc) -> Unsupported:
-    return Unsupported(f"{rpc.name} is not served by this version of teimgr")

@@ -11,11 +11,14 @@ import grpc
 import grpc.aio
 
 from teimgr.errors import TeimgrError
-from teimgr.front.mux_calls import answer_one, refuse_stream
+from teimgr.front.mux_calls import INSTANCE_KEY, answer_one, named_target
+from teimgr.front.mux_collect import Collection
 from teimgr.front.mux_counters import Counters, Note
 from teimgr.front.mux_stream import StreamRelay
+from teimgr.route.links import Reply
 from teimgr.route.router import Router
-from teimgr.wire.rpc import RPCS, SERVICE, Rpc, Shape
+from teimgr.wire.fields import Target
+from teimgr.wire.rpc import RPCS, SERVICES, Rpc, Shape
 from teimgr.wire.status import STATUS
 
 _log = logging.getLogger(__name__)
@@ -33,7 +36,7 @@ Body = Callable[[Rpc, Any, Context, Note], Coroutine[Any, Any, bytes | None]]
 
 
 class MuxHandlers:
-    """The multiplexer service over a router.
+    """Every service of the table over a router.
 
     `request_timeout_s` limits single calls (0 = no limit); `window` is how many messages of a stream may be in flight.
     """
@@ -44,9 +47,14 @@ class MuxHandlers:
         self._request_timeout_s = request_timeout_s or None
         self._window = window
 
-    def generic_handler(self) -> Any:
-        """What `grpc.aio.Server.add_generic_rpc_handlers` takes; no serializers, so bytes go through untouched."""
-        return grpc.method_handlers_generic_handler(SERVICE.full_name, {rpc.name: self._handler(rpc) for rpc in RPCS})
+    def generic_handlers(self) -> tuple[Any, ...]:
+        """For `grpc.aio.Server.add_generic_rpc_handlers`; no serializers, so bytes go through untouched."""
+        return tuple(
+            grpc.method_handlers_generic_handler(
+                service, {rpc.name: self._handler(rpc) for rpc in RPCS if rpc.service == service}
+            )
+            for service in SERVICES
+        )
 
     def _handler(self, rpc: Rpc) -> Any:
         if rpc.shape is Shape.UNARY:
@@ -80,13 +88,12 @@ class MuxHandlers:
         return handle
 
     async def _unary(self, rpc: Rpc, message: bytes, context: Context, note: Note) -> bytes:
-        reply = await answer_one(rpc, self._router, message, self._timeout_s(rpc, context), note)
-        if rpc.tells_compute and reply.timings is not None:
-            await context.send_initial_metadata(tuple(reply.timings.headers().items()))
-        return reply.payload
+        named = self._named(rpc, context)
+        reply = await answer_one(rpc, self._router, message, named, self._timeout_s(rpc, context), note)
+        return await _told(rpc, reply, context)
 
     async def _bidi(self, rpc: Rpc, messages: Any, context: Context, note: Note) -> None:
-        relay = StreamRelay(rpc, self._router, self._window, note)
+        relay = StreamRelay(rpc, self._router, self._named(rpc, context), self._window, note)
         reader = asyncio.create_task(_read(relay, aiter(messages)))
         try:
             await _write(relay, context)
@@ -96,14 +103,28 @@ class MuxHandlers:
             relay.close()
 
     async def _client_stream(self, rpc: Rpc, messages: Any, context: Context, note: Note) -> bytes:
-        first = await anext(aiter(messages), None)
-        raise refuse_stream(rpc, self._router, first, note)
+        collection = Collection(rpc, self._router, self._named(rpc, context), self._request_timeout_s, note)
+        return await _told(rpc, await collection.answer(aiter(messages), context.time_remaining()), context)
+
+    def _named(self, rpc: Rpc, context: Context) -> Target | None:
+        """Whom the metadata says the call is for; not read where the messages say it."""
+        if rpc.has_target:
+            return None
+        metadata = dict(context.invocation_metadata() or ())
+        return named_target(rpc, self._router, metadata.get(INSTANCE_KEY))
 
     def _timeout_s(self, rpc: Rpc, context: Context) -> float | None:
         remaining: float | None = context.time_remaining()
         if not rpc.limited or self._request_timeout_s is None:
             return remaining
         return self._request_timeout_s if remaining is None else min(remaining, self._request_timeout_s)
+
+
+async def _told(rpc: Rpc, reply: Reply, context: Context) -> bytes:
+    """The answer's bytes, once the initial metadata has said what they cost."""
+    if rpc.tells_compute and reply.timings is not None:
+        await context.send_initial_metadata(tuple(reply.timings.headers().items()))
+    return reply.payload
 
 
 async def _read(relay: StreamRelay, messages: AsyncIterator[bytes]) -> None:

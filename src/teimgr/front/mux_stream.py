@@ -6,65 +6,36 @@ import asyncio
 import contextlib
 
 from teimgr.errors import InvalidInput
-from teimgr.front.mux_calls import lease_for, method_of, target_of
+from teimgr.front.mux_calls import lease_for, method_of, open_message, target_of
 from teimgr.front.mux_counters import Note
 from teimgr.route.links import Call
 from teimgr.route.router import Lease, Router
-from teimgr.wire.fields import TARGET_FIELD, Envelope, Slice, Target, read_envelope, without_fields
+from teimgr.wire.fields import TARGET_FIELD, Envelope, Slice, Target, without_fields
 from teimgr.wire.frames import Flag
-from teimgr.wire.rpc import ARROW_FIELD, Payload, Rpc
+from teimgr.wire.rpc import Rpc
+from teimgr.wire.window import Window
 
-# With more messages of a stream in flight it is no conversation any more, and goes to the bulk lane.
-FEW = 4
-# Answers that a slow client has not taken lie in memory: large ones shrink the window to about this much.
-HELD_BYTES = 64 * 1024 * 1024
 # Arrow batches are megabytes each: enough to keep a worker busy, few enough for memory to stay flat.
 _BATCH_WINDOW = 4
-
-
-class Window:
-    """How many messages of one stream may be in flight: `limit`, fewer while the answers are large.
-
-    For one task that enters.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.in_flight = 0
-        self._limit = limit
-        self._allowed = limit
-        self._room = asyncio.Event()
-
-    async def enter(self) -> None:
-        """Wait for room, and take it."""
-        while self.in_flight >= self._allowed:
-            self._room.clear()
-            await self._room.wait()
-        self.in_flight += 1
-
-    def leave(self, answer_bytes: int = 0) -> None:
-        """A message is done with; its answer had that many bytes."""
-        self.in_flight -= 1
-        if answer_bytes:
-            self._allowed = min(self._limit, max(FEW, HELD_BYTES // answer_bytes))
-        self._room.set()
 
 
 class StreamRelay:
     """The messages of one stream, on their way to workers and back in order.
 
     One task calls `feed` for each message and `end` after the last; another calls `next` until None. At most `window`
-    messages are in flight: `feed` waits for room. A message without target goes where the one before went.
+    messages are in flight: `feed` waits for room. A message without target goes where the one before went, the first to
+    `named`.
     """
 
-    def __init__(self, rpc: Rpc, router: Router, window: int, note: Note) -> None:
+    def __init__(self, rpc: Rpc, router: Router, named: Target | None, window: int, note: Note) -> None:
         self.opened = asyncio.Event()
         self._rpc = rpc
         self._router = router
         self._note = note
-        self._window = Window(min(window, _BATCH_WINDOW) if rpc.payload is Payload.WHOLE else window)
+        self._window = Window(min(window, _BATCH_WINDOW) if rpc.arrow_field else window)
         self._answers: asyncio.Queue[Call | Exception | None] = asyncio.Queue()
         self._current: Call | None = None
-        self._target: Target | None = None
+        self._target = named
         self._target_bytes: Slice | None = None
         self._lease: Lease | None = None
         self._leases = contextlib.ExitStack()
@@ -85,14 +56,14 @@ class StreamRelay:
         Raises:
             TeimgrError: the message cannot be sent; nothing may follow it but `fail`.
         """
-        envelope = read_envelope(message, self._rpc.inner_field)
+        envelope = open_message(self._rpc, message)
         lease = self._lease_for(envelope, message)
         if not self.opened.is_set():
             self.opened.set()
-        payload = self._whole(message) if self._rpc.payload is Payload.WHOLE else envelope.inner
-        if payload is None:
+        if envelope.inner is None:
             self._window.leave()
             return
+        payload = self._whole(message) if self._rpc.arrow_field else envelope.inner
         call = await lease.start(method_of(self._rpc), payload, flags=self._flags())
         self._answers.put_nowait(call)
 
@@ -102,6 +73,7 @@ class StreamRelay:
             self.fail(InvalidInput("Empty stream"))
         else:
             self._answers.put_nowait(None)
+            self.opened.set()
 
     def fail(self, error: Exception) -> None:
         """The stream ends with `error` once the messages before are answered."""
@@ -152,11 +124,11 @@ class StreamRelay:
     def _whole(self, message: bytes) -> bytes:
         """The message with the options of the stream's first one in front, where its own fields win."""
         if self._options is None:
-            self._options = without_fields(message, TARGET_FIELD, ARROW_FIELD)
+            self._options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
             return message
         return self._options + message if self._options else message
 
     def _flags(self) -> Flag:
-        if self._rpc.lane:
+        if self._rpc.arrow_field:
             return self._rpc.lane
-        return Flag.WAIT | Flag.BULK if self._window.in_flight > FEW else Flag.WAIT
+        return Flag.WAIT | Flag.BULK if self._window.is_busy else Flag.WAIT

@@ -7,13 +7,25 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from teimgr.directory import Endpoint, Entry, Snapshot
-from teimgr.errors import Code, InstanceNotFound, InvalidInput, ModelNotFound, TeimgrError, Unavailable, error_from_code
+from teimgr.errors import (
+    AmbiguousInstance,
+    Code,
+    InstanceNotFound,
+    InvalidInput,
+    ModelNotFound,
+    TeimgrError,
+    Unavailable,
+    error_from_code,
+)
 from teimgr.route.links import Call, LinkLimits, Reply
 from teimgr.route.replica import Replica
 from teimgr.spec import State
 from teimgr.wire.fields import Target
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.stream import Payload
+
+# Names in an error's text, which clients bound.
+_NAMED = 20
 
 
 class Lease:
@@ -132,6 +144,18 @@ class Router:
         else:
             instance = self._at(target.instance_index or 0)
         return _least_busy((instance.entry.name, replica) for replica in instance.usable())
+
+    def only_running(self) -> Target:
+        """Whom a call is for that does not say: the one instance that runs.
+
+        Raises:
+            AmbiguousInstance: none runs, or several do; the text names them.
+        """
+        names = [entry.name for entry in self.snapshot.entries if entry.state is State.RUNNING]
+        if len(names) == 1:
+            return Target(instance_name=names[0])
+        choices = ", ".join(f"'{name}'" for name in names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+        raise AmbiguousInstance(f"the running ones are {choices}" if names else "no instance is running")
 
     async def close(self) -> None:
         """Close every link at once; calls in flight fail as unavailable."""

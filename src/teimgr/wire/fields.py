@@ -84,6 +84,16 @@ def without_fields(message: bytes, *numbers: int) -> bytes:
     return b"".join(kept)
 
 
+def varint(value: int) -> bytes:
+    """A non-negative integer in protobuf's base-128 form."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
 def scan(data: Slice) -> Iterator[tuple[int, int, int, int]]:
     """Each top-level field of a message as (number, wire type, start of its value, end of its value).
 

@@ -51,6 +51,7 @@ STATUS: dict[Code, Status] = {
     Code.NOT_RUNNING: Status(409, FAILED_PRECONDITION, "Validation"),
     Code.PORT_CONFLICT: Status(422, ALREADY_EXISTS, "Validation"),
     Code.UNIMPLEMENTED: Status(501, UNIMPLEMENTED, "Backend"),
+    Code.AMBIGUOUS_INSTANCE: Status(400, FAILED_PRECONDITION, "Validation"),
     Code.MAX_INSTANCES_REACHED: Status(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.PORT_ALLOCATION_FAILED: Status(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.OVERLOADED: Status(429, RESOURCE_EXHAUSTED, "Overloaded"),
