@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.wire.arrow import read_texts, write_vectors
 from teimgr.wire.arrow_limits import Outline, decoded_bytes, read_outline
+from teimgr.wire.precision import Precision
 
 LIMIT = 1 << 24
 
@@ -212,7 +213,7 @@ def test_no_rows_still_carry_the_dimension() -> None:
 def test_half_precision_and_compression_are_as_asked(lz4: bool) -> None:
     vectors = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 
-    with pa.ipc.open_stream(write_vectors(vectors, {}, [3], half=True, lz4=lz4)) as reader:
+    with pa.ipc.open_stream(write_vectors(vectors, {}, [3], precision=Precision.FLOAT16, lz4=lz4)) as reader:
         batch = reader.read_next_batch()
 
     assert batch.schema.field("embeddings").type.value_type == pa.float16()

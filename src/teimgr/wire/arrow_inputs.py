@@ -1,0 +1,156 @@
+"""What `teimgr.v1.Arrow` is given: inputs by the names of columns, and key columns that its answer repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from teimgr.errors import InvalidInput
+from teimgr.wire.arrow_columns import Keys
+from teimgr.wire.arrow_reading import batches_of, is_string, opened, texts_of
+
+_ID_TYPES = (pa.uint32(), pa.int32(), pa.int64())
+_MAX_ID = np.iinfo(np.int32).max
+
+# A text, two texts, int32 [tokens], or a row that is null.
+RowInput = str | tuple[str, str] | NDArray[np.int32] | None
+
+
+class InputKind(Enum):
+    """What the inputs are."""
+
+    TEXT = "text"
+    PAIR = "pair"
+    IDS = "ids"
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatches:
+    """The inputs of all batches in one list, and how many rows each batch had.
+
+    `refused` tells by row why an input that is None there cannot be one.
+    """
+
+    inputs: list[RowInput]
+    rows: list[int]
+    keys: Keys
+    refused: dict[int, InvalidInput]
+
+
+def read_inputs(
+    ipc: bytes | memoryview,
+    limit_bytes: int,
+    *,
+    kind: InputKind | None = None,
+    key_columns: Sequence[str] = (),
+    check_rows: Callable[[int], None] = lambda rows: None,
+) -> InputBatches:
+    """Decode and fully validate a stream of inputs; without a `kind` the names of the columns decide.
+
+    `check_rows` is told how many there are before they become Python's, and may raise.
+
+    Raises:
+        InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or a column that is missing, there
+            twice or of another type.
+        TooLarge: its buffers need more than `limit_bytes` once decompressed, or its texts do once each has its own.
+    """
+    with opened(ipc, limit_bytes) as reader:
+        schema = reader.schema
+        keys = [_position(schema, name) for name in key_columns]
+        kind = kind or _kind_by_names(schema.names)
+        sources = [_source(schema, name) for name in _names(schema.names, kind)]
+        batches = batches_of(reader)
+    rows = [batch.num_rows for batch in batches]
+    check_rows(sum(rows))
+    columns = [[batch.column(position) for batch in batches] for position in sources]
+    inputs, refused = _inputs(kind, columns, limit_bytes)
+    kept = Keys([schema.field(at) for at in keys], [[batch.column(at) for at in keys] for batch in batches])
+    return InputBatches(inputs, rows, kept, refused)
+
+
+def _kind_by_names(names: list[str]) -> InputKind:
+    if "input_ids" in names:
+        return InputKind.IDS
+    return InputKind.PAIR if "query" in names or "text_pair" in names else InputKind.TEXT
+
+
+def _names(names: list[str], kind: InputKind) -> tuple[str, ...]:
+    """The columns that inputs of this kind are made of."""
+    if kind is InputKind.IDS:
+        return ("input_ids",)
+    if kind is InputKind.TEXT:
+        return ("text",)
+    if "query" in names and "text_pair" in names:
+        raise InvalidInput("Pairs are `text` with `text_pair` or `query` with `text`: the batch has all three columns")
+    return ("query", "text") if "query" in names else ("text", "text_pair")
+
+
+def _position(schema: pa.Schema, name: str) -> int:
+    positions: list[int] = schema.get_all_field_indices(name)
+    if len(positions) != 1:
+        raise InvalidInput(f"{'Several columns are' if positions else 'No column is'} named `{name}`: {schema.names}")
+    return positions[0]
+
+
+def _source(schema: pa.Schema, name: str) -> int:
+    position = _position(schema, name)
+    kind = schema.field(position).type
+    if name == "input_ids" and not _is_ids(kind):
+        raise InvalidInput(f"Column `{name}` must be a list of uint32, int32 or int64, not {kind}")
+    if name != "input_ids" and not is_string(kind):
+        raise InvalidInput(f"Column `{name}` must be of strings, not {kind}")
+    return position
+
+
+def _is_ids(kind: pa.DataType) -> bool:
+    # Views of lists are left out: their rows may share items, and a few bytes would become gigabytes.
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(is_list and kind.value_type in _ID_TYPES)
+
+
+def _inputs(
+    kind: InputKind, columns: list[list[pa.Array]], limit_bytes: int
+) -> tuple[list[RowInput], dict[int, InvalidInput]]:
+    if kind is InputKind.IDS:
+        return _ids(columns[0])
+    if kind is InputKind.TEXT:
+        return list(texts_of(columns[0], limit_bytes)), {}
+    firsts, seconds = (texts_of(column, limit_bytes) for column in columns)
+    pairs = [None if a is None or b is None else (a, b) for a, b in zip(firsts, seconds, strict=True)]
+    return list(pairs), {}
+
+
+def _ids(columns: list[pa.Array]) -> tuple[list[RowInput], dict[int, InvalidInput]]:
+    inputs: list[RowInput] = []
+    refused: dict[int, InvalidInput] = {}
+    for column in columns:
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        flat = pc.list_flatten(column)
+        wide = pc.fill_null(flat, 0).to_numpy(zero_copy_only=False)
+        stops = np.cumsum(lengths)
+        rows: list[RowInput] = list(np.split(wide.astype(np.int32), stops[:-1])) if len(column) else []
+        for row in np.flatnonzero(_is_null(column)):
+            rows[row] = None
+        wrong = np.flatnonzero((wide < 0) | (wide > _MAX_ID) | _is_null(flat))
+        wrong_rows, first = np.unique(np.searchsorted(stops, wrong, side="right"), return_index=True)
+        for row, at in zip(wrong_rows.tolist(), wrong[first].tolist(), strict=True):
+            rows[row] = None
+            refused[len(inputs) + row] = _bad_id(flat[at])
+        inputs += rows
+    return inputs, refused
+
+
+def _is_null(column: pa.Array) -> NDArray[np.bool_]:
+    nulls: NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
+    return nulls
+
+
+def _bad_id(item: pa.Scalar) -> InvalidInput:
+    said = item.as_py() if item.is_valid else "a null"
+    return InvalidInput(f"Input validation error: `input_ids` has {said}, and token ids are 0 to {_MAX_ID}")
