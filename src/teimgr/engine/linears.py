@@ -7,11 +7,14 @@ The two operators are private to torch (its compiler emits them), so they are tr
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+log = logging.getLogger(__name__)
 
 # Where architectures keep a linear layer and the activation that follows it and nothing else.
 _FUSABLE = (("dense", "intermediate_act_fn"), ("lin1", "activation"))
@@ -39,25 +42,46 @@ class PackedLinear(nn.Module):
         return _apply(x, self._packed, self._bias, self._activation, self._form)
 
 
+def convert(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Let `model` compute in `dtype` from now on, with prepacked linears on the CPU.
+
+    Embedding tables stay as they are in the file, mapped and shared between workers; what is looked up in them is
+    converted. Buffers (rotary frequencies) keep their precision.
+    """
+    if device.type == "cpu":
+        packed = convert_linears(model, dtype)
+        log.debug("prepacked %d linear layers in %s", packed, dtype)
+    if dtype is not torch.float32:
+        for module in model.modules():
+            _lower(module, dtype)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the wider weights, which no batch could use otherwise
+
+
 def convert_linears(model: nn.Module, dtype: torch.dtype) -> int:
     """Replace every `nn.Linear` in `model`, on the CPU, by its prepacked form in `dtype`; fuse GELU where it follows.
 
-    Returns how many layers were prepacked: 0 where the operators do not work here, and then only the dtype changes.
+    In float32 a vocabulary decoder that shares its weight with an embedding table stays as it is: it is mapped from the
+    file, and over many tokens prepacking gains nothing. Returns how many layers were prepacked: 0 where the operators
+    do not work here, and then only the dtype changes.
     """
     if not prepacking_works(dtype):
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.to(dtype)
         return 0
-    packed = 0
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    made: dict[nn.Module, PackedLinear] = {}  # a layer may hang in two places
+    fused = 0
     for parent in list(model.modules()):
-        fused = _fuse(parent, dtype)
+        fused += _fuse(parent, dtype)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child, dtype))
-                packed += 1
-        packed += fused
-    return packed
+            if type(child) is not nn.Linear or (dtype is torch.float32 and id(child.weight) in tables):
+                continue
+            if child not in made:
+                made[child] = PackedLinear(child, dtype)
+            setattr(parent, name, made[child])
+    return len(made) + fused
 
 
 @functools.cache
@@ -73,6 +97,14 @@ def prepacking_works(dtype: torch.dtype) -> bool:
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return bool((result - truth).abs().max() <= (1e-4 if dtype is torch.float32 else 0.25))
+
+
+def _lower(module: nn.Module, dtype: torch.dtype) -> None:
+    if isinstance(module, nn.Embedding):
+        module.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+        return
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(dtype)
 
 
 def _fuse(parent: nn.Module, dtype: torch.dtype) -> int:

@@ -1,43 +1,86 @@
-"""Packed ids in, raw vectors out: transformer, pooling and Dense modules as one thing."""
+"""Packed ids in, results out: what makes hidden states, and the heads that make something of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from teimgr.engine.batch import PackedBatch, pack
-from teimgr.engine.heads.dense import load_heads
-from teimgr.engine.heads.pooling import pool
-from teimgr.engine.transformer import Transformer, load_transformer
-from teimgr.layout import Layout
+from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.heads import Head, Rows
+from teimgr.engine.heads.causal import CausalHead, keep_two_tokens
+from teimgr.engine.heads.classification import SequenceHead, sequence_head
+from teimgr.engine.heads.dense import DenseHead
+from teimgr.engine.heads.library import LibraryHead, Trial
+from teimgr.engine.heads.m3 import M3MultiVectorHead, M3SparseHead, load_linear
+from teimgr.engine.heads.multi_vector import MultiVectorHead
+from teimgr.engine.heads.projections import load_projections, width_behind
+from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
+from teimgr.engine.heads.tokens import TokensHead
+from teimgr.engine.job import Output
+from teimgr.engine.static import StaticTable, load_table
+from teimgr.engine.transformer import Transformer, WholeModel, load_module
+from teimgr.layout import Backbone, Kind, Layout
+
+log = logging.getLogger(__name__)
+
+Heads = Mapping[Output, Head]
 
 
 class Model:
-    """A whole embedding model on one device; one thread uses it at a time."""
+    """A whole model on one device; one thread uses it at a time.
 
-    def __init__(self, transformer: Transformer, heads: nn.Sequential, poolings: Sequence[str]) -> None:
-        self.transformer = transformer
-        self._heads = heads
-        self._poolings = tuple(poolings)
+    Where the heads are the library's, `whole` is the same model run by the library alone, with heads for its logits.
+    """
+
+    def __init__(
+        self,
+        backbone: Transformer | StaticTable,
+        heads: Heads,
+        whole: tuple[WholeModel, Heads] | None = None,
+    ) -> None:
+        self.transformer = backbone
+        self._heads = dict(heads)
+        self._whole = whole or (backbone, heads)
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        """What the model can give."""
+        return frozenset(self._heads)
+
+    @property
+    def widths(self) -> dict[Output, int]:
+        """Of each output the size of a vector, of the vocabulary, or the number of labels."""
+        return {output: head.width for output, head in self._heads.items()}
 
     @torch.inference_mode()
-    def embed(self, batch: PackedBatch) -> Tensor:
-        """Float32 [N, dimension] on the device, in the batch's own order; neither cut nor normalised."""
-        return self._finish(self.transformer.hidden(batch), batch)
+    def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
+        """Each of `outputs` for every text, in the batch's own order, from one forward; nothing that a request decides.
+
+        Raises:
+            KeyError: the model has no such output.
+        """
+        heads = {output: self._heads[output] for output in outputs}
+        hidden = self.transformer.hidden(batch)
+        return {output: head(hidden, batch) for output, head in heads.items()}
 
     @torch.inference_mode()
-    def embed_plainly(self, ids: NDArray[np.int32]) -> Tensor:
-        """The vector of one text, [dimension], through the library's own forward: the measure of every other way."""
-        batch = pack([ids])
-        return self._finish(self.transformer.hidden_plain(batch.ids[None, :]), batch)[0]
-
-    def _finish(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        vectors: Tensor = self._heads(pool(hidden, batch, self._poolings))
-        return vectors
+    def run_plainly(
+        self, ids: NDArray[np.int32], type_ids: NDArray[Any] | None = None, keys: int | None = None
+    ) -> dict[Output, Rows]:
+        """Every output for one input, through the library's own forward: the measure of every other way."""
+        model, heads = self._whole
+        hidden = model.hidden_plain(
+            ids[None, :],
+            None if type_ids is None else type_ids[None, :],
+            None if keys is None else np.array([keys], dtype=np.int32),
+        )
+        batch = pack([Encoded(ids, type_ids, keys)])
+        return {output: head(hidden, batch) for output, head in heads.items()}
 
 
 def load_model(layout: Layout, device: torch.device) -> Model:
@@ -46,4 +89,82 @@ def load_model(layout: Layout, device: torch.device) -> Model:
     Raises:
         ModelLoadFailed: weights are missing, of another shape, or of an unknown architecture.
     """
-    return Model(load_transformer(layout, device), load_heads(layout.projections, device), layout.poolings)
+    if layout.backbone is Backbone.STATIC:
+        table = load_table(layout, device)
+        return Model(table, _heads_of(layout, table.width, device))
+    module = load_module(layout, device)
+    if layout.backbone is Backbone.ENCODER:
+        transformer = Transformer(module, layout.position_offset, device)
+        return Model(transformer, _heads_of(layout, transformer.width, device))
+    return _with_library_head(layout, module, device)
+
+
+def _heads_of(layout: Layout, width: int, device: torch.device) -> dict[Output, Head]:
+    """The heads that work on hidden states of `width`, of the model's own making."""
+    if layout.late is not None:
+        late = layout.late
+        kept = MultiVectorHead(load_projections(late.projections, device), late, width_behind(late.projections, width))
+        return {Output.MULTI_VECTOR: kept, Output.TOKENS: TokensHead(width)}
+    pooled = width * len(layout.poolings)
+    dense = DenseHead(
+        layout.poolings, load_projections(layout.projections, device), width_behind(layout.projections, pooled)
+    )
+    if layout.kind in (Kind.RERANKER, Kind.CLASSIFIER):
+        return {Output.SCORES: dense}
+    heads: dict[Output, Head] = {Output.DENSE: dense, Output.TOKENS: TokensHead(width)}
+    if layout.m3 is not None:
+        sparse = load_linear(layout.m3.sparse, device)
+        heads[Output.SPARSE] = M3SparseHead(sparse, layout.m3.unused_ids, int(layout.config["vocab_size"]))
+        heads[Output.MULTI_VECTOR] = M3MultiVectorHead(load_linear(layout.m3.multi_vector, device))
+    return heads
+
+
+def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Model:
+    """A model whose head is the library's: run by itself where that is the same, else with the whole model."""
+    if layout.scoring is not None and layout.scoring.causal is not None:
+        keep_two_tokens(module, layout.scoring.causal)
+    whole = WholeModel(module, layout.position_offset, device)
+    over_logits = _heads_over_logits(layout, module)
+    try:
+        library = LibraryHead(module)
+        heads = _library_heads(layout, library)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as refusal:
+        log.info("the head does not run by itself: %s", refusal)
+        heads = None
+    if heads is None:
+        log.warning("the whole model runs for every run of equal lengths: its head does not run by itself")
+        return Model(whole, over_logits)
+    return Model(
+        Transformer(library.backbone, layout.position_offset, device, owner=module), heads, (whole, over_logits)
+    )
+
+
+def _heads_over_logits(layout: Layout, module: Any) -> dict[Output, Head]:
+    if layout.splade is not None:
+        return _splade_heads(SpladeWeights(lambda logits: logits, _vocabulary(module), layout.splade))
+    if layout.backbone is Backbone.CAUSAL_LM:
+        return {Output.SCORES: CausalHead(lambda logits: logits)}
+    return {Output.SCORES: SequenceHead(lambda logits, _batch: logits.float(), int(module.config.num_labels))}
+
+
+def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] | None:
+    """The heads that give the whole model's own logits; None where they do not."""
+    if layout.backbone is Backbone.SEQUENCE_CLASSIFICATION:
+        head = sequence_head(library)
+        return None if head is None else {Output.SCORES: head}
+    if not Trial.of(library).shows_a_head_of_tokens(library):
+        return None
+    if layout.splade is not None:
+        return _splade_heads(SpladeWeights(library.tokens, _vocabulary(library.module), layout.splade))
+    return {Output.SCORES: CausalHead(library.tokens)}
+
+
+def _splade_heads(weights: SpladeWeights) -> dict[Output, Head]:
+    return {Output.SPARSE: SpladeHead(weights), Output.DENSE: SpladeVectorHead(weights)}
+
+
+def _vocabulary(module: Any) -> int:
+    decoder = module.get_output_embeddings()
+    return int(module.config.vocab_size if decoder is None else decoder.out_features)

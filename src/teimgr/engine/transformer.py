@@ -7,20 +7,28 @@ import logging
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from teimgr.engine.attention import PACKED, Packing
-from teimgr.engine.batch import PackedBatch
-from teimgr.engine.linears import convert_linears
+from teimgr.engine.batch import PackedBatch, Run
+from teimgr.engine.linears import convert
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Layout
+from teimgr.layout import Backbone, Layout
 
 log = logging.getLogger(__name__)
 
 # Of these only the encoder is wanted; AutoModel would bring the decoder.
 _ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+_AUTO_CLASSES = {
+    Backbone.ENCODER: "AutoModel",
+    Backbone.MASKED_LM: "AutoModelForMaskedLM",
+    Backbone.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    Backbone.CAUSAL_LM: "AutoModelForCausalLM",
+}
 
 
 class Batching(Enum):
@@ -36,17 +44,29 @@ class Batching(Enum):
 
 
 class Transformer:
-    """A loaded transformer on a device; `dtype` and `batching` are changed only while it is loaded."""
+    """A loaded transformer on a device; `dtype` and `batching` are changed only while it is loaded.
 
-    def __init__(self, module: Any, layout: Layout, device: torch.device) -> None:
+    `module` makes hidden states. Where it is the backbone of a model with a head, `owner` is that model, so that both
+    change type together.
+    """
+
+    def __init__(self, module: Any, position_offset: int, device: torch.device, owner: Any = None) -> None:
+        parameters = inspect.signature(module.forward).parameters
         self._module = module
-        self._offset = layout.position_offset
+        self._owner = module if owner is None else owner
+        self._offset = position_offset
         self._own_attention = module.config._attn_implementation
-        self._options = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+        self._options = {"use_cache": False} if "use_cache" in parameters else {}
+        self._takes_type_ids = "token_type_ids" in parameters
         self.config: Any = module.config
         self.device = device
         self.dtype = torch.float32
         self.batching = Batching.EQUAL_LENGTH
+
+    @property
+    def width(self) -> int:
+        """The size of a hidden state."""
+        return int(self.config.get_text_config().hidden_size)
 
     def use(self, batching: Batching) -> None:
         """Choose the way of batching.
@@ -58,25 +78,14 @@ class Transformer:
         self.batching = batching
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Compute in `dtype` from now on, with prepacked linears on the CPU.
-
-        Embedding tables stay as they are in the file, mapped and shared between workers; what is looked up in them is
-        converted. Buffers (rotary frequencies) keep their precision.
-        """
-        if self.device.type == "cpu":
-            packed = convert_linears(self._module, dtype)
-            log.debug("prepacked %d linear layers in %s", packed, dtype)
-        if dtype is not torch.float32:
-            for module in self._module.modules():
-                _lower(module, dtype)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # of the wider weights, which no batch could use otherwise
+        """Compute in `dtype` from now on, the library's head included; see `linears.convert`."""
+        convert(self._owner, dtype, self.device)
         self.dtype = dtype
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """One vector per token, [T, H], in the model's dtype."""
         if self.batching is Batching.EQUAL_LENGTH:
-            parts = [self.hidden_plain(batch.ids[run.start : run.stop].reshape(run.texts, -1)) for run in batch.runs]
+            parts = [self._hidden_of(run, batch) for run in batch.runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         row = batch.filled() if self.device.type == "cpu" else batch
         cu_seqlens = self._moved(batch.cu_seqlens) if self.batching is Batching.VARLEN else None
@@ -84,12 +93,31 @@ class Transformer:
             input_ids=self._moved(row.ids).unsqueeze(0),
             position_ids=self._moved(row.position_ids + self._offset).unsqueeze(0),
             packing=Packing.of(row, cu_seqlens),
+            **self._typed(None if row.type_ids is None else row.type_ids[None]),
         )
         return hidden[: batch.tokens]
 
-    def hidden_plain(self, ids: Any) -> Tensor:
-        """[texts, length] ids of equal length → [texts × length, H], as the library itself would do it."""
-        return self._forward(input_ids=self._moved(ids))
+    def hidden_plain(
+        self, ids: NDArray[Any], type_ids: NDArray[Any] | None = None, keys: NDArray[np.int32] | None = None
+    ) -> Tensor:
+        """[texts, length] ids of equal length → [texts × length, H], as the library itself would do it.
+
+        `type_ids` has the shape of `ids`; tokens of text i see the first `keys[i]` of its tokens, all where None.
+        """
+        inputs = {"input_ids": self._moved(ids.astype(np.int64, copy=False)), **self._typed(type_ids)}
+        if keys is not None:
+            inputs["attention_mask"] = self._moved((np.arange(ids.shape[1]) < keys[:, None]).astype(np.int64))
+        return self._forward(**inputs)
+
+    def _hidden_of(self, run: Run, batch: PackedBatch) -> Tensor:
+        tokens, shape = slice(run.start, run.stop), (run.texts, run.length)
+        type_ids = None if batch.type_ids is None else batch.type_ids[tokens].reshape(shape)
+        return self.hidden_plain(batch.ids[tokens].reshape(shape), type_ids, batch.keys_of(run))
+
+    def _typed(self, type_ids: NDArray[Any] | None) -> dict[str, Tensor]:
+        if type_ids is None or not self._takes_type_ids:
+            return {}
+        return {"token_type_ids": self._moved(type_ids.astype(np.int64, copy=False))}
 
     def _forward(self, **inputs: Any) -> Tensor:
         hidden: Tensor = self._module(**inputs, **self._options).last_hidden_state
@@ -102,8 +130,29 @@ class Transformer:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-def load_transformer(layout: Layout, device: torch.device) -> Transformer:
-    """The model in float32, as it is in the files, on `device`.
+class WholeModel(Transformer):
+    """A model of the library together with its head: what it calls hidden are logits.
+
+    [T, vocabulary] where the head judges tokens, [N, labels] where it judges texts. This is the truth that a head run
+    by itself is measured by, and what serves where such a head cannot be: run by run, through the library alone.
+    """
+
+    def use(self, batching: Batching) -> None:
+        """See that nothing is asked for that the library does not do itself.
+
+        Raises:
+            ValueError: `batching` is another than EQUAL_LENGTH.
+        """
+        if batching is not Batching.EQUAL_LENGTH:
+            raise ValueError("the head of this model cannot be run by itself")
+
+    def _forward(self, **inputs: Any) -> Tensor:
+        logits: Tensor = self._module(**inputs, **self._options).logits
+        return logits if logits.dim() == 2 else logits.flatten(0, 1)
+
+
+def load_module(layout: Layout, device: torch.device) -> Any:
+    """The model of the library in float32, as it is in the files, on `device`; with the head that the layout names.
 
     Raises:
         ModelLoadFailed: transformers does not know the architecture, or weights are missing or of another shape.
@@ -113,9 +162,10 @@ def load_transformer(layout: Layout, device: torch.device) -> Transformer:
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    trust = layout.trust_remote_code  # never None: transformers would ask at the terminal
     try:
-        config = AutoConfig.from_pretrained(layout.transformer, local_files_only=True)
-        kind = _model_class(config)
+        config = AutoConfig.from_pretrained(layout.transformer, local_files_only=True, trust_remote_code=trust)
+        kind = _model_class(layout, config)
         module, report = kind.from_pretrained(
             layout.transformer,
             config=config,
@@ -123,7 +173,7 @@ def load_transformer(layout: Layout, device: torch.device) -> Transformer:
             attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
             local_files_only=True,
             output_loading_info=True,
-            **_without_pooler(kind),
+            **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),
         )
     except torch.OutOfMemoryError:
         raise
@@ -132,26 +182,27 @@ def load_transformer(layout: Layout, device: torch.device) -> Transformer:
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadFailed(f"{len(missing)} weights are missing from the files, first {missing[0]}")
     module.eval().requires_grad_(False)
-    return Transformer(module.to(device), layout, device)
+    return module.to(device)
 
 
-def _model_class(config: Any) -> Any:
+def _model_class(layout: Layout, config: Any) -> Any:
+    """The class with the weights: the model's own code where that is trusted, else the library's."""
     import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    if config.model_type in _ENCODERS:
+    name = _AUTO_CLASSES[layout.backbone]
+    own = (getattr(config, "auto_map", None) or {}).get(name)
+    if layout.trust_remote_code and own is not None:
+        return get_class_from_dynamic_module(own, str(layout.transformer), local_files_only=True)
+    if layout.backbone is Backbone.ENCODER and config.model_type in _ENCODERS:
         return getattr(transformers, _ENCODERS[config.model_type])
-    kind = transformers.AutoModel._model_mapping[type(config)]
+    mapping = getattr(transformers, name)._model_mapping
+    if type(config) not in mapping:
+        raise ValueError(f"a {config.model_type} model has no {layout.backbone.value} form")
+    kind = mapping[type(config)]
     return kind[0] if isinstance(kind, (tuple, list)) else kind
 
 
 def _without_pooler(kind: Any) -> dict[str, bool]:
     """BERT's own pooler is no part of an embedding, and many checkpoints lack its weights."""
     return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
-
-
-def _lower(module: nn.Module, dtype: torch.dtype) -> None:
-    if isinstance(module, nn.Embedding):
-        module.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
-        return
-    for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(dtype)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.job import Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,14 @@ class Rows:
 class Head(Protocol):
     """Makes one kind of output; `width` is the size of a vector, the vocabulary, or the number of labels."""
 
-    output: Output
     width: int
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """[T, H] hidden states of `batch`, in the model's type, to what they mean."""
         ...
 
-    def to(self, device: object) -> object:
-        """Move the weights."""
-        ...
+
+def moved(values: NDArray[Any], device: torch.device) -> Tensor:
+    """`values` on `device`, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

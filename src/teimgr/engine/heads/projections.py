@@ -1,0 +1,96 @@
+"""The modules behind a pooling or, in late interaction, behind every token: Dense, LayerNorm, Normalize."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from teimgr.engine.heads.activation import torch_activation
+from teimgr.errors import ModelLoadFailed
+from teimgr.layout import Dense, LayerNorm, Projection
+
+
+class DenseLayer(nn.Module):
+    """One Dense module: activation(linear(x)), plus the residual where the model has one."""
+
+    def __init__(self, dense: Dense) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dense.in_features, dense.out_features, bias=dense.bias)
+        self.activation = torch_activation(dense.activation)
+        self.residual: nn.Module | None = None
+        if dense.residual and dense.in_features != dense.out_features:
+            self.residual = nn.Linear(dense.in_features, dense.out_features, bias=False)
+        elif dense.residual:
+            self.residual = nn.Identity()
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """[…, in_features] → […, out_features]."""
+        out: Tensor = self.activation(self.linear(vectors))
+        return out if self.residual is None else out + self.residual(vectors)
+
+
+class LayerNormLayer(nn.Module):
+    """One LayerNorm module."""
+
+    def __init__(self, norm: LayerNorm) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(norm.dimension)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """The shape stays."""
+        return self.norm(vectors)  # type: ignore[no-any-return]
+
+
+class NormalizeLayer(nn.Module):
+    """One Normalize module: every vector to length 1; one of zeros stays."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """The shape stays."""
+        return functional.normalize(vectors, dim=-1)
+
+
+def load_projections(projections: Sequence[Projection], device: torch.device) -> nn.Sequential:
+    """The modules in order, in float32, with their weights.
+
+    Raises:
+        ModelLoadFailed: weights are missing or have another shape, or an activation is not one of torch's.
+    """
+    layers = nn.Sequential(*map(_load, projections))
+    return layers.float().eval().requires_grad_(False).to(device)
+
+
+def width_behind(projections: Sequence[Projection], width: int) -> int:
+    """The size of a vector of `width` after the modules."""
+    for projection in projections:
+        if isinstance(projection, Dense):
+            width = projection.out_features
+    return width
+
+
+def _load(projection: Projection) -> nn.Module:
+    if isinstance(projection, Dense):
+        return _with_weights(DenseLayer(projection), projection.path)
+    if isinstance(projection, LayerNorm):
+        return _with_weights(LayerNormLayer(projection), projection.path)
+    return NormalizeLayer()
+
+
+def _with_weights(layer: nn.Module, folder: Path) -> nn.Module:
+    try:
+        layer.load_state_dict(_weights(folder))
+    except RuntimeError as error:
+        raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: {error}") from error
+    return layer
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    if (file := folder / "model.safetensors").is_file():
+        return load_file(file)
+    if (file := folder / "pytorch_model.bin").is_file():
+        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    raise ModelLoadFailed(f"the module {folder.name} has no weights")

@@ -1,0 +1,121 @@
+"""SPLADE: a weight for every entry of the vocabulary, from the logits that a masked-LM head has for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from teimgr.engine.batch import PackedBatch, Run
+from teimgr.engine.heads.base import Rows
+from teimgr.layout import Splade
+
+# Logits that exist at one moment. On a CPU a larger temporary is mapped and unmapped by every operation.
+_CPU_BYTES = 24_000_000
+_CUDA_BYTES = 512_000_000
+_ROW_STEP = 32  # a CPU kernel is made and kept for every number of rows it meets
+
+Decode = Callable[[Tensor], Tensor]
+
+
+class SpladeWeights:
+    """Pooled weights of texts, a few at a time, so that no [T, vocabulary] is ever whole.
+
+    `decode` makes logits [t, vocabulary] of hidden states [t, H].
+    """
+
+    def __init__(self, decode: Decode, width: int, splade: Splade) -> None:
+        self.width = width
+        self._decode = decode
+        self._max = splade.strategy == "max"
+        self._twice = splade.activation == "log1p_relu"
+
+    def groups(self, hidden: Tensor, batch: PackedBatch) -> Iterator[Tensor]:
+        """Float32 [n, vocabulary] for the next n texts, until all texts of the batch had their turn."""
+        room = max(1, (_CPU_BYTES if hidden.device.type == "cpu" else _CUDA_BYTES) // (4 * self.width))
+        borders = batch.cu_seqlens.tolist()
+        begin = 0
+        while begin < batch.texts:
+            stop = begin + 1
+            while stop < batch.texts and borders[stop + 1] - borders[begin] <= room:
+                stop += 1
+            if stop == begin + 1:
+                yield self._of_text(hidden, borders[begin], borders[stop], room)
+            else:
+                yield self._of_texts(hidden, batch, borders[begin], borders[stop])
+            begin = stop
+
+    def _of_text(self, hidden: Tensor, start: int, stop: int, room: int) -> Tensor:
+        """One text, however long: [1, vocabulary]."""
+        total: Tensor | None = None
+        for begin in range(start, stop, room):
+            logits = self._logits(hidden, begin, min(begin + room, stop))
+            part = self._pooled(logits.unsqueeze(0))
+            total = part if total is None else self._together(total, part)
+        assert total is not None
+        return self._activated(total) if self._max else total
+
+    def _of_texts(self, hidden: Tensor, batch: PackedBatch, start: int, stop: int) -> Tensor:
+        """The texts of tokens `start` to `stop`, decoded together: [n, vocabulary]."""
+        logits = self._logits(hidden, start, stop)
+        parts = []
+        for run in batch.runs:
+            if (piece := _overlap(run, start, stop)) is not None:
+                tokens = logits[piece.start - start : piece.stop - start]
+                parts.append(self._pooled(tokens.view(piece.texts, piece.length, -1)))
+        pooled = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._activated(pooled) if self._max else pooled
+
+    def _logits(self, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """[stop - start, vocabulary]; a few tokens before them are decoded too, and dropped."""
+        rows = stop - start
+        begin = max(0, stop - (rows + -rows % _ROW_STEP))
+        return self._decode(hidden[begin:stop])[-rows:]
+
+    def _pooled(self, logits: Tensor) -> Tensor:
+        """[n, length, vocabulary] → [n, vocabulary]; the activation grows with its input, so a maximum may go first."""
+        return logits.amax(dim=1).float() if self._max else self._activated(logits.float()).sum(dim=1)
+
+    def _together(self, one: Tensor, other: Tensor) -> Tensor:
+        return torch.maximum(one, other) if self._max else one + other
+
+    def _activated(self, logits: Tensor) -> Tensor:
+        weights = logits.relu().log1p_()
+        return weights.log1p_() if self._twice else weights
+
+
+class SpladeHead:
+    """The entries that are not zero. How many there are is only known on the device, so this waits for it."""
+
+    def __init__(self, weights: SpladeWeights) -> None:
+        self.width = weights.width
+        self._weights = weights
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """SPARSE rows; an entry that is no number is kept, so that it is noticed."""
+        values, indices, counts = [], [], [torch.zeros(1, dtype=torch.int64, device=hidden.device)]
+        for weights in self._weights.groups(hidden, batch):
+            kept = weights != 0.0
+            indices.append(kept.nonzero()[:, 1])
+            values.append(weights[kept])
+            counts.append(kept.sum(dim=1))
+        return Rows(torch.cat(values), torch.cat(counts).cumsum(0), torch.cat(indices))
+
+
+class SpladeVectorHead:
+    """The same weights as whole vectors, zeros included."""
+
+    def __init__(self, weights: SpladeWeights) -> None:
+        self.width = weights.width
+        self._weights = weights
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """DENSE rows, [N, vocabulary]."""
+        return Rows(torch.cat(list(self._weights.groups(hidden, batch))))
+
+
+def _overlap(run: Run, start: int, stop: int) -> Run | None:
+    """The texts of `run` among the tokens `start` to `stop`, which are borders of texts."""
+    first, last = max(run.start, start), min(run.stop, stop)
+    return Run(first, (last - first) // run.length, run.length) if first < last else None
