@@ -10,6 +10,7 @@ SCENARIOS = {
     "engine": "bulk texts/s: sentence-transformers, the bare engine, the daemon",
     "start": "create, restart after a kill, memory of a first and a second worker",
     "mux": "latency of single queries, idle and beside bulk work; requests per second",
+    "fidelity": "every kind of model against the library it was made with: cosines and differences",
     "gpu": "bulk texts/s on CUDA: sentence-transformers and the bare engine",
 }
 
