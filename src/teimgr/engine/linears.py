@@ -42,18 +42,23 @@ class PackedLinear(nn.Module):
         return _apply(x, self._packed, self._bias, self._activation, self._form)
 
 
-def convert(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Let `model` compute in `dtype` from now on, with prepacked linears on the CPU.
+def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Let `model`, one of transformers', compute in `dtype` from now on, with prepacked linears on the CPU.
 
-    Embedding tables stay as they are in the file, mapped and shared between workers; what is looked up in them is
-    converted. Buffers (rotary frequencies) keep their precision.
+    There its vocabulary's table stays as it is in the file, mapped and shared between workers; what is looked up in it
+    is converted. Buffers (rotary frequencies) keep their precision.
     """
+    mapped = None
     if device.type == "cpu":
-        packed = convert_linears(model, dtype)
-        log.debug("prepacked %d linear layers in %s", packed, dtype)
+        mapped = model.get_input_embeddings()
+        log.debug("prepacked %d linear layers in %s", convert_linears(model, dtype), dtype)
     if dtype is not torch.float32:
         for module in model.modules():
-            _lower(module, dtype)
+            if module is mapped:
+                module.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+                continue
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the wider weights, which no batch could use otherwise
 
@@ -97,14 +102,6 @@ def prepacking_works(dtype: torch.dtype) -> bool:
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return bool((result - truth).abs().max() <= (1e-4 if dtype is torch.float32 else 0.25))
-
-
-def _lower(module: nn.Module, dtype: torch.dtype) -> None:
-    if isinstance(module, nn.Embedding):
-        module.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
-        return
-    for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(dtype)
 
 
 def _fuse(parent: nn.Module, dtype: torch.dtype) -> int:

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows
@@ -69,17 +67,13 @@ class Model:
         return {output: head(hidden, batch) for output, head in heads.items()}
 
     @torch.inference_mode()
-    def run_plainly(
-        self, ids: NDArray[np.int32], type_ids: NDArray[Any] | None = None, keys: int | None = None
-    ) -> dict[Output, Rows]:
+    def run_plainly(self, encoded: Encoded) -> dict[Output, Rows]:
         """Every output for one input, through the library's own forward: the measure of every other way."""
         model, heads = self._whole
+        batch = pack([encoded])
         hidden = model.hidden_plain(
-            ids[None, :],
-            None if type_ids is None else type_ids[None, :],
-            None if keys is None else np.array([keys], dtype=np.int32),
+            batch.ids[None, :], None if batch.type_ids is None else batch.type_ids[None, :], batch.keys
         )
-        batch = pack([Encoded(ids, type_ids, keys)])
         return {output: head(hidden, batch) for output, head in heads.items()}
 
 
