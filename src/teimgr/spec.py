@@ -102,6 +102,8 @@ class WorkerSpec:
     max_message_bytes: int = 40 * 1024 * 1024
     payload_limit_bytes: int = 2_000_000
     auto_truncate: bool = True
+    api_key: str | None = None
+    cors_allow_origin: tuple[str, ...] = ()
     default_prompt_name: str | None = None
     default_prompt: str | None = None
     arrow_output_dtype: str = "f32"
@@ -117,7 +119,8 @@ class WorkerSpec:
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
         """The inverse of `to_json`; unknown keys of a newer daemon are an error."""
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**values | {"cors_allow_origin": tuple(values.get("cors_allow_origin", ()))})
 
     @property
     def hash(self) -> str:

@@ -43,12 +43,13 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 class _Flag:
     """`read` turns the text into a value; `field` is that of WorkerSpec, None for a flag that means nothing here.
 
-    `bare` flags may stand without a value, which then is true.
+    `bare` flags may stand without a value, which then is true; the values of those that `repeats` are a tuple.
     """
 
     read: Callable[[str], Any]
     field: str | None = None
     bare: bool = False
+    repeats: bool = False
 
 
 _HARMLESS = _Flag(_text)
@@ -66,6 +67,8 @@ FLAGS: dict[str, _Flag] = {
     "--default-prompt-name": _Flag(_text, "default_prompt_name"),
     "--default-prompt": _Flag(_text, "default_prompt"),
     "--payload-limit": _Flag(_count, "payload_limit_bytes"),
+    "--api-key": _Flag(_text, "api_key"),
+    "--cors-allow-origin": _Flag(_text, "cors_allow_origin", repeats=True),
     # Accepted: TEI's way of saying something that teimgr settles elsewhere, without harm if it is not heard.
     "--tokenization-workers": _Flag(_count),
     "--prometheus-port": _HARMLESS,
@@ -73,7 +76,6 @@ FLAGS: dict[str, _Flag] = {
     "--uds-path": _HARMLESS,
     "--otlp-endpoint": _HARMLESS,
     "--otlp-service-name": _HARMLESS,
-    "--cors-allow-origin": _HARMLESS,
     "--json-output": _Flag(_flag, bare=True),
     "--disable-spans": _Flag(_flag, bare=True),
 }
@@ -84,7 +86,6 @@ REFUSED: dict[str, str] = {
     "--port": "the port is the instance's own field port",
     "-p": "the port is the instance's own field port",
     "--dense-path": "Dense modules are read from the model's modules.json",
-    "--api-key": "an instance's port checks no key; keep it on a loopback address",
     "--hf-token": "set HF_TOKEN in the daemon's environment; arguments are stored and shown",
     "--hf-api-token": "set HF_TOKEN in the daemon's environment; arguments are stored and shown",
     "--huggingface-hub-cache": "set HF_HUB_CACHE in the daemon's environment",
@@ -104,12 +105,12 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
     rest = list(extra_args)
     while rest:
         name, flag, value = _take(rest)
-        if name in seen and flag is not _HARMLESS:
+        if name in seen and flag is not _HARMLESS and not flag.repeats:
             raise InvalidConfig(f"extra_args: {name} is given twice")
         seen.add(name)
         parsed = _read(name, flag, value)
         if flag.field is not None:
-            overrides[flag.field] = parsed
+            overrides[flag.field] = (*overrides.get(flag.field, ()), parsed) if flag.repeats else parsed
     if overrides.keys() >= {"default_prompt", "default_prompt_name"}:
         raise InvalidConfig("extra_args: --default-prompt and --default-prompt-name exclude each other")
     return overrides

@@ -1,0 +1,78 @@
+"""The operations of an OpenAPI document as one page without scripts or outside assets."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+section { border-top: 1px solid #8884; padding: .5rem 0 }
+h2 { font-size: 1rem; margin: .5rem 0 } h2 b { display: inline-block; min-width: 4.5rem }
+code, h2 { font-family: ui-monospace, monospace } table { border-collapse: collapse; font-size: .9rem }
+td { padding: .1rem 1rem .1rem 0; vertical-align: top } :root { color-scheme: light dark }
+"""
+_STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page(document: dict[str, Any], address: str) -> str:
+    """An OpenAPI document as HTML; `address` is where programs find it."""
+    info = document["info"]
+    sections = "".join(
+        _section(document, verb, path, operation)
+        for path, operations in document["paths"].items()
+        for verb, operation in operations.items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(info["title"])}</title>'
+        f"<style>{STYLE}</style><h1>{escape(info['title'])} {escape(info['version'])}</h1>"
+        f"<p>{escape(info.get('description', ''))} The same for programs: "
+        f'<a href="{escape(address)}">openapi.json</a>.</p>'
+        f"{sections}</html>"
+    )
+
+
+def _section(document: dict[str, Any], verb: str, path: str, operation: dict[str, Any]) -> str:
+    title = f"<h2><b>{escape(verb.upper())}</b> {escape(path)}</h2>"
+    text = f"<p>{escape(operation.get('description', ''))}</p>"
+    rows = "".join(_row(name, fact) for name, fact in (*_parameters(operation), *_fields(document, operation)))
+    answers = ", ".join(
+        f"{status} {answer.get('description', '')}" for status, answer in operation["responses"].items()
+    )
+    return f"<section>{title}{text}<table>{rows}</table><p><small>{escape(answers)}</small></p></section>"
+
+
+def _row(name: str, fact: dict[str, Any]) -> str:
+    cells = (f"<code>{escape(name)}</code>", escape(_type(fact)), escape(fact.get("description", "")))
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _parameters(operation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for parameter in operation.get("parameters", ()):
+        yield parameter["name"], parameter["schema"] | {"description": parameter.get("description", "")}
+
+
+def _fields(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    schema = body.get("schema", {})
+    if "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    yield from schema.get("properties", {}).items()
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "anyOf" in schema:
+        return " or ".join(_type(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    return str(schema.get("type", ""))

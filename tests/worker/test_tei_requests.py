@@ -1,0 +1,329 @@
+"""Bodies of the TEI routes (tei.md §1.2, §1.5): what is read, how the rest is refused, what is asked of the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teimgr.engine.job import Output, Pair
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
+from teimgr.spec import ModelInfo, WorkerSpec
+from teimgr.worker.tei.fields import Body, BodyRefused, parse
+from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
+from teimgr.worker.tei.openai import OpenAICompatRequest
+from teimgr.worker.tei.requests import (
+    EmbedAllRequest,
+    EmbedRequest,
+    EmbedSparseRequest,
+    PredictRequest,
+    RerankRequest,
+    SimilarityRequest,
+)
+from teimgr.worker.tei.tokens import DecodeRequest, TokenizeRequest
+from teimgr.worker.tei.vertex import VertexRequest
+
+NO_SHAPE = "Failed to deserialize the JSON body into the target type: "
+
+
+def served(kind: str = "embedding", **terms: Any) -> Served:
+    model = ModelInfo(
+        model_id="m",
+        model_sha=None,
+        dtype="float32",
+        device="cpu",
+        kind=kind,
+        pooling="mean",
+        dimension=4,
+        max_input_length=64,
+        max_batch_tokens=1024,
+        batching="packed",
+        labels=("a", "b"),
+    )
+    return Served(model, WorkerSpec(name="i", model_id="m", **terms))
+
+
+def read(kind: type[Body], body: Any, content_type: str = "application/json") -> Any:
+    return parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), content_type)
+
+
+def asked(kind: type[InferenceRequest], body: Any, model: str = "embedding", **terms: Any) -> Inference:
+    inference = read(kind, body).inference(served(model, **terms))
+    assert isinstance(inference, Inference)
+    return inference
+
+
+def plain(inputs: Any) -> list[Any]:
+    """Inputs with their ids as lists."""
+    return [one.tolist() if isinstance(one, np.ndarray) else one for one in inputs]
+
+
+def refusal(kind: type[Body], body: Any, content_type: str = "application/json") -> tuple[int, str]:
+    with pytest.raises(BodyRefused) as caught:
+        read(kind, body, content_type)
+    return caught.value.status, caught.value.text
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_another_content_type_is_415(content_type: str) -> None:
+    expected = (415, "Expected request with `Content-Type: application/json`")
+
+    assert refusal(EmbedRequest, {"inputs": "a"}, content_type) == expected
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
+)
+def test_every_json_content_type_is_read(content_type: str) -> None:
+    assert read(EmbedRequest, {"inputs": "a"}, content_type).inputs == "a"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"inputs": "\\ud800"}', b'{"inputs": NaN}', b"[" * 900])
+def test_what_is_no_json_is_400(body: bytes) -> None:
+    status, text = refusal(EmbedRequest, body)
+
+    assert status == 400
+    assert text.startswith("Failed to parse the request body as JSON: ")
+
+
+WRONG: list[tuple[type[Body], Any]] = [
+    *(
+        (EmbedRequest, body)
+        for body in (
+            {},
+            [],
+            {"inputs": None},
+            {"inputs": 5},
+            {"inputs": {"a": "b"}},
+            {"inputs": [1, "a"]},
+            {"inputs": ["a", 1]},
+            {"inputs": ["a", None]},
+            {"inputs": [["a", "b"]]},
+            {"inputs": [[1], [2.5]]},
+            {"inputs": [-1]},
+            {"inputs": [1.0]},
+            {"inputs": [True]},
+            {"inputs": [2**32]},
+            {"inputs": [10**30]},
+            {"inputs": "a", "normalize": None},
+            {"inputs": "a", "normalize": "true"},
+            {"inputs": "a", "normalize": 1},
+            {"inputs": "a", "truncation_direction": None},
+            {"inputs": "a", "truncation_direction": "LEFT"},
+            {"inputs": "a", "truncate": 1},
+            {"inputs": "a", "prompt_name": 1},
+            {"inputs": "a", "dimensions": -1},
+            {"inputs": "a", "dimensions": 1.5},
+            {"inputs": "a", "dimensions": 2**32},
+            {"inputs": "a", "dimensions": True},
+        )
+    ),
+    *(
+        (PredictRequest, {"inputs": inputs})
+        for inputs in ([], ["a", "b", "c"], [[]], [["a"], []], [["a", "b", "c"]], ["a", ["b"]], [["a"], "b"], [1], 1)
+    ),
+    (PredictRequest, {"inputs": "a", "raw_scores": None}),
+    (RerankRequest, {"query": "a"}),
+    (RerankRequest, {"texts": ["a"]}),
+    (RerankRequest, {"query": None, "texts": ["a"]}),
+    (RerankRequest, {"query": "a", "texts": "b"}),
+    (RerankRequest, {"query": "a", "texts": [["b"]]}),
+    (RerankRequest, {"query": "a", "texts": ["b"], "return_text": None}),
+    (SimilarityRequest, {"inputs": "a"}),
+    (SimilarityRequest, {"inputs": {"source_sentence": "a", "sentences": "b"}}),
+    (SimilarityRequest, {"inputs": {"sentences": ["b"]}}),
+    (SimilarityRequest, {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": []}),
+    (TokenizeRequest, {"inputs": [1]}),
+    (TokenizeRequest, {"inputs": [["a"]]}),
+    (TokenizeRequest, {"inputs": "a", "add_special_tokens": None}),
+    (DecodeRequest, {"ids": "a"}),
+    (DecodeRequest, {"ids": 5}),
+    (DecodeRequest, {"ids": [[1], 2]}),
+    (DecodeRequest, {"ids": [1], "skip_special_tokens": None}),
+    (OpenAICompatRequest, {"inputs": "a"}),
+    (OpenAICompatRequest, {"input": "a", "encoding_format": None}),
+    (OpenAICompatRequest, {"input": "a", "encoding_format": "Base64"}),
+    (OpenAICompatRequest, {"input": "a", "model": 1}),
+    (VertexRequest, {}),
+    (VertexRequest, {"instances": {}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), WRONG, ids=[f"{kind.__name__}-{body}" for kind, body in WRONG])
+def test_json_of_another_shape_is_422(kind: type[Body], body: Any) -> None:
+    status, text = refusal(kind, body)
+
+    assert status == 422
+    assert text.startswith(NO_SHAPE)
+
+
+def test_the_text_says_where_the_fault_is() -> None:
+    assert refusal(EmbedRequest, {"inputs": "a", "dimensions": "b"})[1].startswith(NO_SHAPE + "dimensions: ")
+    assert refusal(EmbedRequest, {"inputs": [["a"]]})[1] == NO_SHAPE + "inputs: data did not match any of its forms"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ("text", ["text"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([], [[]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([[]], [[]]),
+        (["a", [1, 2]], ["a", [1, 2]]),
+        ([[1, 2], "a"], [[1, 2], "a"]),
+        ([2**32 - 1], [[2**31 - 1]]),
+    ],
+)
+def test_the_first_form_that_matches_an_input_wins(inputs: Any, expected: list[Any]) -> None:
+    for kind in (EmbedRequest, EmbedAllRequest, EmbedSparseRequest):
+        assert plain(asked(kind, {"inputs": inputs}).inputs) == expected
+    assert plain(asked(OpenAICompatRequest, {"input": inputs}).inputs) == expected
+
+
+def test_ids_are_int32() -> None:
+    [ids] = asked(EmbedRequest, {"inputs": [1, 2]}).inputs
+
+    assert isinstance(ids, np.ndarray)
+    assert ids.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        (["a", "b"], [Pair("a", "b")]),
+        ([["a"]], ["a"]),
+        ([["a"], ["b", "c"]], ["a", Pair("b", "c")]),
+    ],
+)
+def test_lists_of_strings_are_pairs_to_predict(inputs: Any, expected: list[Any]) -> None:
+    assert asked(PredictRequest, {"inputs": inputs}, "classifier").inputs == expected
+
+
+def test_a_rerank_is_a_pair_per_text() -> None:
+    inference = asked(RerankRequest, {"query": "q", "texts": ["a", "", "a"]}, "reranker")
+
+    assert inference.inputs == [Pair("q", "a"), Pair("q", ""), Pair("q", "a")]
+    assert inference.options.outputs == {Output.SCORES}
+
+
+def test_similarity_asks_for_vectors_as_they_are() -> None:
+    body = {"inputs": {"source_sentence": "s", "sentences": ["a", "b"]}}
+    inference = asked(SimilarityRequest, body | {"parameters": {"prompt_name": "query", "unknown": 1}})
+
+    assert inference.inputs == ["s", "a", "b"]
+    assert inference.options.normalize is False
+    assert inference.options.prompt_name == "query"
+    assert asked(SimilarityRequest, body | {"parameters": None}).options.truncate is True
+
+
+@pytest.mark.parametrize("auto_truncate", [True, False])
+def test_null_leaves_truncation_to_the_instance(auto_truncate: bool) -> None:
+    for body in ({"inputs": "a"}, {"inputs": "a", "truncate": None}):
+        assert asked(EmbedRequest, body, auto_truncate=auto_truncate).options.truncate is auto_truncate
+    assert asked(OpenAICompatRequest, {"input": "a"}, auto_truncate=auto_truncate).options.truncate is auto_truncate
+    assert asked(EmbedRequest, {"inputs": "a", "truncate": not auto_truncate}).options.truncate is not auto_truncate
+
+
+def test_the_defaults_are_teis() -> None:
+    options = asked(EmbedRequest, {"inputs": "a", "prompt_name": None, "dimensions": None}).options
+
+    assert (options.normalize, options.dimensions, options.prompt_name, options.truncation_left) == (
+        True,
+        None,
+        None,
+        False,
+    )
+
+
+@pytest.mark.parametrize(("name", "left"), [("left", True), ("Left", True), ("right", False), ("Right", False)])
+def test_the_four_names_of_a_direction(name: str, left: bool) -> None:
+    assert asked(EmbedRequest, {"inputs": "a", "truncation_direction": name}).options.truncation_left is left
+
+
+def test_unknown_fields_are_passed_over() -> None:
+    for kind in (EmbedRequest, PredictRequest):
+        assert asked(kind, {"inputs": "a", "parameters": {}, "nested": {"a": [None]}}).inputs == ["a"]
+
+
+def test_all_embeddings_of_a_late_interaction_model_are_its_token_vectors() -> None:
+    assert asked(EmbedAllRequest, {"inputs": "a"}, "multi-vector").options.outputs == {Output.MULTI_VECTOR}
+    assert asked(EmbedAllRequest, {"inputs": "a"}).options.outputs == {Output.TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "model", "error"),
+    [
+        (RerankRequest, {"query": "q", "texts": []}, "embedding", EmptyInput("`texts` cannot be empty")),
+        (
+            RerankRequest,
+            {"query": "q", "texts": ["a"] * 40},
+            "classifier",
+            WrongModelKind("Backend error: model is not a re-ranker model"),
+        ),
+        (
+            SimilarityRequest,
+            {"inputs": {"source_sentence": "s", "sentences": []}},
+            "classifier",
+            EmptyInput("`inputs.sentences` cannot be empty"),
+        ),
+    ],
+)
+def test_what_is_refused_before_the_inputs_are_counted(
+    kind: type[InferenceRequest], body: Any, model: str, error: TeimgrError
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        asked(kind, body, model)
+    assert caught.value.message == error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "limit", "inputs"),
+    [
+        (EmbedRequest, {"inputs": ["a"] * 33}, 32, 33),
+        (PredictRequest, {"inputs": [["a"]] * 33}, 32, 33),
+        (SimilarityRequest, {"inputs": {"source_sentence": "s", "sentences": ["a"] * 32}}, 32, 33),
+        (OpenAICompatRequest, {"input": ["a"] * 2049}, 2048, 2049),
+    ],
+)
+def test_one_input_too_many(kind: type[InferenceRequest], body: Any, limit: int, inputs: int) -> None:
+    assert asked(kind, body).over_limit == f"batch size {inputs} > maximum allowed batch size {limit}"
+
+
+def test_as_many_inputs_as_allowed() -> None:
+    assert asked(EmbedRequest, {"inputs": ["a"] * 32}).over_limit is None
+    assert asked(OpenAICompatRequest, {"input": ["a"] * 2048}).over_limit is None
+    assert asked(OpenAICompatRequest, {"input": ["a"] * 4096}, max_client_batch_size=4096).over_limit is None
+
+
+@pytest.mark.parametrize(
+    ("model", "instance", "kind"),
+    [
+        ("embedding", {"inputs": "a"}, EmbedRequest),
+        ("sparse", {"inputs": "a"}, EmbedSparseRequest),
+        ("multi-vector", {"inputs": "a"}, EmbedAllRequest),
+        ("classifier", {"inputs": ["a", "b"]}, PredictRequest),
+        ("reranker", {"inputs": "a"}, PredictRequest),
+        ("reranker", {"query": "q", "texts": ["a"]}, RerankRequest),
+        ("embedding", {"query": "q", "texts": ["a"]}, RerankRequest),
+    ],
+)
+def test_an_instance_of_vertex_is_read_by_the_models_kind(
+    model: str, instance: Any, kind: type[InferenceRequest]
+) -> None:
+    body = read(VertexRequest, {"instances": [instance], "parameters": {}})
+
+    assert [type(one) for one in body.requests(served(model).model)] == [kind]
+
+
+@pytest.mark.parametrize("instance", [5, None, "a", {}, {"inputs": 5}, {"query": "q", "texts": 5}])
+def test_a_bad_instance_of_vertex_is_a_failure_with_a_place(instance: Any) -> None:
+    body = read(VertexRequest, {"instances": [{"inputs": "a"}, instance]})
+
+    with pytest.raises(InvalidInput, match=r"^Failed to deserialize instance 1: "):
+        body.requests(served().model)
