@@ -163,12 +163,12 @@ def hub_failures(model_id: str, revision: str | None) -> Iterator[None]:
     except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
     except Exception as error:
-        if not _is_transport_error(error):
+        if not is_transport_error(error):
             raise
         raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
 
 
-def _is_transport_error(error: Exception) -> bool:
+def is_transport_error(error: Exception) -> bool:
     """Whether the hub's HTTP library failed to talk at all; its module changed its name between releases."""
     return type(error).__module__.split(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2"}
 
