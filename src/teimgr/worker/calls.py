@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from teimgr.engine.job import Job, Lane
-from teimgr.errors import TeimgrError
+from teimgr.errors import TeimgrError, TooLarge
 from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 
@@ -19,26 +19,22 @@ class Reply(NamedTuple):
     timings: Timings | None = None
 
 
-Encode = Callable[[Job], Reply]
-
-
 class Call:
     """What a caller is owed. `deadline` is a `time.monotonic` value or None; `size_bytes` is that of its request.
 
-    `may_wait` says whether it stands in line when the worker is full instead of being refused. Subclasses say how it
-    is answered; `reply` and `fail` are for the loop's thread.
+    `may_wait` says whether it stands in line when the worker is full instead of being refused; `streamed` that it is a
+    message of a stream, which TEI does not count among the requests. Subclasses say how it is answered; `reply` and
+    `fail` are for the loop's thread.
     """
 
-    __slots__ = ("deadline", "encode", "job", "lane", "may_wait", "received", "size_bytes")
+    __slots__ = ("deadline", "lane", "may_wait", "received", "size_bytes", "streamed")
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None, may_wait: bool = False) -> None:
         self.received = time.monotonic()
         self.size_bytes = size_bytes
         self.lane = lane
         self.deadline = deadline
-        self.may_wait = may_wait
-        self.job: Job | None = None
-        self.encode: Encode | None = None
+        self.may_wait = self.streamed = may_wait
 
     def reply(self, reply: Reply) -> None:
         """Answer it."""
@@ -54,21 +50,36 @@ class Call:
         return Timings(job.chars, job.tokens, total_ns, job.tokenization_ns, job.queue_ns, job.inference_ns)
 
 
-class LinkCall(Call):
+class MethodCall(Call):
+    """A call of a method of `wire/frames.py`; `payload` is its message, `size_bytes` long."""
+
+    __slots__ = ("method", "payload")
+
+    def __init__(
+        self, method: int, payload: bytes, lane: Lane, deadline: float | None = None, may_wait: bool = False
+    ) -> None:
+        super().__init__(len(payload), lane, deadline, may_wait)
+        self.method = method
+        self.payload = payload
+
+
+Handler = Callable[[MethodCall], None]
+
+
+class LinkCall(MethodCall):
     """A REQUEST frame, answered by one REPLY or ERROR frame.
 
     `unanswered` is the link's own register by frame id; the call enters it and leaves it when answered.
     """
 
-    __slots__ = ("header", "link", "payload", "unanswered")
+    __slots__ = ("header", "link", "unanswered")
 
     def __init__(self, link: FrameProtocol, unanswered: dict[int, LinkCall], header: Header, payload: bytes) -> None:
         deadline = time.monotonic() + header.deadline_ms / 1000 if header.deadline_ms else None
         lane = Lane.BULK if header.flags & Flag.BULK else Lane.INTERACTIVE
-        super().__init__(len(payload), lane, deadline, bool(header.flags & Flag.WAIT))
+        super().__init__(header.method, payload, lane, deadline, bool(header.flags & Flag.WAIT))
         self.link = link
         self.header = header
-        self.payload = payload
         self.unanswered = unanswered
         unanswered[header.id] = self
 
@@ -84,3 +95,20 @@ class LinkCall(Call):
         """Send the error."""
         self.unanswered.pop(self.header.id, None)
         self.link.send(FrameType.ERROR, self.header.method, self.header.id, pack_error(error))
+
+
+def raise_first(job: Job) -> None:
+    """See that every input was served: where some were not, the whole call fails with what the first of them met."""
+    if job.errors:
+        raise job.errors[min(job.errors)]
+
+
+def within(payload: bytes, limit_bytes: int) -> bytes:
+    """`payload`, when it may be sent.
+
+    Raises:
+        TooLarge: it is over `limit_bytes`.
+    """
+    if len(payload) > limit_bytes:
+        raise TooLarge(f"Reply of {len(payload)} bytes is larger than the limit of {limit_bytes} bytes")
+    return payload

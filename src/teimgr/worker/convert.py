@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from teimgr import __version__
-from teimgr.engine.job import InferOptions
+from teimgr.engine.job import InferOptions, Output
 from teimgr.engine.tokenizer import Token
 from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
@@ -17,6 +17,12 @@ from teimgr.spec import ModelInfo, WorkerSpec
 
 MessageT = TypeVar("MessageT", bound=Message)
 
+ScoreRequest = (
+    tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest | tei_pb2.RerankStreamRequest
+)
+
+# Every other kind is an embedding model to TEI.
+_MODEL_TYPES = {"classifier": tei_pb2.MODEL_TYPE_CLASSIFIER, "reranker": tei_pb2.MODEL_TYPE_RERANKER}
 _LEFT = tei_pb2.TRUNCATION_DIRECTION_LEFT
 
 
@@ -40,6 +46,26 @@ def embed_options(message: tei_pb2.EmbedRequest) -> InferOptions:
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
         normalize=message.normalize if message.HasField("normalize") else True,
         dimensions=message.dimensions if message.HasField("dimensions") else None,
+    )
+
+
+def text_options(message: tei_pb2.EmbedSparseRequest | tei_pb2.EmbedAllRequest, output: Output) -> InferOptions:
+    """Options of one text whose `output` is given as it is; an absent `truncate` means false."""
+    return InferOptions(
+        outputs=frozenset({output}),
+        truncate=message.truncate,
+        truncation_left=_is_left(message.truncation_direction),
+        prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
+    )
+
+
+def score_options(message: ScoreRequest, raw_scores: bool | None = None) -> InferOptions:
+    """Options of what is scored; `raw_scores` where it is not the message's own to say."""
+    return InferOptions(
+        outputs=frozenset({Output.SCORES}),
+        truncate=message.truncate,
+        truncation_left=_is_left(message.truncation_direction),
+        raw_scores=message.raw_scores if raw_scores is None else raw_scores,
     )
 
 
@@ -88,7 +114,7 @@ def info_response(model: ModelInfo, spec: WorkerSpec) -> bytes:
         model_id=model.model_id,
         model_sha=model.model_sha,
         model_dtype=model.dtype,
-        model_type=tei_pb2.MODEL_TYPE_EMBEDDING,
+        model_type=_MODEL_TYPES.get(model.kind, tei_pb2.MODEL_TYPE_EMBEDDING),
         max_concurrent_requests=spec.max_concurrent_requests,
         max_input_length=model.max_input_length,
         max_batch_tokens=model.max_batch_tokens,

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from teimgr.engine.engine import Engine
-from teimgr.engine.job import InferOptions, Job
+from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
 from teimgr.spec import WorkerSpec
 from teimgr.worker.admission import Admission
-from teimgr.worker.calls import Call, Encode, Reply
+from teimgr.worker.calls import Call, Reply
 from teimgr.worker.metrics import TeiMetrics
+from teimgr.worker.work import Encode, Part, Work, parts
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Desk:
             max_waiting=_MAX_WAITING,
             max_waiting_bytes=self.max_bytes,
         )
+        self._work: dict[Call, Work] = {}
         self._codec = ThreadPoolExecutor(2, "codec")
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
@@ -88,16 +90,27 @@ class Desk:
         """As `enter`, for what has to await something first."""
         self.enter(call, lambda: self._spawn(call, proceed()))
 
-    def infer(self, call: Call, texts: Sequence[str | None], options: InferOptions, encode: Encode) -> None:
-        """Give the texts of an admitted call to the engine; `encode` runs on the finisher thread.
+    def serve(self, call: Call, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
+        """The whole way of a call whose inputs are known: counted, weighed against the model, let in, inferred.
+
+        Raises:
+            TeimgrError: the model cannot do what `options` ask for, whether or not there is room.
+        """
+        if not call.streamed:
+            self.metrics.received(len(inputs))
+        self.engine.check(options)
+        self.enter(call, lambda: self.infer(call, inputs, options, encode))
+
+    def infer(self, call: Call, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
+        """Give the inputs of an admitted call to the engine; `encode` runs on the finisher thread.
 
         A call that was cancelled since it came in is left alone.
         """
-        if call not in self._admission:
-            return
-        job = Job(texts, options, call.lane, call.deadline, context=call)
-        call.job, call.encode = job, encode
-        self.engine.submit(job)
+        self._submit(Work(call, [Part(range(len(inputs)), inputs, options)], encode))
+
+    def infer_each(self, call: Call, inputs: Sequence[Input], options: Sequence[InferOptions], encode: Encode) -> None:
+        """As `infer`, for scores, where each input has options of its own."""
+        self._submit(Work(call, parts(inputs, options), encode))
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run blocking codec work on one of the codec threads."""
@@ -105,7 +118,8 @@ class Desk:
 
     def deliver(self, jobs: list[Job]) -> None:
         """Finisher thread: encode the answers of one batch, then wake the loop once."""
-        self._loop.call_soon_threadsafe(self._answer_all, [_encoded(job) for job in jobs])
+        outcomes = [outcome for job in jobs if (outcome := _encoded(job)) is not None]
+        self._loop.call_soon_threadsafe(self._answer_all, outcomes)
 
     def answer(self, call: Call, outcome: Reply | TeimgrError) -> bool:
         """Answer `call`; False when it was answered or cancelled before."""
@@ -119,8 +133,8 @@ class Desk:
 
     def cancel(self, call: Call) -> None:
         """The caller went away: what has not started will not."""
-        if call.job is not None:
-            call.job.cancel()
+        if (work := self._work.get(call)) is not None:
+            work.cancel()
         if self._leave(call):
             self.metrics.dropped()
 
@@ -140,7 +154,15 @@ class Desk:
         """Stop the codec threads; whoever loaded the engine closes it."""
         self._codec.shutdown(wait=False, cancel_futures=True)
 
+    def _submit(self, work: Work) -> None:
+        if work.call not in self._admission:
+            return
+        self._work[work.call] = work
+        for job in work.jobs:
+            self.engine.submit(job)
+
     def _leave(self, call: Call) -> bool:
+        self._work.pop(call, None)
         left = self._admission.leave(call)
         self._note_if_empty()
         return left
@@ -172,7 +194,9 @@ class Desk:
             self._fail(call, error)
 
     def _fail(self, call: Call, error: Exception) -> None:
-        """It came to nothing between the door and the engine."""
+        """It came to nothing between the door and the engine, or in the midst of being handed over."""
+        if (work := self._work.get(call)) is not None:
+            work.cancel()
         known = error if isinstance(error, TeimgrError) else masked(error)
         if self.answer(call, known):
             self.metrics.failed(known)
@@ -184,13 +208,15 @@ def masked(error: Exception) -> Internal:
     return Internal("Internal error: see the worker's log")
 
 
-def _encoded(job: Job) -> Outcome:
-    call = job.context
-    assert isinstance(call, Call)
-    assert call.encode is not None
+def _encoded(job: Job) -> Outcome | None:
+    """The answer that `job` completes, if it does."""
+    work = job.context
+    assert isinstance(work, Work)
+    if (whole := work.complete()) is None:
+        return None
     try:
-        return call, job, call.encode(job)
+        return work.call, whole, work.encode(whole)
     except TeimgrError as error:
-        return call, job, error
+        return work.call, whole, error
     except Exception as error:
-        return call, job, masked(error)
+        return work.call, whole, masked(error)
