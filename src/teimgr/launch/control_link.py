@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable
 from teimgr.spec import ModelInfo
@@ -62,7 +62,7 @@ class ControlLink(FrameProtocol):
     @classmethod
     async def open(
         cls, socket: Path, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]
-    ) -> ControlLink:
+    ) -> Self:
         """Connect to the worker's socket and watch it.
 
         Raises:

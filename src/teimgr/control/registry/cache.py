@@ -1,0 +1,245 @@
+"""What lies on the disk: snapshots in the hub's cache, model directories, packaged weights.
+
+The hub's library can scan a whole cache (`scan_cache_dir`), and gives up on a repository that has one wrong file. Here
+one repository is read at a time, and what is broken in it is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from teimgr import hub
+
+log = logging.getLogger(__name__)
+
+DEFAULT_REVISION = "main"
+_PREFIX = "models--"
+_FILES_SHOWN = 10_000
+# The key of our answer → where config.json may say it.
+_METADATA: Mapping[str, tuple[str, ...]] = {
+    "model_type": ("model_type",),
+    "hidden_size": ("hidden_size", "d_model"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "vocab_size": ("vocab_size",),
+    "num_hidden_layers": ("num_hidden_layers",),
+    "num_attention_heads": ("num_attention_heads",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model: its path inside the model's folder, and its size."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A model's files as they are at one commit; a directory that is no part of the hub's cache has no commit.
+
+    `complete` says whether a worker could load it; `refs` are the branches and tags known to mean this commit.
+    `changed_at` is seconds since the epoch.
+    """
+
+    path: Path
+    commit: str | None = None
+    refs: tuple[str, ...] = ()
+    files: tuple[ModelFile, ...] = ()
+    complete: bool = False
+    changed_at: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """All its files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    def metadata(self) -> dict[str, Any] | None:
+        """Some facts of config.json; None where it cannot be read or one of them has another type."""
+        try:
+            config = json.loads((self.path / "config.json").read_bytes())
+            return dict(_facts_of(config)) if isinstance(config, dict) else None
+        except (OSError, ValueError):
+            return None
+
+
+class HubCache:
+    """The cache of the hub's library at `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def model_ids(self) -> list[str]:
+        """The models that have a folder here, whole or not."""
+        try:
+            names = [entry.name for entry in self.folder.iterdir() if entry.name.startswith(_PREFIX) and entry.is_dir()]
+        except OSError:
+            return []
+        return sorted(name.removeprefix(_PREFIX).replace("--", "/", 1) for name in names)
+
+    def folder_of(self, model_id: str) -> Path:
+        """Where a model's blobs, refs and snapshots lie."""
+        return self.folder / (_PREFIX + model_id.replace("/", "--"))
+
+    def snapshots(self, model_id: str) -> list[Snapshot]:
+        """The commits of a model that have at least a configuration, the newest first. Never raises."""
+        folder = self.folder_of(model_id)
+        refs = dict(_refs(folder / "refs"))
+        found = []
+        for path in _folders(folder / "snapshots"):
+            if (path / "config.json").exists() or (path / "modules.json").exists():
+                names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
+                found.append(self._snapshot(model_id, path, names))
+        return sorted(found, key=lambda snapshot: snapshot.changed_at, reverse=True)
+
+    def find(self, model_id: str, revision: str | None = None) -> Snapshot | None:
+        """The snapshot of a branch, tag or commit; without one that of `main`, else the newest, whole ones first."""
+        found = self.snapshots(model_id)
+        wanted = revision or DEFAULT_REVISION
+        for snapshot in found:
+            if wanted in (*snapshot.refs, snapshot.commit):
+                return snapshot
+        return max(found, key=lambda snapshot: snapshot.complete, default=None) if revision is None else None
+
+    def delete(self, model_id: str) -> None:
+        """Remove everything of a model.
+
+        Raises:
+            OSError: some of it cannot be removed.
+        """
+        shutil.rmtree(self.folder_of(model_id))
+        shutil.rmtree(self.folder / ".locks" / self.folder_of(model_id).name, ignore_errors=True)
+
+    def _snapshot(self, model_id: str, path: Path, refs: tuple[str, ...]) -> Snapshot:
+        files = tuple(_files(path, path.rglob("*")))
+        return Snapshot(
+            path=path,
+            commit=path.name,
+            refs=refs,
+            files=files,
+            complete=_is_loadable(path) and not self._missing(model_id, path.name, {file.path for file in files}),
+            changed_at=_changed_at(path),
+        )
+
+    def _missing(self, model_id: str, commit: str, present: set[str]) -> set[str]:
+        """Needed files that the repository's own listing names and the snapshot lacks; a listing may not be here."""
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
+
+        try:
+            tree = get_cached_repo_tree(model_id, revision=commit, cache_dir=self.folder)
+        except (CachedRepoTreeNotFoundError, HFValidationError):
+            return set()
+        return set(needed([file.path for file in tree])) - present
+
+
+def needed(names: Sequence[str]) -> list[str]:
+    """Those of a repository's files that the engine needs."""
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # it is exported lazily
+
+    return list(filter_repo_objects(names, ignore_patterns=hub.unused_patterns(names)))
+
+
+def default_cache_folder() -> Path:
+    """Where the hub's library keeps models, as its environment variables say."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def is_directory(model_id: str) -> bool:
+    """Whether a model id means a directory of this host rather than a repository of the hub."""
+    return hub.names_a_path(model_id) or Path(model_id).is_dir()
+
+
+def find_directory(model_id: str) -> Snapshot | None:
+    """A model directory as a user named it; None when it holds no model.
+
+    Only its own files and those of its modules' folders are looked at: a directory may have anything below it.
+    """
+    path = Path(model_id).expanduser()
+    if not any((path / name).is_file() for name in ("config.json", "modules.json")):
+        return None
+    files = tuple(_files(path, (*path.glob("*"), *path.glob("*/*"))))
+    return Snapshot(path=path.resolve(), files=files, complete=_is_loadable(path), changed_at=_changed_at(path))
+
+
+def find_packaged(model_id: str) -> Snapshot | None:
+    """The weights of an installed package that stands in for the hub."""
+    source = hub.find_packaged(model_id)
+    return find_directory(str(source.path)) if source else None
+
+
+def timestamp(seconds: float) -> str:
+    """Seconds since the epoch as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _is_loadable(path: Path) -> bool:
+    try:
+        return hub.is_complete(path)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # an index file that is none
+        return False
+
+
+def _facts_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The metadata, key by key.
+
+    Raises:
+        ValueError: a value has another type than it should.
+    """
+    for name, places in _METADATA.items():
+        value = next((config[place] for place in places if config.get(place) is not None), None)
+        if value is None:
+            continue
+        kind = str if name == "model_type" else int
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}")  # noqa: TRY004  it is the file that is wrong
+        yield name, value
+
+
+def _refs(folder: Path) -> Iterator[tuple[str, str]]:
+    """Branches and tags with their commits; a name may have slashes."""
+    for path in _walk(folder):
+        try:
+            yield path.relative_to(folder).as_posix(), path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            log.warning("unreadable ref in the hub cache", extra={"path": str(path), "reason": str(error)})
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent) / name for name in names)
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
+def _files(folder: Path, paths: Iterable[Path]) -> Iterator[ModelFile]:
+    """The files among `paths`; links that lead nowhere are left out."""
+    for path in sorted(islice(paths, _FILES_SHOWN)):
+        try:
+            if path.is_file():
+                yield ModelFile(path.relative_to(folder).as_posix(), path.stat().st_size)
+        except OSError:
+            continue
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
