@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -12,14 +11,11 @@ from teimgr.engine.job import InferOptions, Output
 from teimgr.engine.tokenizer import Token
 from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import ModelInfo, WorkerSpec
 
 MessageT = TypeVar("MessageT", bound=Message)
 
-ScoreRequest = (
-    tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest | tei_pb2.RerankStreamRequest
-)
+ScoreRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest | tei_pb2.RerankStreamRequest
 
 # Every other kind is an embedding model to TEI.
 _MODEL_TYPES = {"classifier": tei_pb2.MODEL_TYPE_CLASSIFIER, "reranker": tei_pb2.MODEL_TYPE_RERANKER}
@@ -42,7 +38,7 @@ def embed_options(message: tei_pb2.EmbedRequest) -> InferOptions:
     """Options of one text; an absent `normalize` means true, an absent `truncate` false."""
     return InferOptions(
         truncate=message.truncate,
-        truncation_left=_is_left(message.truncation_direction),
+        truncation_left=is_left(message.truncation_direction),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
         normalize=message.normalize if message.HasField("normalize") else True,
         dimensions=message.dimensions if message.HasField("dimensions") else None,
@@ -54,7 +50,7 @@ def text_options(message: tei_pb2.EmbedSparseRequest | tei_pb2.EmbedAllRequest, 
     return InferOptions(
         outputs=frozenset({output}),
         truncate=message.truncate,
-        truncation_left=_is_left(message.truncation_direction),
+        truncation_left=is_left(message.truncation_direction),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
     )
 
@@ -64,47 +60,9 @@ def score_options(message: ScoreRequest, raw_scores: bool | None = None) -> Infe
     return InferOptions(
         outputs=frozenset({Output.SCORES}),
         truncate=message.truncate,
-        truncation_left=_is_left(message.truncation_direction),
+        truncation_left=is_left(message.truncation_direction),
         raw_scores=message.raw_scores if raw_scores is None else raw_scores,
     )
-
-
-def arrow_options(message: multiplexer_pb2.EmbedArrowRequest) -> InferOptions:
-    """Options of an Arrow call; an absent `normalize` means false here."""
-    return InferOptions(
-        truncate=message.truncate,
-        truncation_left=_is_left(message.truncation_direction),
-        prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
-        normalize=message.normalize,
-        dimensions=message.dimensions if message.HasField("dimensions") else None,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ArrowForm:
-    """How the caller of an Arrow call wants its reply: float16 or float32, bodies compressed or not."""
-
-    half: bool
-    lz4: bool
-
-
-def arrow_form(message: multiplexer_pb2.EmbedArrowRequest, default_dtype: str) -> ArrowForm:
-    """What the request says, and `default_dtype` ("f32" or "f16") where it says nothing.
-
-    Raises:
-        InvalidInput: a number that is in neither enum.
-    """
-    dtypes = {
-        multiplexer_pb2.OUTPUT_DTYPE_UNSPECIFIED: default_dtype,
-        multiplexer_pb2.OUTPUT_DTYPE_F32: "f32",
-        multiplexer_pb2.OUTPUT_DTYPE_F16: "f16",
-    }
-    if message.output_dtype not in dtypes:
-        raise InvalidInput(f"`output_dtype` {message.output_dtype} is unknown: 0, 1 (F32) or 2 (F16)")
-    if message.compression not in (multiplexer_pb2.ARROW_COMPRESSION_NONE, multiplexer_pb2.ARROW_COMPRESSION_LZ4):
-        raise InvalidInput(f"`compression` {message.compression} is unknown: 0 (none) or 1 (LZ4)")
-    lz4 = message.compression == multiplexer_pb2.ARROW_COMPRESSION_LZ4
-    return ArrowForm(half=dtypes[message.output_dtype] == "f16", lz4=lz4)
 
 
 def info_response(model: ModelInfo, spec: WorkerSpec) -> bytes:
@@ -132,7 +90,12 @@ def encode_response(tokens: list[Token]) -> bytes:
     return message.SerializeToString()
 
 
-def _is_left(direction: int) -> bool:
+def is_left(direction: int) -> bool:
+    """Whether a text is cut at its beginning.
+
+    Raises:
+        InvalidInput: a number that is not in the enum.
+    """
     if direction not in (tei_pb2.TRUNCATION_DIRECTION_RIGHT, _LEFT):
         raise InvalidInput(f"`truncation_direction` {direction} is unknown: 0 (right) or 1 (left)")
     return bool(direction == _LEFT)
