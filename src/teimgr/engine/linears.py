@@ -48,14 +48,14 @@ def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     There its vocabulary's table stays as it is in the file, mapped and shared between workers; what is looked up in it
     is converted. Buffers (rotary frequencies) keep their precision.
     """
-    mapped = None
+    mapped: Any = None
     if device.type == "cpu":
         mapped = model.get_input_embeddings()
         log.debug("prepacked %d linear layers in %s", convert_linears(model, dtype), dtype)
     if dtype is not torch.float32:
         for module in model.modules():
             if module is mapped:
-                module.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+                mapped.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
                 continue
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)

@@ -31,7 +31,8 @@ class TableConfig:
 class StaticTable:
     """In the place of a `Transformer`: vectors by token id, of sentence-transformers' StaticEmbedding or of Model2Vec.
 
-    In a Model2Vec table with a small vocabulary `mapping` (int64 [ids]) gives an id's row; `weights` ([ids]) multiply.
+    In a Model2Vec table with a small vocabulary `mapping` (int64 [ids]) gives an id's row; `weights` ([ids]) multiply
+    it. Rows of eight bits have no scale, there as here.
     """
 
     def __init__(self, table: Tensor, mapping: Tensor | None = None, weights: Tensor | None = None) -> None:
@@ -79,11 +80,13 @@ def load_table(layout: Layout, device: torch.device) -> StaticTable:
     """
     tensors = _tensors(layout)
     table = tensors.get("embedding.weight", tensors.get("embeddings"))
-    if table is None or table.dim() != 2 or not table.is_floating_point():
+    if table is None or table.dim() != 2 or not (table.is_floating_point() or table.dtype is torch.int8):
         raise ModelLoadFailed(f"no table of vectors among {', '.join(sorted(tensors)) or 'no tensors'}")
     mapping, weights = tensors.get("mapping"), tensors.get("weights")
-    if mapping is not None and (mapping.dim() != 1 or not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table)):
+    if mapping is not None and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table):
         raise ModelLoadFailed("the mapping of ids to rows points outside the table")
+    if weights is not None and weights.shape != (len(table if mapping is None else mapping),):
+        raise ModelLoadFailed("there are not as many weights as ids")
     return StaticTable(
         table.to(device),
         None if mapping is None else mapping.long().to(device),

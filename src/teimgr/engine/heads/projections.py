@@ -81,8 +81,10 @@ def _load(projection: Projection) -> nn.Module:
 
 
 def _with_weights(layer: nn.Module, folder: Path) -> nn.Module:
+    """`layer` with its weights; the file may hold a whole transformer beside them, as Stanford's ColBERT has it."""
+    names = tuple(f"{name}." for name, _ in layer.named_children())
     try:
-        layer.load_state_dict(_weights(folder))
+        layer.load_state_dict({key: value for key, value in _weights(folder).items() if key.startswith(names)})
     except RuntimeError as error:
         raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: {error}") from error
     return layer
