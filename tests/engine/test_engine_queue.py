@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 
+from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.queue import BatchLimits, EntryQueue
 from teimgr.engine.shelf import Entry, Take
@@ -27,7 +28,7 @@ class Clock:
 
 def entry(length: int, lane: Lane = Lane.BULK, deadline: float | None = None, job: Job | None = None) -> Entry:
     job = job or Job(["x"], InferOptions(), lane, deadline)
-    return Entry(job, 0, np.zeros(length, dtype=np.int32))
+    return Entry(job, 0, Encoded(np.zeros(length, dtype=np.int32)))
 
 
 def take(queue: EntryQueue) -> Take:

@@ -41,7 +41,7 @@ def test_a_family_gives_the_vectors_of_sentence_transformers(
     job = served.embed(TEXTS)
 
     assert job.errors == {}
-    assert served.engine.info.batching == ("equal-length" if family in ("mpnet", "t5") else "packed")
+    assert served.engine.info.batching == ("equal-length" if family in ("deberta_v2", "mpnet", "t5") else "packed")
     assert_same(job.vectors, reference(path, TEXTS, normalize_embeddings=True))
     np.testing.assert_allclose(np.linalg.norm(job.vectors, axis=1), 1.0, atol=1e-6)
 

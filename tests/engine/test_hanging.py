@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 
-from teimgr.engine.finisher import Failures, Finisher, Output
-from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.batch import Encoded
+from teimgr.engine.finisher import Failures, Finisher, Started
+from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.model import Model
+from teimgr.engine.results import HostRows
 from teimgr.engine.shelf import Entry
 from teimgr.errors import Unavailable
 
@@ -33,16 +33,16 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
     running = threading.Thread(target=finisher.run)
     running.start()
 
-    def hang() -> NDArray[np.float32]:
+    def hang() -> dict[Output, HostRows]:
         released.wait()
-        return np.zeros((1, 4), dtype=np.float32)
+        return {Output.DENSE: HostRows(np.zeros((1, 4), dtype=np.float32))}
 
     job = Job(["a"], InferOptions(), Lane.BULK)
     job.vectors = np.zeros((1, 4), dtype=np.float32)
-    entry = Entry(job, 0, np.zeros(1, dtype=np.int32))
+    entry = Entry(job, 0, Encoded(np.zeros(1, dtype=np.int32)))
     for _ in range(3):  # one is at hand, and two fill the queue
-        finisher.put(Output([entry], hang, 0, 1))
-    stuck = threading.Thread(target=finisher.put, args=(Output([entry], hang, 0, 1),))
+        finisher.put(Started([entry], hang, 0, 1))
+    stuck = threading.Thread(target=finisher.put, args=(Started([entry], hang, 0, 1),))
     stuck.start()
     closing = threading.Thread(target=finisher.close, args=(0.1,))
     closing.start()
@@ -68,15 +68,15 @@ def test_an_engine_closes_whatever_its_device_does(
     served = serve(model_dir("bert"))
     hanging = threading.Event()
 
-    def hang() -> NDArray[np.float32]:
+    def hang() -> dict[Output, HostRows]:
         hanging.set()
         released.wait()
-        return np.zeros((1, 32), dtype=np.float32)
+        return {Output.DENSE: HostRows(np.zeros((1, 32), dtype=np.float32))}
 
     if where == "launch":
-        monkeypatch.setattr(Model, "embed", lambda self, batch: torch.from_numpy(hang()))
+        monkeypatch.setattr(Model, "run", lambda self, batch, outputs: hang())
     else:
-        monkeypatch.setattr("teimgr.engine.runner._to_host", lambda vectors: hang)
+        monkeypatch.setattr("teimgr.engine.runner._to_host", lambda rows: hang)
     served.send(["rain"])
     assert hanging.wait(WAIT_S)
     for _ in range(6):

@@ -13,7 +13,8 @@ import torch
 from tests.models import build
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.job import Lane
+from teimgr.engine.heads import Rows
+from teimgr.engine.job import Lane, Output
 from teimgr.engine.model import Model
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import (
@@ -33,6 +34,7 @@ from teimgr.errors import (
 from .conftest import WAIT_S, Served
 
 LONG = "rain " * 300
+DENSE = frozenset({Output.DENSE})
 
 
 class Gate:
@@ -41,15 +43,15 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = threading.Event()
         self.open = threading.Event()
-        self.instead: Callable[[PackedBatch], torch.Tensor] | None = None
-        original = Model.embed
+        self.instead: Callable[[PackedBatch], dict[Output, Rows]] | None = None
+        original = Model.run
 
-        def embed(embedder: Model, batch: PackedBatch) -> torch.Tensor:
+        def run(model: Model, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
             self.held.set()
             assert self.open.wait(WAIT_S)
-            return original(embedder, batch) if self.instead is None else self.instead(batch)
+            return original(model, batch, outputs) if self.instead is None else self.instead(batch)
 
-        monkeypatch.setattr(Model, "embed", embed)
+        monkeypatch.setattr(Model, "run", run)
 
     def hold(self) -> None:
         self.held.clear()
@@ -194,14 +196,14 @@ def test_what_was_cancelled_makes_room_when_its_turn_comes(
 
 def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate: Gate) -> None:
     whole = bert.embed(["fog", "dog", LONG]).vectors
-    original = Model.embed
+    original = Model.run
 
-    def scarce(batch: PackedBatch) -> torch.Tensor:
+    def scarce(batch: PackedBatch) -> dict[Output, Rows]:
         if batch.tokens > 20:
             raise torch.OutOfMemoryError("CUDA out of memory")
         gate.instead = None
         try:
-            return original(bert.engine._runner._embedder, batch)
+            return original(bert.engine._runner._model, batch, DENSE)
         finally:
             gate.instead = scarce
 
@@ -214,10 +216,10 @@ def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate:
 
 
 def test_a_vector_with_nan_is_never_sent_and_the_engine_says_it_is_unhealthy(bert: Served, gate: Gate) -> None:
-    def spoilt(batch: PackedBatch) -> torch.Tensor:
+    def spoilt(batch: PackedBatch) -> dict[Output, Rows]:
         vectors = torch.ones(batch.texts, 32)
         vectors[batch.order.tolist().index(1), 5] = torch.nan
-        return vectors
+        return {Output.DENSE: Rows(vectors)}
 
     gate.instead = spoilt
     job = bert.embed(["fog", "dog"])
@@ -256,7 +258,7 @@ def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
     def panic(*args: object) -> None:
         raise Panic("the library panicked")
 
-    monkeypatch.setattr(bert.engine._tokenizer, "check", panic)
+    monkeypatch.setattr(bert.engine._tokenizer, "encode", panic)
     bert.send(["fog"])
     bert.engine._tokenizing.join(WAIT_S)
 
@@ -283,7 +285,7 @@ def test_a_device_that_answers_wrongly_fails_the_proof(
     bert: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("teimgr.engine.engine._FRESH_PROOF_S", 0.0)
-    gate.instead = lambda batch: torch.ones(batch.texts, 32)
+    gate.instead = lambda batch: {Output.DENSE: Rows(torch.ones(batch.texts, 32))}
 
     with pytest.raises(Unavailable, match="another vector"):
         bert.engine.prove(WAIT_S)
@@ -367,7 +369,7 @@ def test_the_length_limit_is_never_over_the_batch(model_dir: Callable[..., Path]
 def test_an_engine_is_made_by_load_only_when_it_proved_itself(
     model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("teimgr.engine.runner._to_host", lambda vectors: torch.full_like(vectors, torch.nan).numpy)
+    monkeypatch.setattr("teimgr.engine.runner._copied", lambda values: torch.full_like(values, torch.nan))
     with pytest.raises(ModelLoadFailed, match="NaN"):
         serve(model_dir("bert"))
     assert not [t.name for t in threading.enumerate() if t.name.startswith("teimgr-")]

@@ -13,8 +13,8 @@ from tests.models import build, edit
 from teimgr.engine import probe
 from teimgr.engine.attention import Packing
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_texts
-from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_inputs, probe_texts
+from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
 from teimgr.layout import read_layout
@@ -22,8 +22,8 @@ from teimgr.layout import read_layout
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
     layout = read_layout(path)
-    texts = TextTokenizer(layout, layout.max_length).encode(probe_texts(layout.config, layout.max_length), Truncation())
-    return choose(lambda: load_model(layout, torch.device("cpu")), wanted, texts)[1]
+    inputs = probe_inputs(layout, TextTokenizer(layout, layout.max_length))
+    return choose(lambda: load_model(layout, torch.device("cpu")), wanted, inputs)[1]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_only_a_model_with_a_window_is_tried_with_a_long_text() -> None:
 def test_auto_returns_to_float32_where_a_faster_type_strays(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "_fastest", lambda embedder: torch.bfloat16)
+    monkeypatch.setattr(probe, "_fastest", lambda model: torch.bfloat16)
     assert chosen(model_dir("bert"), None).dtype is torch.bfloat16
 
     monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
@@ -87,10 +87,10 @@ def test_auto_returns_to_float32_where_a_faster_type_strays(
 def test_the_first_model_is_gone_before_another_is_loaded(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "_fastest", lambda embedder: torch.bfloat16)
+    monkeypatch.setattr(probe, "_fastest", lambda model: torch.bfloat16)
     monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
     layout = read_layout(model_dir("bert"))
-    texts = TextTokenizer(layout, layout.max_length).encode(PROBE_TEXTS, Truncation())
+    inputs = probe_inputs(layout, TextTokenizer(layout, layout.max_length))
     loaded: list[weakref.ref[torch.nn.Module]] = []
     alive: list[int] = []
 
@@ -100,7 +100,7 @@ def test_the_first_model_is_gone_before_another_is_loaded(
         loaded.append(weakref.ref(embedder.transformer._module))
         return embedder
 
-    choose(load, None, texts)
+    choose(load, None, inputs)
     assert alive == [0, 0]
 
 

@@ -8,17 +8,18 @@ import time
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from teimgr.engine.batch import PackedBatch
+from teimgr.engine.batch import Encoded, PackedBatch
 from teimgr.engine.finisher import Finisher
-from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.heads import Rows
+from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.queue import BatchLimits, EntryQueue
+from teimgr.engine.results import HostRows
 from teimgr.engine.runner import Runner
 from teimgr.engine.shelf import Entry
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory
@@ -34,13 +35,14 @@ def job_of(texts: int) -> Job:
 
 
 def entries_of(job: Job, length: int = 1) -> list[Entry]:
-    return [Entry(job, row, np.zeros(length, dtype=np.int32)) for row in range(len(job.inputs))]
+    return [Entry(job, row, Encoded(np.zeros(length, dtype=np.int32))) for row in range(len(job.inputs))]
 
 
 class Scarce:
-    """An embedder with room for so many texts, which counts what its failed forwards keep alive."""
+    """A model with room for so many texts, which counts what its failed forwards keep alive."""
 
     transformer = SimpleNamespace(device=torch.device("cpu"))
+    widths: ClassVar = {Output.DENSE: WIDTH}
 
     def __init__(self, error: type[Exception], room: int) -> None:
         self._error = error
@@ -48,13 +50,13 @@ class Scarce:
         self._activations: list[weakref.ref[torch.Tensor]] = []
         self.most_alive = 0
 
-    def embed(self, batch: PackedBatch) -> torch.Tensor:
+    def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
         self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self._activations))
         activation = torch.zeros(1000)
         self._activations.append(weakref.ref(activation))
         if batch.texts > self._room:
             raise self._error("CUDA out of memory")
-        return torch.ones(batch.texts, WIDTH)
+        return {Output.DENSE: Rows(torch.ones(batch.texts, WIDTH))}
 
 
 @pytest.mark.parametrize(
@@ -79,22 +81,23 @@ def test_a_batch_that_fails_leaves_nothing_in_memory_when_its_halves_run(
 
 
 class Device:
-    """An embedder whose batches finish, in order, when they are let go."""
+    """A model whose batches finish, in order, when they are let go."""
 
     transformer = SimpleNamespace(device=torch.device("cpu"))
+    widths: ClassVar = {Output.DENSE: WIDTH}
 
     def __init__(self) -> None:
         self.started: queue.Queue[int] = queue.Queue()
         self.finish = threading.Semaphore(0)
 
-    def embed(self, batch: PackedBatch) -> torch.Tensor:
+    def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
         self.started.put(batch.tokens)
-        return torch.ones(batch.texts, WIDTH)
+        return {Output.DENSE: Rows(torch.ones(batch.texts, WIDTH))}
 
-    def wait(self, vectors: torch.Tensor) -> Callable[[], NDArray[np.float32]]:
-        def wait() -> NDArray[np.float32]:
+    def wait(self, rows: dict[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
+        def wait() -> dict[Output, HostRows]:
             assert self.finish.acquire(timeout=WAIT_S)
-            return vectors.numpy()
+            return {output: HostRows(of.values.numpy()) for output, of in rows.items()}
 
         return wait
 

@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.models import edit
 from tokenizers import Encoding, Tokenizer
 
+from teimgr.engine.batch import Encoded
+from teimgr.engine.job import Input
 from teimgr.engine.prompts import Prompts
-from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.engine.tokenizer import Reading, TextTokenizer
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
 from teimgr.layout import read_layout
 
-RIGHT, LEFT, OFF = Truncation(), Truncation(left=True), Truncation(on=False)
+RIGHT, LEFT, OFF = Reading(), Reading(left=True), Reading(truncate=False)
 
 
 @pytest.fixture
@@ -24,10 +25,10 @@ def tokenizer(minilm: Path) -> TextTokenizer:
     return TextTokenizer(read_layout(minilm), 256)
 
 
-def ids(tokenizer: TextTokenizer, text: str, truncation: Truncation = RIGHT) -> list[int]:
-    (result,) = tokenizer.encode([text], truncation)
-    assert isinstance(result, np.ndarray), result
-    return result.tolist()
+def ids(tokenizer: TextTokenizer, text: Input, reading: Reading = RIGHT) -> list[int]:
+    (result,) = tokenizer.encode([text], reading)
+    assert isinstance(result, Encoded), result
+    return result.ids.tolist()
 
 
 def test_padding_and_truncation_of_the_file_are_not_obeyed(tokenizer: TextTokenizer) -> None:
@@ -48,7 +49,7 @@ def test_truncation_keeps_either_end_and_the_special_tokens(tokenizer: TextToken
 def test_a_text_as_long_as_the_limit_is_no_error(tokenizer: TextTokenizer) -> None:
     fits, over = tokenizer.encode(["word " * 254, "word " * 255], OFF)
 
-    assert isinstance(fits, np.ndarray)
+    assert isinstance(fits, Encoded)
     assert isinstance(over, InvalidInput)
     assert over.message == "Input validation error: `inputs` must have less than 256 tokens. Given: 257"
 
@@ -64,7 +65,7 @@ def test_texts_are_checked_before_they_cost_time(tokenizer: TextTokenizer) -> No
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "modernbert", "qwen3"])
-@pytest.mark.parametrize("truncation", [RIGHT, LEFT])
+@pytest.mark.parametrize("reading", [RIGHT, LEFT])
 @pytest.mark.parametrize(
     "text",
     [
@@ -78,27 +79,28 @@ def test_texts_are_checked_before_they_cost_time(tokenizer: TextTokenizer) -> No
     ],
 )
 def test_the_cut_of_a_very_long_text_changes_nothing(
-    family: str, truncation: Truncation, text: str, model_dir: Callable[..., Path]
+    family: str, reading: Reading, text: str, model_dir: Callable[..., Path]
 ) -> None:
     path = model_dir(family)
     plain = Tokenizer.from_file(str(path / "tokenizer.json"))
     plain.no_padding()
-    plain.enable_truncation(96, direction="left" if truncation.left else "right")
+    plain.enable_truncation(96, direction="left" if reading.left else "right")
 
-    assert ids(TextTokenizer(read_layout(path), 96), text, truncation) == plain.encode(text).ids
+    assert ids(TextTokenizer(read_layout(path), 96), text, reading) == plain.encode(text).ids
 
 
 def panic_at_long_texts(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A setting that the library refuses by a panic of Rust, as soon as a text is over the limit."""
-    monkeypatch.setattr(tokenizer, "_switch", lambda truncation: tokenizer._tokenizer.enable_truncation(3, stride=1))
+    library = tokenizer._library
+    monkeypatch.setattr(library, "_switch", lambda cut: library._tokenizer.enable_truncation(3, stride=1))
 
 
 def test_a_panic_of_the_library_fails_its_text_only(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     panic_at_long_texts(tokenizer, monkeypatch)
     good, bad, other = tokenizer.encode(["fog", "fog and rain", "rain"], RIGHT)
 
-    assert isinstance(good, np.ndarray)
-    assert isinstance(other, np.ndarray)
+    assert isinstance(good, Encoded)
+    assert isinstance(other, Encoded)
     assert isinstance(bad, TokenizerFailed)
     assert "stride" in bad.message
     with pytest.raises(TokenizerFailed, match="stride"):
@@ -111,17 +113,17 @@ def test_a_text_that_fails_only_as_a_whole_fails_alone(
     """The shortened text did not fill the limit, so the whole one is tokenized: that can fail too."""
     long = "fog " + " " * 70_000 + "fog"
     bound = tokenizer.max_length * 250
-    encode = tokenizer._encode
+    encode = tokenizer._library.encode
 
     def refuse(texts: Sequence[str], *rest: Any) -> list[Encoding]:
         if any(len(text) > bound for text in texts):
             raise TokenizerFailed("too long")
         return encode(texts, *rest)
 
-    monkeypatch.setattr(tokenizer, "_encode", refuse)
+    monkeypatch.setattr(tokenizer._library, "encode", refuse)
     good, bad = tokenizer.encode(["fog", "fog rain" + long], RIGHT)
 
-    assert isinstance(good, np.ndarray)
+    assert isinstance(good, Encoded)
     assert isinstance(bad, TokenizerFailed)
 
 

@@ -41,8 +41,8 @@ class Seen:
         borders = np.zeros(batch.texts + 1, dtype=np.int32)
         np.cumsum(keys, out=borders[1:])
         places = np.arange(borders[-1], dtype=np.int64) + np.repeat(batch.cu_seqlens[:-1] - borders[:-1], keys)
-        moved = (torch.from_numpy(values).to(device, non_blocking=True) for values in (places, borders))
-        return cls(*moved, longest=int(keys.max()))
+        here, at = (torch.from_numpy(values).to(device, non_blocking=True) for values in (places, borders))
+        return cls(here, at, int(keys.max()))
 
 
 @dataclass(frozen=True, slots=True)

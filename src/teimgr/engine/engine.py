@@ -13,25 +13,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from teimgr.engine import kinds
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.loading import EngineOptions, Parts, load_parts
-from teimgr.engine.probe import PROBE_TEXTS
+from teimgr.engine.proof import Proof
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import Token
-from teimgr.errors import InvalidInput, ModelLoadFailed, Unavailable
+from teimgr.errors import ModelLoadFailed, Unavailable
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
 log = logging.getLogger(__name__)
 
-_PROOF_TEXT = PROBE_TEXTS[1]
-_PROOF_DIFFERENCE = 2e-2  # of vectors of length 1: far above what a batch's shape changes, far below another vector
 _FRESH_PROOF_S = 2.0
 _FIRST_PROOF_S = 600.0
 _LAST_BATCH_S = 2.0  # what runs when the grace is over may end, for this long
@@ -62,9 +58,9 @@ class Engine:
         self._prompts = parts.prompts
         self._deliver_out = deliver
         self._sickness: str | None = None
-        self._known_vector: NDArray[np.float32] | None = None
+        self._known: Proof | None = None
         self._queue = EntryQueue(parts.limits)
-        self._finisher = Finisher(self._deliver, self._fall_sick)
+        self._finisher = Finisher(self._deliver, self._fall_sick, parts.info.activation or "identity")
         self._runner = Runner(parts.embedder, self._queue, self._finisher, options.threads)
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
@@ -89,29 +85,24 @@ class Engine:
         """Accept a job; never waits.
 
         Raises:
-            InvalidInput: bad `dimensions` or `prompt_name`.
+            WrongModelKind, InvalidInput: see `check`.
             Overloaded: too much waits in the job's lane.
             Unavailable: the engine is closing or broken.
         """
         if self._sickness is not None:
             raise Unavailable(self._sickness)
         self.check(job.options)
-        job.vectors = np.zeros((len(job.inputs), job.options.dimensions or self.info.dimension), dtype=np.float32)
-        self._intake.put(job, self._prompts.text(job.options.prompt_name))
+        job.make_room(self.info.dimension, len(self.info.labels))
+        self._intake.put(job, self._prompts.reading(job.options))
 
     def check(self, options: InferOptions) -> None:
         """See that the model can do what `options` ask for.
 
         Raises:
+            WrongModelKind: it lacks an output, or cannot normalise it.
             InvalidInput: bad `dimensions` or `prompt_name`.
         """
-        dimensions = options.dimensions
-        if dimensions is not None and dimensions < 1:
-            raise InvalidInput("Input validation error: `dimensions` should be positive")
-        if dimensions is not None and dimensions > self.info.dimension:
-            raise InvalidInput(
-                "Input validation error: `dimensions` should be smaller than the maximum embedding dimension."
-            )
+        kinds.check(self.info, options)
         self._prompts.text(options.prompt_name)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[Token]:
@@ -131,7 +122,7 @@ class Engine:
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def prove(self, timeout_s: float) -> None:
-        """Return when vectors are known to be right: a batch finished just now, or the known text goes through.
+        """Return when results are known to be right: a batch finished just now, or the known input goes through.
 
         Raises:
             Unavailable: no answer in time, another answer than at load, or a fault was seen before.
@@ -139,7 +130,7 @@ class Engine:
         if self._sickness is None and time.monotonic() - self._finisher.counters.finished_at < _FRESH_PROOF_S:
             return
         if self._sickness is None:
-            self._compare(self._vector_of_proof(timeout_s))
+            self._compare(self._proof(timeout_s))
         if self._sickness is not None:
             raise Unavailable(self._sickness)
 
@@ -188,7 +179,7 @@ class Engine:
         for thread in (self._tokenizing, self._running, self._finishing):
             thread.start()
         try:
-            self._known_vector = self._vector_of_proof(_FIRST_PROOF_S)
+            self._known = self._proof(_FIRST_PROOF_S)
         except Unavailable as error:
             self.close(grace_s=0.0)
             raise ModelLoadFailed(self._sickness or error.message) from error
@@ -205,9 +196,9 @@ class Engine:
 
     def _deliver(self, jobs: list[Job]) -> None:
         for job in jobs:
-            if isinstance(job, _Proof):
+            if isinstance(job, Proof):
                 job.done.set()
-        if others := [job for job in jobs if not isinstance(job, _Proof)]:
+        if others := [job for job in jobs if not isinstance(job, Proof)]:
             self._deliver_out(others)
 
     def _fall_sick(self, reason: str) -> None:
@@ -215,19 +206,18 @@ class Engine:
             log.error("unhealthy from now on: %s", reason)
             self._sickness = reason
 
-    def _vector_of_proof(self, timeout_s: float) -> NDArray[np.float32]:
-        proof = _Proof(self.info.dimension)
-        self._intake.put(proof, prompt="", bounded=False)
+    def _proof(self, timeout_s: float) -> Proof:
+        proof = Proof(self.info)
+        self._intake.put(proof, self._prompts.reading(proof.options), bounded=False)
         if not proof.done.wait(timeout_s):
             proof.cancel()
             raise Unavailable(self._sickness or f"the device gave no answer within {timeout_s:g} s")
         if 0 in proof.errors:
             raise Unavailable(proof.errors[0].message)
-        vector: NDArray[np.float32] = proof.vectors[0]
-        return vector
+        return proof
 
-    def _compare(self, vector: NDArray[np.float32]) -> None:
-        if self._known_vector is None or np.abs(vector - self._known_vector).max() > _PROOF_DIFFERENCE:
+    def _compare(self, proof: Proof) -> None:
+        if self._known is None or not proof.agrees_with(self._known):
             self._fall_sick("the known text has another vector than when the model was loaded")
 
     def _fail_leftovers(self, deadline: float) -> None:
@@ -235,17 +225,6 @@ class Engine:
         waiting = self._intake.drain() + [(entry.job, entry.row) for entry in self._queue.drain()]
         if rows := [(job, row, error) for job, row in waiting]:
             self._finisher.put(Failures(rows), deadline - time.monotonic())
-
-
-class _Proof(Job):
-    """The engine's own question to itself."""
-
-    __slots__ = ("done",)
-
-    def __init__(self, dimension: int) -> None:
-        super().__init__([_PROOF_TEXT], InferOptions(), Lane.INTERACTIVE)
-        self.vectors = np.zeros((1, dimension), dtype=np.float32)
-        self.done = threading.Event()
 
 
 def _ended(thread: threading.Thread, deadline: float) -> bool:

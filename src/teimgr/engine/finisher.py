@@ -1,4 +1,4 @@
-"""The last thread of the engine: vectors become rows of jobs, and complete jobs are delivered.
+"""The last thread of the engine: results become rows of jobs, and complete jobs are delivered.
 
 It is the only one that writes results into a job, so a job needs no lock.
 """
@@ -11,15 +11,12 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from teimgr.engine.flight import Flight
-from teimgr.engine.heads.dense import finish
-from teimgr.engine.job import Job
+from teimgr.engine.job import Job, Output
+from teimgr.engine.results import HostRows, Results
 from teimgr.engine.shelf import Entry
 from teimgr.errors import InferenceFailed, TeimgrError
 
@@ -30,18 +27,18 @@ _CHECK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """A batch that was started on the device, and is in flight until `wait` gave its float32 vectors, one per entry."""
+class Started:
+    """A batch that was started on the device, and is in flight until `wait` gave the results of its entries."""
 
     entries: Sequence[Entry]
-    wait: Callable[[], NDArray[np.float32]]
+    wait: Callable[[], Mapping[Output, HostRows]]
     started_ns: int
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Rows that will have no vector, and jobs that never had a row."""
+    """Rows that will have no result, and jobs that never had a row."""
 
     rows: Sequence[tuple[Job, int, TeimgrError]]
     empty: Sequence[Job] = ()
@@ -62,20 +59,23 @@ class Counters:
 class Finisher:
     """Takes batches and failures from other threads through a short queue; `run` is the thread's body.
 
-    `deliver` gets the jobs that one batch completed. `sick` is told once why vectors cannot be trusted any more.
-    Whoever puts batches enters them in `flight` first.
+    `deliver` gets the jobs that one batch completed. `sick` is told why results cannot be trusted any more.
+    `activation` makes scores of logits. Whoever puts batches enters them in `flight` first.
     """
 
-    def __init__(self, deliver: Callable[[list[Job]], None], sick: Callable[[str], None]) -> None:
+    def __init__(
+        self, deliver: Callable[[list[Job]], None], sick: Callable[[str], None], activation: str = "identity"
+    ) -> None:
         self._deliver = deliver
         self._sick = sick
-        self._inbox: queue.Queue[Output | Failures | None] = queue.Queue(_HANDOVER)
+        self._activation = activation
+        self._inbox: queue.Queue[Started | Failures | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
         self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
         self.flight = Flight()
         self.counters = Counters()
 
-    def put(self, work: Output | Failures | None, timeout_s: float = math.inf) -> bool:
+    def put(self, work: Started | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: too long, or the finisher ended."""
         deadline = time.monotonic() + timeout_s
         while not self._ended.is_set() and (left_s := deadline - time.monotonic()) > 0:
@@ -106,8 +106,8 @@ class Finisher:
         finally:
             self.abandon()
 
-    def _finish(self, work: Output | Failures) -> None:
-        touched = self._write(work) if isinstance(work, Output) else [*self._fail(work.rows), *work.empty]
+    def _finish(self, work: Started | Failures) -> None:
+        touched = self._write(work) if isinstance(work, Started) else [*self._fail(work.rows), *work.empty]
         complete = [job for job in touched if job.remaining == 0 and not job.cancelled]
         for job in complete:
             job.average_times()
@@ -120,58 +120,42 @@ class Finisher:
         except Exception:  # the receiver's defect must not stop every other answer
             log.exception("delivering %d jobs failed", len(jobs))
 
-    def _write(self, output: Output) -> list[Job]:
-        """Vectors into their jobs; the jobs touched, each once."""
+    def _write(self, batch: Started) -> list[Job]:
+        """Results into their jobs; the jobs touched, each once."""
         try:
-            vectors = output.wait()
+            rows = batch.wait()
         except RuntimeError as error:  # a fault on the device shows here, after the launch went well
             self._sick(f"the device failed: {error}")
             failure = InferenceFailed(f"Backend error: {error}")
-            return self._fail([(entry.job, entry.row, failure) for entry in output.entries])
+            return self._fail([(entry.job, entry.row, failure) for entry in batch.entries])
         finally:
-            self.flight.leave(output.tokens)
-        began_ns = max(output.started_ns, self._device_free_ns)
+            self.flight.leave(batch.tokens)
+        began_ns = max(batch.started_ns, self._device_free_ns)
         self._device_free_ns = time.monotonic_ns()
         duration_ns = self._device_free_ns - began_ns
-        self._count(output, duration_ns)
-        sound = np.asarray(np.isfinite(vectors).all(axis=1))
-        if not sound.all():
-            self._sick("the model gave a vector with NaN or infinity in it")
-        return self._scatter(output, vectors, sound, began_ns, duration_ns)
+        self._count(batch, duration_ns)
+        return self._scatter(batch, Results(rows, self._activation), began_ns, duration_ns)
 
-    def _scatter(
-        self,
-        output: Output,
-        vectors: NDArray[np.float32],
-        sound: NDArray[np.bool_],
-        began_ns: int,
-        duration_ns: int,
-    ) -> list[Job]:
-        rows_of: dict[Job, list[int]] = defaultdict(list)
-        for i, entry in enumerate(output.entries):
-            rows_of[entry.job].append(i)
-        finished: dict[tuple[int | None, bool], NDArray[np.float32]] = {}
-        for job, rows in rows_of.items():
-            key = (job.options.dimensions, job.options.normalize)
-            if key not in finished:
-                finished[key] = finish(vectors, *key)
-            self._write_job(job, [output.entries[i] for i in rows], finished[key][rows], sound[rows])
-            job.queue_ns += sum(began_ns - output.entries[i].enqueued_ns for i in rows)
-            job.tokenization_ns += sum(output.entries[i].enqueued_ns - job.submitted_ns for i in rows)
-            job.inference_ns += duration_ns * len(rows)
-        return list(rows_of)
+    def _scatter(self, batch: Started, results: Results, began_ns: int, duration_ns: int) -> list[Job]:
+        texts_of: dict[Job, list[int]] = defaultdict(list)
+        for i, entry in enumerate(batch.entries):
+            texts_of[entry.job].append(i)
+        for job, texts in texts_of.items():
+            entries = [batch.entries[i] for i in texts]
+            self._write_job(job, results, texts, entries)
+            job.queue_ns += sum(began_ns - entry.enqueued_ns for entry in entries)
+            job.tokenization_ns += sum(entry.enqueued_ns - job.submitted_ns for entry in entries)
+            job.inference_ns += duration_ns * len(entries)
+        return list(texts_of)
 
-    def _write_job(
-        self, job: Job, entries: list[Entry], vectors: NDArray[np.float32], sound: NDArray[np.bool_]
-    ) -> None:
-        targets = [entry.row for entry in entries]
-        job.vectors[targets] = np.where(sound[:, None], vectors, np.float32(0.0))
+    def _write_job(self, job: Job, results: Results, texts: list[int], entries: list[Entry]) -> None:
+        failed = results.write(job, texts, [entry.row for entry in entries])
+        if failed:
+            self._sick("the model gave a result with NaN or infinity in it")
+        self.counters.failed_texts += len(failed)
+        job.errors.update(failed)
         job.tokens += sum(entry.length for entry in entries)
         job.remaining -= len(entries)
-        for row, ok in zip(targets, sound, strict=True):
-            if not ok:
-                self.counters.failed_texts += 1
-                job.errors[row] = InferenceFailed("Backend error: the vector has NaN or infinity in it")
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
         for job, row, error in rows:
@@ -180,10 +164,10 @@ class Finisher:
         self.counters.failed_texts += len(rows)
         return list(dict.fromkeys(job for job, _, _ in rows))
 
-    def _count(self, output: Output, duration_ns: int) -> None:
+    def _count(self, batch: Started, duration_ns: int) -> None:
         counters = self.counters
         counters.batches += 1
-        counters.texts += len(output.entries)
-        counters.tokens += output.tokens
+        counters.texts += len(batch.entries)
+        counters.tokens += batch.tokens
         counters.busy_ns += duration_ns
         counters.finished_at = time.monotonic()

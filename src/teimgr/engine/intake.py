@@ -12,15 +12,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
+from teimgr.engine.batch import Encoded
 from teimgr.engine.finisher import Failures, Finisher
-from teimgr.engine.job import Job, Lane
+from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.shelf import Entry
-from teimgr.engine.tokenizer import TextTokenizer, Truncation
-from teimgr.errors import Overloaded, TeimgrError, TokenizerFailed, Unavailable
+from teimgr.engine.tokenizer import Reading, TextTokenizer
+from teimgr.errors import InvalidInput, Overloaded, TeimgrError, Unavailable
 
 _CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
 _CHUNK_CHARS = 50_000
@@ -33,7 +31,7 @@ class _Pending:
     """A job and how far it is tokenized."""
 
     job: Job
-    prompt: str
+    reading: Reading
     estimate: int
     next_row: int = 0
 
@@ -70,7 +68,7 @@ class Intake:
         self._closed = False
         self._abandoned = False
 
-    def put(self, job: Job, prompt: str, bounded: bool = True) -> None:
+    def put(self, job: Job, reading: Reading, bounded: bool = True) -> None:
         """Accept `job`; never waits. A lane with nothing in it accepts a job of any size.
 
         Raises:
@@ -78,8 +76,8 @@ class Intake:
             Unavailable: the engine is closing.
         """
         texts = len(job.inputs)
-        characters = job.chars + texts * len(prompt)
-        estimate = min(characters // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
+        chars = job.chars + texts * len(reading.prompt)
+        estimate = min(chars // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
         with self._changed:
             if self._closed:
                 raise Unavailable("the engine is closing")
@@ -87,7 +85,7 @@ class Intake:
                 raise Overloaded
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
-            self._inbox[job.lane].append(_Pending(job, prompt, estimate))
+            self._inbox[job.lane].append(_Pending(job, reading, estimate))
             self._changed.notify()
 
     def run(self) -> None:
@@ -149,7 +147,7 @@ class Intake:
                 continue
             while pending.next_row < len(texts) and not chunk.full:
                 chunk.rows.append((pending, pending.next_row))
-                chunk.chars += len(texts[pending.next_row] or "")
+                chunk.chars += characters(texts[pending.next_row])
                 pending.next_row += 1
             if pending.next_row < len(texts):
                 inbox.append(pending)
@@ -160,12 +158,12 @@ class Intake:
     def _tokenize(self, chunk: _Chunk) -> None:
         entries: list[Entry] = []
         failures: list[tuple[Job, int, TeimgrError]] = []
-        for truncation, rows in _by_truncation(chunk):
-            for pending, row, result in self._encode(rows, truncation):
+        for reading, rows in _by_reading(chunk):
+            for pending, row, result in self._encode(rows, reading):
                 if isinstance(result, TeimgrError):
                     failures.append((pending.job, row, result))
                 else:
-                    entries.append(result)
+                    entries.append(Entry(pending.job, row, result))
         now = time.monotonic_ns()
         for entry in entries:
             entry.enqueued_ns = now
@@ -175,29 +173,19 @@ class Intake:
             self._finisher.put(Failures(failures, chunk.empty))
 
     def _encode(
-        self, rows: list[tuple[_Pending, int]], truncation: Truncation
-    ) -> Iterator[tuple[_Pending, int, Entry | TeimgrError]]:
+        self, rows: list[tuple[_Pending, int]], reading: Reading
+    ) -> Iterator[tuple[_Pending, int, Encoded | TeimgrError]]:
         good: list[tuple[_Pending, int]] = []
-        texts: list[str] = []
+        inputs: list[Input] = []
         for pending, row in rows:
-            text = pending.job.inputs[row]
-            if (error := self._tokenizer.check(text, truncation)) is not None:
-                yield pending, row, error
+            item = pending.job.inputs[row]
+            if isinstance(item, Pair) and pending.job.options.prompt_name is not None:
+                yield pending, row, InvalidInput("Input validation error: `prompt_name` cannot be set with dual inputs")
             else:
                 good.append((pending, row))
-                texts.append(f"{pending.prompt}{text}")
-        results = self._tokenizer.encode(texts, truncation) if texts else []
-        for (pending, row), result in zip(good, results, strict=True):
-            if isinstance(result, TeimgrError):
-                yield pending, row, result
-            else:
-                yield pending, row, self._entry(pending, row, result)
-
-    def _entry(self, pending: _Pending, row: int, ids: NDArray[np.int32]) -> Entry | TeimgrError:
-        try:
-            return Entry(pending.job, row, ids, self._tokenizer.prompt_len(pending.prompt))
-        except TokenizerFailed as error:
-            return error
+                inputs.append(item)
+        results = self._tokenizer.encode(inputs, reading)
+        yield from ((*place, result) for place, result in zip(good, results, strict=True))
 
     def _settle(self, chunk: _Chunk) -> None:
         """Give back the estimates of the jobs that ended in `chunk`; the queue counts their tokens now."""
@@ -207,9 +195,8 @@ class Intake:
                     self._estimates[pending.job.lane] -= pending.estimate
 
 
-def _by_truncation(chunk: _Chunk) -> Iterator[tuple[Truncation, list[tuple[_Pending, int]]]]:
-    groups: dict[Truncation, list[tuple[_Pending, int]]] = {}
+def _by_reading(chunk: _Chunk) -> Iterator[tuple[Reading, list[tuple[_Pending, int]]]]:
+    groups: dict[Reading, list[tuple[_Pending, int]]] = {}
     for pending, row in chunk.rows:
-        options = pending.job.options
-        groups.setdefault(Truncation(options.truncate, options.truncation_left), []).append((pending, row))
+        groups.setdefault(pending.reading, []).append((pending, row))
     yield from groups.items()

@@ -131,12 +131,26 @@ class Job:
         self.multi_vectors: list[NDArray[np.float32] | None] = []
         self.errors: dict[int, TeimgrError] = {}
         self.remaining = len(inputs)
-        self.chars = sum(map(_chars, inputs))
+        self.chars = sum(map(characters, inputs))
         self.tokens = 0
         self.submitted_ns = 0
         self.tokenization_ns = 0
         self.queue_ns = 0
         self.inference_ns = 0
+
+    def make_room(self, dimension: int, labels: int) -> None:
+        """Places for the results that `options` ask for; `dimension` is that of an uncut dense vector."""
+        rows, outputs = len(self.inputs), self.options.outputs
+        if Output.DENSE in outputs:
+            self.vectors = np.zeros((rows, self.options.dimensions or dimension), dtype=np.float32)
+        if Output.SCORES in outputs:
+            self.scores = np.zeros((rows, labels), dtype=np.float32)
+        if Output.SPARSE in outputs:
+            self.sparse = [None] * rows
+        if Output.TOKENS in outputs:
+            self.tokens_of = [None] * rows
+        if Output.MULTI_VECTOR in outputs:
+            self.multi_vectors = [None] * rows
 
     def cancel(self) -> None:
         """Any thread: rows not yet started are skipped, and the job is never delivered."""
@@ -150,7 +164,8 @@ class Job:
         self.inference_ns //= served
 
 
-def _chars(item: Input) -> int:
+def characters(item: Input) -> int:
+    """How many characters an input has, or ids; a null one has none."""
     if item is None:
         return 0
     return len(item.first) + len(item.second) if isinstance(item, Pair) else len(item)

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
+from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.probe import Choice, choose, probe_texts
+from teimgr.engine.probe import Choice, choose, probe_inputs
 from teimgr.engine.prompts import Prompts
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.runner import return_freed_memory
-from teimgr.engine.tokenizer import TextTokenizer, Truncation
+from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.engine.transformer import Batching
-from teimgr.errors import InvalidConfig, ModelLoadFailed, OutOfDeviceMemory, TeimgrError
+from teimgr.errors import InvalidConfig, OutOfDeviceMemory
 from teimgr.layout import Layout, read_layout
 from teimgr.spec import ModelInfo
 
@@ -29,19 +30,27 @@ _CPU_BATCH_TOKENS = 2048
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _LEAST_BATCH_TOKENS = 256
+_VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 _BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What to load and where. `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane."""
+    """What to load and where.
+
+    `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane. `model_sha` is the revision asked
+    for, `commit` what it resolved to; both are only told on.
+    """
 
     path: Path
     model_id: str
     model_sha: str | None = None
+    commit: str | None = None
     device: str = "cpu"
     dtype: str = "auto"
     pooling: str | None = None
+    kind: str | None = None
+    trust_remote_code: bool = False
     threads: int = 1
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
@@ -76,7 +85,9 @@ def load_parts(options: EngineOptions) -> Parts:
     torch.set_num_threads(1)
     if options.device == "cpu":
         os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer keeps to the worker's share
-    layout = read_layout(options.path, options.pooling)
+    layout = read_layout(
+        options.path, options.pooling, kind=options.kind, trust_remote_code=options.trust_remote_code
+    )
     for note in layout.notes:
         log.warning("%s: %s", options.model_id, note)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
@@ -89,13 +100,19 @@ def load_parts(options: EngineOptions) -> Parts:
         model_sha=options.model_sha,
         dtype=str(choice.dtype).removeprefix("torch."),
         device=options.device,
-        kind="embedding",
+        kind=layout.kind.value,
         pooling=layout.pooling,
-        dimension=choice.dimension,
+        dimension=next((embedder.widths[o] for o in _VECTORS if o in embedder.outputs), 0),
         max_input_length=tokenizer.max_length,
         max_batch_tokens=options.max_batch_tokens,
         batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
         prompts=prompts.names,
+        outputs=tuple(output.value for output in Output if output in embedder.outputs),
+        labels=() if layout.scoring is None else layout.scoring.labels,
+        activation=None if layout.scoring is None else layout.scoring.activation,
+        multi_vector_dimension=embedder.widths.get(Output.MULTI_VECTOR, 0),
+        token_dimension=embedder.widths.get(Output.TOKENS, 0),
+        commit=options.commit,
         load_s=round(time.monotonic() - began, 3),
     )
     _report(info, choice)
@@ -120,12 +137,9 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
 
 def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer) -> tuple[Model, Choice]:
     device = torch.device(options.device)
-    known = probe_texts(layout.config, tokenizer.max_length)
-    texts = [ids for ids in tokenizer.encode(known, Truncation()) if not isinstance(ids, TeimgrError)]
-    if not texts:
-        raise ModelLoadFailed("the tokenizer fails on every known text")
+    inputs = probe_inputs(layout, tokenizer)
     try:
-        return choose(lambda: load_model(layout, device), _DTYPES[options.dtype], texts)
+        return choose(lambda: load_model(layout, device), _DTYPES[options.dtype], inputs)
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
 
@@ -143,7 +157,8 @@ def _limits(options: EngineOptions, embedder: Model) -> BatchLimits:
 
 def _report(info: ModelInfo, choice: Choice) -> None:
     log.info(
-        "%s on %s in %s, %s (%s), cosine to float32 on known texts: mean %.6f, lowest %.6f; %.2f s to load",
+        "%s on %s in %s, %s (%s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
+        "scores off by %.1e; %.2f s to load",
         info.model_id,
         info.device,
         info.dtype,
@@ -151,5 +166,6 @@ def _report(info: ModelInfo, choice: Choice) -> None:
         choice.batching.value,
         choice.mean_cosine,
         choice.min_cosine,
+        choice.score_difference,
         info.load_s,
     )

@@ -1,7 +1,8 @@
 """The choices made at load, each by trying it: numeric type and way of batching.
 
-The truth is the library's own float32 forward of one text at a time. Packed batching is taken only where it gives the
-same vectors (T5 accepts a packed row and is silently wrong), and a faster type only where it stays this close:
+The truth is the library's own float32 forward of one input at a time. Packed batching is taken only where it gives the
+same results (T5 accepts a packed row and is silently wrong), and a faster type only where it stays close enough;
+`fingerprint` says what is compared, and how.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from teimgr.engine.attention import CannotPackError
-from teimgr.engine.batch import pack
+from teimgr.engine.batch import Encoded
+from teimgr.engine.fingerprint import Closeness, Fingerprint, compare, plainly, together
+from teimgr.engine.job import Input, Pair
 from teimgr.engine.linears import PackedLinear, prepacking_works
 from teimgr.engine.model import Model
+from teimgr.engine.static import StaticTable
+from teimgr.engine.tokenizer import Reading, TextTokenizer
 from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
+from teimgr.layout import Kind, Layout
 
 log = logging.getLogger(__name__)
 
 MIN_COSINE = 0.9995
-_EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
+_MAX_SCORE_DIFFERENCE = 1e-2
 _ASKED_FOR_COSINE = 0.99  # a type that the user chose is served unless it is plainly broken
+_ASKED_FOR_SCORE_DIFFERENCE = 0.1
+_EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
+_EXACT_SCORE_DIFFERENCE = 1e-5
 _TRIAL_TOKENS = 64
 _TRIALS = 8
 _WORTH_A_CHANGE = 1.15
@@ -51,18 +58,19 @@ PROBE_TEXTS = (
     "while the first of the fishermen argued about the price of diesel and the colour of the sky. " * 2,
 )
 
-Ids = NDArray[np.int32]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen and how close it is: cosines to the float32 truth over the probe texts."""
+    """What was chosen and how close it is to the float32 truth over the known inputs.
+
+    Cosines are 1.0 where a model has scores only; `score_difference` is 0.0 where it has none.
+    """
 
     dtype: torch.dtype
     batching: Batching
-    dimension: int
     mean_cosine: float
     min_cosine: float
+    score_difference: float
 
 
 def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
@@ -80,27 +88,50 @@ def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
     return (*PROBE_TEXTS, " ".join(words[i % len(words)] for i in range(wanted)))
 
 
-def choose(load: Callable[[], Model], wanted: torch.dtype | None, texts: Sequence[Ids]) -> tuple[Model, Choice]:
+def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
+    """The known inputs of a model, as it will be used: pairs where it reads pairs, both roles where it has roles.
+
+    Raises:
+        ModelLoadFailed: the tokenizer fails on every one.
+    """
+    texts = probe_texts(layout.config, tokenizer.max_length)
+    pairs: list[Input] = [Pair(text, texts[i - 3]) for i, text in enumerate(texts)]
+    singles: list[Input] = list(texts)
+    if layout.kind is Kind.RERANKER:
+        asked = [(pairs, Reading()), (singles[:2], Reading())]
+    elif layout.kind is Kind.CLASSIFIER:
+        asked = [(singles, Reading()), (pairs[:2], Reading())]
+    elif layout.late is not None:
+        asked = [(singles, Reading()), (singles[:4], Reading(query=True))]
+    else:
+        asked = [(singles, Reading())]
+    results = [result for inputs, reading in asked for result in tokenizer.encode(inputs, reading)]
+    encoded = [result for result in results if isinstance(result, Encoded)]
+    if not encoded:
+        raise ModelLoadFailed("the tokenizer fails on every known text")
+    return encoded
+
+
+def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequence[Encoded]) -> tuple[Model, Choice]:
     """Load a model and settle its type and batching; `wanted` None asks for the fastest type that is close enough.
 
     Raises:
-        ModelLoadFailed: no way of batching gives the library's own vectors.
+        ModelLoadFailed: no way of batching gives the library's own results.
     """
-    embedder = load()
-    device = embedder.transformer.device
-    truth = torch.stack([embedder.embed_plainly(ids) for ids in texts])
-    bound = MIN_COSINE if wanted is None else _ASKED_FOR_COSINE
-    types = _from(_fastest(embedder), device) if wanted is None else [wanted]
+    model = load()
+    device = model.transformer.device
+    truth = [plainly(model, encoded) for encoded in inputs]
+    types = _from(_fastest(model), device) if wanted is None else [wanted]
     for i, dtype in enumerate(types):
         if i > 0:
             log.warning("%s strays too far from float32 for this model; %s is tried", types[i - 1], dtype)
-            del embedder  # before the next is loaded: the device may have no room for two
+            del model  # before the next is loaded: the device may have no room for two
             _return_memory(device)
-            embedder = load()
-        embedder.transformer.convert(dtype)
-        if (choice := _settle(embedder, dtype, texts, truth, bound)) is not None:
-            return embedder, choice
-    raise ModelLoadFailed(f"the model's vectors in {types[-1]} differ from its own float32 vectors on known texts")
+            model = load()
+        model.transformer.convert(dtype)
+        if (choice := _settle(model, dtype, inputs, truth, asked_for=wanted is not None)) is not None:
+            return model, choice
+    raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
 
 
 def _from(fastest: torch.dtype, device: torch.device) -> list[torch.dtype]:
@@ -115,48 +146,44 @@ def _return_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _settle(embedder: Model, dtype: torch.dtype, texts: Sequence[Ids], truth: Tensor, bound: float) -> Choice | None:
-    """The first way of batching whose vectors are the truth's; None where none is."""
-    for batching in _ways(embedder):
+def _settle(
+    model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], truth: Sequence[Fingerprint], asked_for: bool
+) -> Choice | None:
+    """The first way of batching whose results are the truth's; None where none is."""
+    for batching in _ways(model):
         try:
-            embedder.transformer.use(batching)
-            vectors = _embed_together(embedder, texts)
+            model.transformer.use(batching)
+            close = compare(together(model, inputs), truth)
         except torch.OutOfMemoryError:
             raise
         except (CannotPackError, ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
             log.info("%s batching is not for this model: %s", batching.value, _first_line(refusal))
             continue
-        cosines = nn.functional.cosine_similarity(vectors.double(), truth.double())
-        if _agree(vectors, truth, cosines, dtype, bound):
-            return Choice(dtype, batching, truth.shape[1], cosines.mean().item(), cosines.min().item())
-        log.info("%s batching in %s: cosine %.6f to the truth, refused", batching.value, dtype, cosines.min().item())
+        if _close_enough(close, dtype, asked_for):
+            return Choice(dtype, batching, close.mean_cosine, close.min_cosine, close.score_difference)
+        log.info("%s batching in %s refused: %s", batching.value, dtype, close)
     return None
 
 
-def _ways(embedder: Model) -> list[Batching]:
-    packed = embedder.transformer
+def _ways(model: Model) -> list[Batching]:
+    packed = model.transformer
     varlen = packed.device.type == "cuda" and packed.dtype in (torch.float16, torch.bfloat16)
     return [*([Batching.VARLEN] if varlen else []), Batching.BY_RUN, Batching.EQUAL_LENGTH]
 
 
-def _embed_together(embedder: Model, texts: Sequence[Ids]) -> Tensor:
-    batch = pack(texts)
-    packed = embedder.embed(batch)
-    vectors = torch.empty_like(packed)
-    vectors[torch.from_numpy(batch.order).to(packed.device)] = packed
-    return vectors
+def _close_enough(close: Closeness, dtype: torch.dtype, asked_for: bool) -> bool:
+    if dtype is torch.float32:
+        return close.difference <= _EXACT_DIFFERENCE and close.score_difference <= _EXACT_SCORE_DIFFERENCE
+    if asked_for:
+        return close.min_cosine >= _ASKED_FOR_COSINE and close.score_difference <= _ASKED_FOR_SCORE_DIFFERENCE
+    return close.min_cosine >= MIN_COSINE and close.score_difference <= _MAX_SCORE_DIFFERENCE
 
 
-def _agree(vectors: Tensor, truth: Tensor, cosines: Tensor, dtype: torch.dtype, bound: float) -> bool:
-    if dtype is not torch.float32:
-        return bool(cosines.min() >= bound)
-    unit, true_unit = nn.functional.normalize(vectors), nn.functional.normalize(truth)
-    return bool((unit - true_unit).abs().max() <= _EXACT_DIFFERENCE)
-
-
-def _fastest(embedder: Model) -> torch.dtype:
+def _fastest(model: Model) -> torch.dtype:
     """The type worth trying: a 16-bit one on a GPU, and on a CPU bfloat16 where layers run faster in it."""
-    transformer = embedder.transformer
+    transformer = model.transformer
+    if isinstance(transformer, StaticTable):  # looking up costs nothing
+        return torch.float32
     if transformer.device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if not prepacking_works(torch.bfloat16):

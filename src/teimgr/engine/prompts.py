@@ -1,7 +1,13 @@
-"""The texts that go before an input: named by the request, chosen at start, or the model's own default."""
+"""The texts that go before an input: named by the request, chosen at start, or the model's own default.
+
+On late-interaction models their names are the two roles, whether or not a text belongs to them.
+"""
 
 from __future__ import annotations
 
+from teimgr.engine.job import InferOptions
+from teimgr.engine.roles import DOCUMENT, QUERY
+from teimgr.engine.tokenizer import Reading
 from teimgr.errors import InvalidConfig, InvalidInput
 from teimgr.layout import Layout
 
@@ -14,18 +20,33 @@ class Prompts:
 
     def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
         """Raises InvalidConfig where the model has no prompt called `default_name`."""
+        self._roles = layout.late is not None
         self._texts = dict(layout.prompts)
+        if self._roles:
+            self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
         if default_name is not None and default_name not in self._texts:
             raise InvalidConfig(self._missing(default_name))
         if default_name is None and default_text is not None:
             self._default = default_text
         else:
-            self._default = self._texts.get(default_name or layout.default_prompt_name or "", "")
+            own = DOCUMENT if self._roles else layout.default_prompt_name or ""
+            self._default = self._texts.get(default_name or own, "")
+        self._default_query = default_name == QUERY
 
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may name."""
         return tuple(self._texts)
+
+    def reading(self, options: InferOptions) -> Reading:
+        """How a job with these options wants its inputs read.
+
+        Raises:
+            InvalidInput: the model has no prompt of that name.
+        """
+        query = self._default_query if options.prompt_name is None else options.prompt_name == QUERY
+        text = self.text(options.prompt_name)
+        return Reading(options.truncate, options.truncation_left, text, self._roles and query)
 
     def text(self, name: str | None) -> str:
         """What goes before the input, "" for nothing.

@@ -7,24 +7,28 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from teimgr.engine.batch import pack
-from teimgr.engine.finisher import Failures, Finisher, Output
+from teimgr.engine.finisher import Failures, Finisher, Started
+from teimgr.engine.heads import Rows
+from teimgr.engine.job import Output
 from teimgr.engine.model import Model
 from teimgr.engine.queue import EntryQueue
+from teimgr.engine.results import HostRows
 from teimgr.engine.shelf import Entry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
+# Of a batch's results on the host, at most. Vectors of texts are far below it; those of tokens, and the whole
+# vocabularies of sparse models, would not be. Four batches may exist at a time: two in flight, two with the finisher.
+_MOST_RESULT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,10 @@ class _Fault:
 
 
 class Runner:
-    """Serves the queue with one embedder until the queue is closed and empty; `run` is the thread's body."""
+    """Serves the queue with one model until the queue is closed and empty; `run` is the thread's body."""
 
-    def __init__(self, embedder: Model, queue: EntryQueue, finisher: Finisher, threads: int) -> None:
-        self._embedder = embedder
+    def __init__(self, model: Model, queue: EntryQueue, finisher: Finisher, threads: int) -> None:
+        self._model = model
         self._queue = queue
         self._finisher = finisher
         self._threads_wanted: int | None = threads
@@ -76,23 +80,40 @@ class Runner:
         self._finisher.put(Failures([(entry.job, entry.row, error) for entry in entries]))
 
     def _execute(self, entries: list[Entry]) -> None:
-        """Run a batch. One that fails is run again in halves, so only the texts that cannot be served fail."""
+        """Run a batch. One whose results would be too many bytes is run in halves.
+
+        So is one that fails, so that only the texts that cannot be served fail.
+        """
+        if len(entries) > 1 and self._result_bytes(entries) > _MOST_RESULT_BYTES:
+            self._execute_halves(entries)
+            return
         fault = self._start(entries)
         if fault is None:
             return
-        if fault.memory and self._embedder.transformer.device.type == "cuda":
+        if fault.memory and self._model.transformer.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(entries) > 1:
             log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), fault.text)
-            middle = len(entries) // 2
-            for half in (entries[:middle], entries[middle:]):
-                if self._flight.wait_for_room():
-                    self._execute(half)
+            self._execute_halves(entries)
         elif fault.memory:
             self.fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
         else:
             log.error("a text failed by itself: %s", fault.trace)
             self.fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
+
+    def _execute_halves(self, entries: list[Entry]) -> None:
+        middle = len(entries) // 2
+        for half in (entries[:middle], entries[middle:]):
+            if self._flight.wait_for_room():
+                self._execute(half)
+
+    def _result_bytes(self, entries: Sequence[Entry]) -> int:
+        """Float32 results of all the texts for every output that one of them wants; sparse ones are few bytes."""
+        widths = self._model.widths
+        tokens = sum(entry.length for entry in entries)
+        per_token = sum(widths[output] for output in _wanted(entries) if output in _PER_TOKEN)
+        per_text = sum(widths[output] for output in _wanted(entries) if output in _PER_TEXT)
+        return 4 * (tokens * per_token + len(entries) * per_text)
 
     def _start(self, entries: list[Entry]) -> _Fault | None:
         """Start a batch and hand it on.
@@ -103,14 +124,14 @@ class Runner:
         self._flight.enter(tokens)
         started_ns = time.monotonic_ns()
         try:
-            batch = pack([e.ids for e in entries], [e.prompt_tokens for e in entries])
-            vectors = self._embedder.embed(batch)
-            output = Output([entries[i] for i in batch.order], _to_host(vectors), started_ns, tokens)
+            batch = pack([entry.encoded for entry in entries])
+            rows = self._model.run(batch, _wanted(entries))
+            started = Started([entries[i] for i in batch.order], _to_host(rows), started_ns, tokens)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
             self._flight.leave(tokens)
             trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
             return _Fault(str(error), _is_out_of_memory(error), trace)
-        self._finisher.put(output)
+        self._finisher.put(started)
         return None
 
 
@@ -120,20 +141,47 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _to_host(vectors: Tensor) -> Callable[[], NDArray[np.float32]]:
-    """Start the copy of `vectors` to the host; the result waits for it."""
-    if vectors.device.type == "cpu":
-        return vectors.numpy
-    host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True)
-    host.copy_(vectors, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
+_PER_TOKEN = frozenset({Output.TOKENS, Output.MULTI_VECTOR})
+_PER_TEXT = frozenset({Output.DENSE, Output.SCORES})
 
-    def wait() -> NDArray[np.float32]:
-        copied.synchronize()
-        return host.numpy()
+
+def _wanted(entries: Sequence[Entry]) -> frozenset[Output]:
+    return frozenset().union(*(entry.job.options.outputs for entry in entries))
+
+
+def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
+    """Start the copies of `rows` to the host; the result waits for them."""
+    here = {
+        output: [None if part is None else _copied(part) for part in (of.values, of.offsets, of.indices)]
+        for output, of in rows.items()
+    }
+    copied = None
+    if any(of.values.device.type == "cuda" for of in rows.values()):
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+    def wait() -> dict[Output, HostRows]:
+        if copied is not None:
+            copied.synchronize()
+        return {output: _host_rows(*parts) for output, parts in here.items()}
 
     return wait
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _host_rows(values: Tensor | None, offsets: Tensor | None, indices: Tensor | None) -> HostRows:
+    assert values is not None
+    return HostRows(
+        values.float().numpy(),
+        None if offsets is None else offsets.numpy(),
+        None if indices is None else indices.numpy(),
+    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,22 +1,23 @@
-"""Text to token ids: truncation, limits, and the tokenizer as its users see it.
-
-One `tokenizers.Tokenizer` behind a lock: a second copy would cost a vocabulary, and switching its truncation is cheap.
-"""
+"""Inputs to what the model reads: truncation, limits, and the tokenizer as its users see it."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
+from teimgr.engine.batch import Encoded
+from teimgr.engine.causal_text import CausalText
+from teimgr.engine.job import Input, Pair
+from teimgr.engine.roles import roles_of
+from teimgr.engine.shortening import Shortener
 from teimgr.engine.tokenizer_file import breaks_at_spaces, load_tokenizer
+from teimgr.engine.tokenizer_library import Cut, LibraryTokenizer, Text
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TokenizerFailed
-from teimgr.layout import Layout
+from teimgr.layout import Backbone, Layout
 
 # No language writes this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
@@ -34,25 +35,40 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Truncation:
-    """What happens to a text that is too long: refused, or cut at one end."""
+class Reading:
+    """How inputs are to be read.
 
-    on: bool = True
+    Too long ones are cut at their end, or at their beginning where `left`, or refused where not `truncate`. `prompt`
+    goes before single texts, never before pairs. `query` is the role on late-interaction models.
+    """
+
+    truncate: bool = True
     left: bool = False
+    prompt: str = ""
+    query: bool = False
 
 
 class TextTokenizer:
-    """The tokenizer of one model. Safe from any thread; `max_length` counts tokens, `special_tokens` among them."""
+    """The tokenizer of one model. Safe from any thread.
+
+    `max_length` counts tokens, `special_tokens` among them: those of the model's own template around a text.
+    """
 
     def __init__(self, layout: Layout, max_length: int) -> None:
-        self._tokenizer = load_tokenizer(layout)
-        self._lock = threading.Lock()
-        self._truncation: Truncation | None = None
-        self._breaks_at_spaces = breaks_at_spaces(self._tokenizer)
+        tokenizer = load_tokenizer(layout)
+        self._library = LibraryTokenizer(tokenizer)
+        self._shortener = Shortener(max_length * _CHARS_PER_TOKEN, breaks_at_spaces(tokenizer))
+        self._specials = layout.backbone is not Backbone.STATIC
+        self._typed = layout.type_ids
+        self._vocabulary = int(layout.config.get("vocab_size") or self._library.vocabulary)
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
+        self._roles = None if layout.late is None else roles_of(layout.late, max_length)
+        causal = None if layout.scoring is None else layout.scoring.causal
+        self._causal = None if causal is None else CausalText(causal, self._library, self._shortener, max_length)
+        self._leading = self._leading_specials()
         self.max_length = max_length
-        self.special_tokens: int = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        self.special_tokens: int = self._template_tokens(tokenizer.num_special_tokens_to_add(is_pair=False))
 
     def prompt_len(self, prompt: str) -> int:
         """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model.
@@ -63,30 +79,39 @@ class TextTokenizer:
         if self._pool_prompts or not prompt:
             return 0
         if prompt not in self._prompt_lens:
-            encoding = self._encode([prompt], Truncation())[0]
+            (encoding,) = self._library.encode([prompt], Cut(self.max_length, left=False), self._specials)
             self._prompt_lens[prompt] = len(encoding.ids) - encoding.special_tokens_mask[-1]
         return self._prompt_lens[prompt]
 
-    def check(self, text: str | None, truncation: Truncation) -> TeimgrError | None:
-        """What is wrong with a text before anything is tokenized; None where nothing is."""
-        if text is None:
+    def check(self, item: Input, reading: Reading) -> TeimgrError | None:
+        """What is wrong with an input before anything is tokenized; None where nothing is."""
+        if item is None:
             return InvalidInput("Input validation error: `inputs` cannot be null")
-        if not text:
+        if not any(map(len, item)) if isinstance(item, Pair) else not len(item):
             return EmptyInput()
+        if self._causal is not None and isinstance(item, str):
+            return InvalidInput("Input validation error: `inputs` must be pairs for this model")
+        if isinstance(item, np.ndarray):
+            return self._check_ids(item)
         limit = self.max_length * _CHARS_PER_TOKEN
-        if not truncation.on and len(text) > limit:
+        characters = len(item) if isinstance(item, str) else len(item.first) + len(item.second)
+        if not reading.truncate and characters > limit:
             return InvalidInput(
-                f"Input validation error: `inputs` must have less than {limit} characters. Given: {len(text)}"
+                f"Input validation error: `inputs` must have less than {limit} characters. Given: {characters}"
             )
         return None
 
-    def encode(self, texts: Sequence[str], truncation: Truncation) -> list[NDArray[np.int32] | TeimgrError]:
-        """The ids of each text (prompt already before it), or why there are none. The GIL is free meanwhile."""
-        try:
-            encodings = self._encode([self._shortened(text, truncation) for text in texts], truncation)
-            return [self._ids(e, text, truncation) for e, text in zip(encodings, texts, strict=True)]
-        except TokenizerFailed as error:  # for all texts at once
-            return self._encode_singly(texts, truncation, error)
+    def encode(self, inputs: Sequence[Input], reading: Reading) -> list[Encoded | TeimgrError]:
+        """What the model reads of each input, or why it reads nothing.
+
+        Ids are taken as they are, unless a prompt goes before them: then before their text.
+        """
+        results: list[Encoded | TeimgrError | None] = [self._without_text(item, reading) for item in inputs]
+        rows = [row for row, result in enumerate(results) if result is None]
+        found = self._encode([inputs[row] for row in rows], reading) if rows else []
+        for row, result in zip(rows, found, strict=True):
+            results[row] = result
+        return [result for result in results if result is not None]
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[Token]:
         """Every token of prompt + text, untruncated.
@@ -95,10 +120,15 @@ class TextTokenizer:
             EmptyInput, InvalidInput: the text is empty or longer than the character limit.
             TokenizerFailed: the library refused it.
         """
-        if error := self.check(text, Truncation(on=False)):
-            raise error
+        limit = self.max_length * _CHARS_PER_TOKEN
+        if not text:
+            raise EmptyInput
+        if len(text) > limit:
+            raise InvalidInput(
+                f"Input validation error: `inputs` must have less than {limit} characters. Given: {len(text)}"
+            )
         whole = prompt + text
-        encoding = self._encode([whole], Truncation(on=False), add_special_tokens)[0]
+        (encoding,) = self._library.encode([whole], None, add_special_tokens, offsets=True)
         return list(_tokens(encoding, whole))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -110,86 +140,100 @@ class TextTokenizer:
         """
         if not ids:
             raise EmptyInput("Input validation error: `input_ids` cannot be empty")
-        with _refusals():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._library.decode(ids, skip_special_tokens)
 
-    def _encode(self, texts: Sequence[str], truncation: Truncation, specials: bool = True) -> list[Encoding]:
-        with self._lock, _refusals():
-            self._switch(truncation)
-            if len(texts) == 1:  # offsets are kept, and the thread pool is spared
-                return [self._tokenizer.encode(texts[0], add_special_tokens=specials)]
-            return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=specials)
+    def limit(self, reading: Reading) -> int:
+        """The most tokens of an input."""
+        return self.max_length if self._roles is None else self._roles[reading.query].limit
 
-    def _switch(self, truncation: Truncation) -> None:
-        if truncation == self._truncation:
-            return
-        if truncation.on:
-            self._tokenizer.enable_truncation(self.max_length, direction="left" if truncation.left else "right")
-        else:
-            self._tokenizer.no_truncation()
-        self._truncation = truncation
+    def _without_text(self, item: Input, reading: Reading) -> Encoded | TeimgrError | None:
+        """The result of an input that needs no tokenizer; None for one that does."""
+        if (error := self.check(item, reading)) is not None:
+            return error
+        if not isinstance(item, np.ndarray) or (reading.prompt and self._causal is None):
+            return None
+        ids = item
+        if len(ids) > (limit := self.limit(reading)):
+            if not reading.truncate:
+                return _too_long(limit, len(ids))
+            ids = ids[len(ids) - limit :] if reading.left else ids[:limit]
+        if self._roles is not None:
+            return self._roles[reading.query].fill(ids, self._typed)
+        return Encoded(ids, np.zeros(len(ids), dtype=np.uint8) if self._typed else None)
 
-    def _encode_singly(
-        self, texts: Sequence[str], truncation: Truncation, error: TokenizerFailed
-    ) -> list[NDArray[np.int32] | TeimgrError]:
-        """After the library refused a batch: each text by itself, so that one cannot fail the others."""
-        if len(texts) == 1:
-            return [error]
-        return [self.encode([text], truncation)[0] for text in texts]
+    def _check_ids(self, ids: NDArray[np.int32]) -> TeimgrError | None:
+        strange = (ids < 0) | (ids >= self._vocabulary)
+        if not strange.any():
+            return None
+        return InvalidInput(
+            f"Input validation error: `inputs` has the token id {ids[strange][0]}, "
+            f"which is not in the vocabulary of {self._vocabulary}"
+        )
 
-    def _ids(self, encoding: Encoding, text: str, truncation: Truncation) -> NDArray[np.int32] | TeimgrError:
-        ids = encoding.ids
-        if truncation.on and not encoding.overflowing and self._shortened(text, truncation) is not text:
-            ids = self._encode([text], truncation)[0].ids  # what was kept did not fill the limit, so all of it counts
-        if len(ids) > self.max_length:
-            return InvalidInput(
-                f"Input validation error: `inputs` must have less than {self.max_length} tokens. Given: {len(ids)}"
-            )
-        if not ids:
+    def _encode(self, items: Sequence[Input], reading: Reading) -> list[Encoded | TeimgrError]:
+        """Texts, pairs, and ids that a prompt goes before."""
+        try:
+            if self._causal is not None:
+                return self._encode_causal([item for item in items if isinstance(item, Pair)], reading)
+            return self._encode_texts([self._text(item, reading.prompt) for item in items], reading)
+        except TokenizerFailed as error:  # for all at once; each by itself, so that one cannot fail the others
+            return [error] if len(items) == 1 else [self._encode([item], reading)[0] for item in items]
+
+    def _encode_causal(self, pairs: Sequence[Pair], reading: Reading) -> list[Encoded | TeimgrError]:
+        assert self._causal is not None
+        texts = self._causal.encode(pairs, reading.truncate, reading.left)
+        return [Encoded(ids) if len(ids) <= self.max_length else _too_long(self.max_length, len(ids)) for ids in texts]
+
+    def _encode_texts(self, texts: Sequence[Text], reading: Reading) -> list[Encoded | TeimgrError]:
+        cut = self._cut(reading)
+        short = texts if cut is None else [self._shortener.short(text, cut.left) for text in texts]
+        encodings = self._library.encode(short, cut, self._specials)
+        results: list[Encoded | TeimgrError] = []
+        for encoding, kept, text in zip(encodings, short, texts, strict=True):
+            whole = encoding
+            if cut is not None and not self._shortener.holds(encoding, kept, text, cut):
+                (whole,) = self._library.encode([text], cut, self._specials)
+            results.append(self._encoded(whole, text, reading))
+        return results
+
+    def _encoded(self, encoding: Encoding, text: Text, reading: Reading) -> Encoded | TeimgrError:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        role = None if self._roles is None else self._roles[reading.query]
+        length = len(ids) + (0 if role is None else len(role.prefix))
+        if length > (limit := self.limit(reading)):
+            return _too_long(limit, length)
+        if not len(ids):
             return EmptyInput()
-        return np.array(ids, dtype=np.int32)
+        if role is not None:
+            return role.dress(ids, self._leading, self._typed)
+        type_ids = np.array(encoding.type_ids, dtype=np.uint8) if self._typed else None
+        return Encoded(ids, type_ids, prompt_tokens=self.prompt_len(reading.prompt) if isinstance(text, str) else 0)
 
-    def _shortened(self, text: str, truncation: Truncation) -> str:
-        """A very long text cut to what can matter.
+    def _cut(self, reading: Reading) -> Cut | None:
+        if not reading.truncate:
+            return None
+        prefix = 0 if self._roles is None else len(self._roles[reading.query].prefix)
+        return Cut(self.limit(reading) - prefix, reading.left)
 
-        Only where the tokenizer never joins characters over a space, and only at a space between two letters or
-        digits: then the tokens of what is kept are those of the whole text. If they exceed the limit, truncation
-        would have dropped everything beyond; if they do not, `_ids` takes the whole text.
-        """
-        limit = self.max_length * _CHARS_PER_TOKEN
-        if not truncation.on or not self._breaks_at_spaces or len(text) <= limit:
-            return text
-        at = _space_after(text, len(text) - limit) if truncation.left else _space_before(text, limit)
-        if at is None:
-            return text
-        return text[at:] if truncation.left else text[:at]
+    def _text(self, item: Input, prompt: str) -> Text:
+        if isinstance(item, np.ndarray):
+            item = self._library.decode(item.tolist(), skip_special_tokens=True)
+        return item if isinstance(item, Pair) else f"{prompt}{item}"
 
+    def _leading_specials(self) -> int:
+        """How many special tokens stand before a text."""
+        mask = self._library.encode(["a"], None, self._specials)[0].special_tokens_mask
+        return mask.index(0) if 0 in mask else 0
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """What the library raises, as TokenizerFailed: plain Exception, or a panic of Rust, which is a BaseException."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerFailed(f"tokenizer error {error}") from error
-
-
-def _space_before(text: str, at: int) -> int | None:
-    """The last space at or before `at` between two letters or digits."""
-    while (at := text.rfind(" ", 1, at)) > 0:
-        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
-            return at
-    return None
+    def _template_tokens(self, specials: int) -> int:
+        if self._causal is not None:
+            return self._causal.template_tokens
+        prefix = 0 if self._roles is None else max(len(role.prefix) for role in self._roles.values())
+        return prefix + (specials if self._specials else 0)
 
 
-def _space_after(text: str, at: int) -> int | None:
-    at -= 1
-    while (at := text.find(" ", at + 1)) > 0:
-        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
-            return at
-    return None
+def _too_long(limit: int, given: int) -> InvalidInput:
+    return InvalidInput(f"Input validation error: `inputs` must have less than {limit} tokens. Given: {given}")
 
 
 def _tokens(encoding: Encoding, text: str) -> Iterable[Token]:
