@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvloop
 
 from teimgr import __version__, logs
 from teimgr.control.gpus import GpuInventory
 from teimgr.control.manager import Manager
+from teimgr.control.registry.registry import Registry
 from teimgr.control.store import Store
 from teimgr.directory import Directory
 from teimgr.errors import TeimgrError
@@ -56,9 +57,9 @@ class Daemon:
         )
         self.stopping = asyncio.Event()
         self.muxes = Muxes(settings, self.directory, self.metrics)
-        self.manager = Manager(
-            settings, self.launcher, self.directory, Store(settings.state_file), GpuInventory(), self.metrics
-        )
+        gpus = GpuInventory()
+        self.manager = Manager(settings, self.launcher, self.directory, Store(settings.state_file), gpus, self.metrics)
+        self.models = Registry(settings, self.launcher, gpus, self.metrics, self.manager.list)
 
     async def run(self) -> int:
         """Start, serve, stop."""
@@ -66,19 +67,27 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
-        app = create_app(self.manager, self.settings, self.metrics, self.muxes.alarms, self.manager.booted.is_set)
+        app = create_app(
+            self.manager, self.settings, self.metrics, self.alarms, self.manager.booted.is_set, self.models
+        )
         with self._signals():
             try:
                 await self.manager.restore()
+                await self.models.start()
                 async with serving(app, listener, **uvicorn_options(self.settings.mtls)):
                     await self.manager.boot()
                     # They are fed only now: a mux of an earlier daemon serves what it knows until adoption is over.
                     async with self.muxes.running():
                         log.info("daemon ready", extra={"version": __version__, **self.addresses()})
                         await self.stopping.wait()
+                        await self.models.close()  # first of all: callers that wait for a download need not
             finally:
                 await self._stop()
         return 0
+
+    def alarms(self) -> Sequence[str]:
+        """What needs a person, but for what the manager says itself."""
+        return (*self.muxes.alarms(), *self.models.alarms())
 
     def addresses(self) -> dict[str, str]:
         """Where it listens."""
@@ -91,6 +100,7 @@ class Daemon:
         """Both fronts are closed; let the workers finish, then everything else goes."""
         grace_s = self.settings.graceful_shutdown_timeout_secs
         log.info("stopping", extra={"grace_s": grace_s})
+        await self.models.close()
         await self.muxes.stop(grace_s)
         await self.manager.shutdown()
         await self.launcher.close()

@@ -60,6 +60,18 @@ class Metrics:
             buckets=REQUEST_BUCKETS_S,
             registry=self.registry,
         )
+        self._fetches = Counter(
+            "teimgr_model_downloads",
+            "Downloads by the registry, by outcome",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self._fetched_bytes = Counter(
+            "teimgr_model_download_bytes", "Bytes of models that came over the network", registry=self.registry
+        )
+        self._trials = Counter(
+            "teimgr_model_trials", "Trials of models, by outcome", ("outcome",), registry=self.registry
+        )
         self._alarms = Gauge("teimgr_alarms", "Alarms that /health shows", registry=self.registry)
         self._mux = MuxFigures()
         self.registry.register(self._mux)
@@ -84,6 +96,15 @@ class Metrics:
     def worker_started(self, name: str, seconds: float) -> None:
         """A worker proved that it is ready, `seconds` after its launch."""
         self._start.labels(name).observe(seconds)
+
+    def model_fetched(self, outcome: str, size_bytes: int) -> None:
+        """A download of the model registry ended (`done` or `failed`) after so many bytes."""
+        self._fetches.labels(outcome).inc()
+        self._fetched_bytes.inc(size_bytes)
+
+    def model_tried(self, outcome: str) -> None:
+        """A trial of a model ended: `verified` or `failed`."""
+        self._trials.labels(outcome).inc()
 
     def fleet(self, views: Iterable[InstanceView]) -> None:
         """These are all the instances there are now."""

@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from teimgr import __version__
-from teimgr.front import answers, docs_page, instances, logs_route, probes
+from teimgr.control.registry.registry import Registry
+from teimgr.front import answers, docs_page, instances, logs_route, models, probes
 from teimgr.front.manager import Manager
 from teimgr.front.middleware import HeadAsGet, Observe, WholeNames
 from teimgr.front.probes import Alarms
@@ -26,8 +27,9 @@ def create_app(
     metrics: Metrics,
     alarms: Alarms = tuple,
     booted: Callable[[], bool] = lambda: True,
+    registry: Registry | None = None,
 ) -> FastAPI:
-    """The application over `manager`.
+    """The application over `manager`, and over `registry`, which has no routes where it is absent.
 
     `alarms` gives the alarms of everything but the store; until `booted`, when the manager knows all its instances, the
     answer of /ready is no. More routers may be included afterwards; failures they raise get the same shape.
@@ -43,7 +45,8 @@ def create_app(
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted
-    for router in ROUTERS:
+    app.state.models = registry
+    for router in (*ROUTERS, *((models.router,) if registry is not None else ())):
         app.include_router(router)
     answers.install(app)
     _surround(app, settings, metrics)
