@@ -11,7 +11,7 @@ import pytest
 from teimgr.engine.job import Output
 from teimgr.errors import WrongModelKind
 from teimgr.spec import KINDS, ModelInfo
-from teimgr.worker.kinds import need_classifier, need_reranker_grpc, need_reranker_http, output_per_token
+from teimgr.worker.kinds import need_reranker_grpc, need_reranker_http, output_per_token
 from teimgr.worker.scores import predictions, ranks
 
 
@@ -54,10 +54,6 @@ def test_json_has_the_shortest_digits_of_the_float32() -> None:
 @pytest.mark.parametrize(
     ("need", "refusals"),
     [
-        (
-            need_classifier,
-            dict.fromkeys(("embedding", "sparse", "multi-vector"), "Backend error: Model is not a classifier model"),
-        ),
         (
             need_reranker_http,
             dict.fromkeys(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.engine import EngineStats
+from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.errors import EmptyInput, InferenceFailed, InvalidInput, Overloaded
 from teimgr.worker.calls import Call
 from teimgr.worker.metrics import TeiMetrics
@@ -14,11 +17,25 @@ from teimgr.worker.metrics import TeiMetrics
 PARTS = ("", "_tokenization", "_queue", "_inference")
 
 
-def done(texts: int = 1, tokens: int = 8) -> Job:
-    job = Job(["a"] * texts, InferOptions(), Lane.INTERACTIVE)
+def done(texts: int = 1, tokens: int = 8, output: Output = Output.DENSE) -> Job:
+    job = Job(["a"] * texts, InferOptions(frozenset({output})), Lane.INTERACTIVE)
     job.tokens = tokens
     job.tokenization_ns, job.queue_ns, job.inference_ns = 10**6, 10**7, 10**8
     return job
+
+
+def stats(**counts: Any) -> EngineStats:
+    """Of an engine that has run five batches: of 1, 2, 3, 4 and 5000 texts with 3, 4, 5, 8 and 9000 tokens."""
+    by_texts, by_tokens = [0] * 32, [0] * 32
+    by_texts[:3], by_texts[13] = [1, 1, 2], 1
+    by_tokens[2:4], by_tokens[14] = [2, 2], 1
+    usual = {"queued_texts": 3, "queued_tokens": 30, "running_tokens": 0, "batches": 5, "texts": 5010, "tokens": 9020}
+    rest = {"failed_texts": 0, "busy_s": 0.5, "healthy": True}
+    return EngineStats(by_texts=tuple(by_texts), by_tokens=tuple(by_tokens), **usual, **rest, **counts)
+
+
+def buckets_of(family: Metric) -> dict[float, float]:
+    return {float(sample.labels["le"]): sample.value for sample in family.samples if sample.name.endswith("_bucket")}
 
 
 def parsed(metrics: TeiMetrics) -> dict[str, Metric]:
@@ -33,7 +50,7 @@ def values(family: Metric, label: str) -> dict[str, float]:
 def metrics() -> TeiMetrics:
     """One call of one text, one of four; limits of a model of 512 tokens."""
     metrics = TeiMetrics()
-    metrics.attach(queue_size=lambda: 3, max_input_length=512)
+    metrics.attach(stats, max_input_length=512)
     for texts in (1, 4):
         metrics.received(texts)
         metrics.finished(done(texts, 8 * texts), Call(1, Lane.INTERACTIVE), None)
@@ -82,6 +99,47 @@ def test_lengths_have_powers_of_two_up_to_the_models_limit(metrics: TeiMetrics) 
     assert buckets["4.0"] == 0
     assert buckets["8.0"] == 5
     assert next(sample.value for sample in family.samples if sample.name.endswith("_sum")) == 40
+
+
+def test_batches_are_those_of_the_engine_in_powers_of_two(metrics: TeiMetrics) -> None:
+    families = parsed(metrics)
+    sizes, tokens = buckets_of(families["te_batch_next_size"]), buckets_of(families["te_batch_next_tokens"])
+
+    assert list(sizes) == [*(2.0**k for k in range(13)), float("inf")]
+    assert list(tokens) == [*(2.0**k for k in range(21)), float("inf")]
+    assert [sizes[bound] for bound in (1, 2, 4, 4096, float("inf"))] == [1, 2, 4, 4, 5]
+    assert [tokens[bound] for bound in (2, 4, 8, 8192, 16384, float("inf"))] == [0, 2, 4, 4, 5, 5]
+    sums = {s.name: s.value for family in families.values() for s in family.samples if s.name.endswith("_sum")}
+    assert sums["te_batch_next_size_sum"] == 5010
+    assert sums["te_batch_next_tokens_sum"] == 9020
+
+
+def test_scores_are_predictions_and_all_else_embeddings() -> None:
+    metrics = TeiMetrics()
+    for output in Output:
+        metrics.received(2)
+        metrics.finished(done(2, output=output), Call(1, Lane.INTERACTIVE), None)
+
+    families = parsed(metrics)
+
+    assert families["te_embed_count"].samples[0].value == 8
+    assert families["te_embed_success"].samples[0].value == 8
+    assert families["te_predict_count"].samples[0].value == 2
+    assert families["te_predict_success"].samples[0].value == 2
+    for part in PARTS:
+        assert buckets_of(families[f"te_predict{part}_duration"])[float("inf")] == 2
+        assert buckets_of(families[f"te_embed{part}_duration"])[float("inf")] == 8
+
+
+def test_a_message_of_a_stream_is_no_request_but_has_durations() -> None:
+    metrics = TeiMetrics()
+
+    metrics.finished(done(), Call(1, Lane.BULK, may_wait=True), None)
+
+    families = parsed(metrics)
+    assert "te_request_success" not in families
+    assert buckets_of(families["te_request_duration"])[float("inf")] == 1
+    assert families["te_embed_success"].samples[0].value == 1
 
 
 def test_a_series_appears_once_something_was_counted() -> None:

@@ -36,7 +36,10 @@ _LAST_ANSWERS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot; counts are since the start, `busy_s` is time with a batch on the device."""
+    """A snapshot; counts are since the start, `busy_s` is time with a batch on the device.
+
+    `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise.
+    """
 
     queued_texts: int
     queued_tokens: int
@@ -47,6 +50,8 @@ class EngineStats:
     failed_texts: int
     busy_s: float
     healthy: bool
+    by_texts: tuple[int, ...]
+    by_tokens: tuple[int, ...]
 
 
 class Engine:
@@ -151,6 +156,8 @@ class Engine:
             failed_texts=counters.failed_texts,
             busy_s=counters.busy_ns / 1e9,
             healthy=self._sickness is None,
+            by_texts=tuple(counters.by_texts),
+            by_tokens=tuple(counters.by_tokens),
         )
 
     def close(self, grace_s: float) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from teimgr.engine.flight import Flight
 from teimgr.engine.job import Job, Output
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _HANDOVER = 2  # batches: one that is being finished, one that waits
 _CHECK_S = 0.2
+_POWERS = 32  # of two: no batch has more tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,10 @@ class Failures:
 
 @dataclass(slots=True)
 class Counters:
-    """What the finisher has done since the start; `busy_ns` is device time, `finished_at` a monotonic moment."""
+    """What the finisher has done since the start; `busy_ns` is device time, `finished_at` a monotonic moment.
+
+    `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise.
+    """
 
     batches: int = 0
     texts: int = 0
@@ -54,6 +58,8 @@ class Counters:
     failed_texts: int = 0
     busy_ns: int = 0
     finished_at: float = -float("inf")
+    by_texts: list[int] = field(default_factory=lambda: [0] * _POWERS)
+    by_tokens: list[int] = field(default_factory=lambda: [0] * _POWERS)
 
 
 class Finisher:
@@ -167,6 +173,8 @@ class Finisher:
     def _count(self, batch: Started, duration_ns: int) -> None:
         counters = self.counters
         counters.batches += 1
+        counters.by_texts[(len(batch.entries) - 1).bit_length()] += 1
+        counters.by_tokens[(batch.tokens - 1).bit_length()] += 1
         counters.texts += len(batch.entries)
         counters.tokens += batch.tokens
         counters.busy_ns += duration_ns

@@ -56,7 +56,7 @@ class Desk:
     def attach(self, engine: Engine) -> None:
         """From now on inference is served."""
         self._engine = engine
-        self.metrics.attach(lambda: engine.stats().queued_texts, engine.info.max_input_length)
+        self.metrics.attach(engine.stats, engine.info.max_input_length)
 
     @property
     def engine(self) -> Engine:

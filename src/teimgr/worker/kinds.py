@@ -13,16 +13,6 @@ RERANKER = "reranker"
 _SCORING = ("classifier", RERANKER)
 
 
-def need_classifier(model: ModelInfo) -> None:
-    """Predictions: a classifier, or a reranker, whose one label is a prediction too.
-
-    Raises:
-        WrongModelKind: another kind.
-    """
-    if model.kind not in _SCORING:
-        raise WrongModelKind("Backend error: Model is not a classifier model")
-
-
 def need_reranker_http(model: ModelInfo) -> None:
     """Ranks, asked for over HTTP.
 

@@ -14,7 +14,7 @@ from teimgr.wire.replies import with_metadata
 from teimgr.worker import convert
 from teimgr.worker.calls import Call, Handler, MethodCall, Reply, raise_first, within
 from teimgr.worker.desk import Desk
-from teimgr.worker.kinds import need_classifier, need_reranker_grpc
+from teimgr.worker.kinds import need_reranker_grpc
 from teimgr.worker.scores import predictions, ranks
 
 
@@ -42,9 +42,7 @@ class ScoringCalls:
         self._classify(call, Pair(*inputs) if len(inputs) == 2 else inputs[0], convert.score_options(message))
 
     def _classify(self, call: MethodCall, item: Input, options: InferOptions) -> None:
-        model = self._desk.engine.info
-        need_classifier(model)
-        self._desk.serve(call, [item], options, partial(_predictions, call, model.labels))
+        self._desk.serve(call, [item], options, partial(_predictions, call, self._desk.engine.info.labels))
 
     def _rerank(self, call: MethodCall) -> None:
         message = convert.parse(tei_pb2.RerankRequest, call.payload)
