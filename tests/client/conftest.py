@@ -74,7 +74,7 @@ def make_server(multiplexer: Multiplexer) -> grpc.aio.Server:
     """A server of the multiplexer's methods that takes large messages."""
     sizes = [("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES)]
     server = grpc.aio.server(options=sizes)
-    server.add_generic_rpc_handlers((handlers(multiplexer),))
+    server.add_generic_rpc_handlers(handlers(multiplexer))
     return server
 
 

@@ -18,6 +18,9 @@ from aiohttp import web
 
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.pb.teimgr.v1 import arrow_pb2
+
+_MODULES = {"tei.v1": tei_pb2, "tei_multiplexer.v1": mux_pb2, "teimgr.v1": arrow_pb2}
 
 DIM = 8
 INSTANCE = "mini"
@@ -35,6 +38,7 @@ class Seen:
 
     embeds: list[mux_pb2.EmbedRequest] = field(default_factory=list)
     arrows: list[mux_pb2.EmbedArrowRequest] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
 
@@ -132,6 +136,60 @@ class Multiplexer:
     async def Decode(self, request: mux_pb2.DecodeRequest, context: Any) -> tei_pb2.DecodeResponse:
         return tei_pb2.DecodeResponse(text=" ".join(map(str, request.request.ids)))
 
+    async def EmbedSparse(self, request: mux_pb2.EmbedSparseRequest, context: Any) -> tei_pb2.EmbedSparseResponse:
+        self.seen.others.append(request)
+        await self.check(request.target, context)
+        entries = [tei_pb2.SparseValue(index=at, value=ord(char)) for at, char in enumerate(request.request.inputs)]
+        return tei_pb2.EmbedSparseResponse(sparse_embeddings=entries)
+
+    async def EmbedAll(self, request: mux_pb2.EmbedAllRequest, context: Any) -> tei_pb2.EmbedAllResponse:
+        self.seen.others.append(request)
+        await self.check(request.target, context)
+        tokens = [tei_pb2.TokenEmbedding(embeddings=vector_of(word)) for word in request.request.inputs.split()]
+        return tei_pb2.EmbedAllResponse(token_embeddings=tokens)
+
+    async def Predict(self, request: mux_pb2.PredictRequest, context: Any) -> tei_pb2.PredictResponse:
+        self.seen.others.append(request)
+        await self.check(request.target, context)
+        return tei_pb2.PredictResponse(predictions=[tei_pb2.Prediction(label=request.request.inputs, score=0.5)])
+
+    async def PredictPair(self, request: mux_pb2.PredictPairRequest, context: Any) -> tei_pb2.PredictResponse:
+        self.seen.others.append(request)
+        await self.check(request.target, context)
+        label = "+".join(request.request.inputs)
+        return tei_pb2.PredictResponse(predictions=[tei_pb2.Prediction(label=label, score=0.25)])
+
+    async def RerankStream(
+        self, requests: AsyncIterator[mux_pb2.RerankStreamRequest], context: Any
+    ) -> tei_pb2.RerankResponse:
+        """A text `overload` ends it at once, whatever is still to come; `hang` is never answered."""
+        received = []
+        async for request in requests:
+            await self.check(request.target, context)
+            received.append(request.request)
+            self.seen.others.append(request)
+            if request.request.text == "overload":
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Model is overloaded")
+            if request.request.text == "hang":
+                self.hanging.set()
+                await asyncio.Event().wait()
+        if not received:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "Empty stream")
+        texts = [inner.text for inner in received]
+        inner = tei_pb2.RerankRequest(texts=texts, return_text=received[0].return_text)
+        return await self.Rerank(mux_pb2.RerankRequest(request=inner), context)
+
+    async def Infer(self, request: arrow_pb2.ArrowRequest, context: Any) -> arrow_pb2.ArrowResponse:
+        self.seen.others.append(request)
+        await self.check(request.target, context)
+        return arrow_pb2.ArrowResponse(arrow_ipc=infer_answer(request))
+
+    async def InferStream(
+        self, requests: AsyncIterator[arrow_pb2.ArrowRequest], context: Any
+    ) -> AsyncIterator[arrow_pb2.ArrowResponse]:
+        async for request in requests:
+            yield await self.Infer(request, context)
+
     async def Rerank(self, request: mux_pb2.RerankRequest, context: Any) -> tei_pb2.RerankResponse:
         inner = request.request
         ranks = [
@@ -160,11 +218,34 @@ def answer(request: mux_pb2.EmbedArrowRequest) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def handlers(multiplexer: Multiplexer) -> grpc.GenericRpcHandler:
-    """Every method of the service that `multiplexer` has."""
-    service = mux_pb2.DESCRIPTOR.services_by_name["TeiMultiplexer"]
+def infer_answer(request: arrow_pb2.ArrowRequest) -> bytes:
+    """The key columns, a column `length` of the texts' lengths, and no errors; `garbage` makes the reply unreadable."""
+    table = pa.ipc.open_stream(request.arrow_ipc).read_all()
+    texts = table["text"].to_pylist()
+    if "garbage" in texts:
+        return b"garbage"
+    reply = table.select(list(request.key_columns)).append_column("length", pa.array([len(text) for text in texts]))
+    if "enough" in texts:
+        reply = reply.slice(1)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, reply.schema) as writer:
+        writer.write_table(reply)
+    return sink.getvalue().to_pybytes()
+
+
+def handlers(multiplexer: Multiplexer) -> tuple[grpc.GenericRpcHandler, ...]:
+    """Every method of the two services that `multiplexer` has."""
+    services = (
+        mux_pb2.DESCRIPTOR.services_by_name["TeiMultiplexer"],
+        arrow_pb2.DESCRIPTOR.services_by_name["Arrow"],
+    )
+    return tuple(_handlers_of(service, multiplexer) for service in services)
+
+
+def _handlers_of(service: Any, multiplexer: Multiplexer) -> grpc.GenericRpcHandler:
     shapes: dict[tuple[bool, bool], Callable[..., Any]] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     made = {
@@ -181,8 +262,7 @@ def handlers(multiplexer: Multiplexer) -> grpc.GenericRpcHandler:
 
 def message(descriptor: Any) -> Any:
     """The class of a message descriptor."""
-    module = tei_pb2 if descriptor.file.package == "tei.v1" else mux_pb2
-    return getattr(module, descriptor.name)
+    return getattr(_MODULES[descriptor.file.package], descriptor.name)
 
 
 class Daemon:

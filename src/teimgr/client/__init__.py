@@ -1,4 +1,4 @@
-"""A small typed client: lifecycle over REST, inference over gRPC, numpy in and out.
+"""A small typed client: lifecycle over REST, inference over gRPC, numpy and Arrow in and out.
 
     async with AsyncClient(api="http://127.0.0.1:9000", grpc="http://127.0.0.1:9001") as client:
         await client.create("mini", "sentence-transformers/all-MiniLM-L6-v2")
@@ -11,7 +11,7 @@
 from teimgr.client.asynchronous import AsyncClient
 from teimgr.client.synchronous import Client
 from teimgr.client.tls import Tls
-from teimgr.client.values import Embedded, Health, Info, Instance, Logs, Rank, Token
+from teimgr.client.values import Embedded, Health, Info, Instance, Logs, Prediction, Rank, SparseVector, Token
 
 __all__ = [
     "AsyncClient",
@@ -21,7 +21,9 @@ __all__ = [
     "Info",
     "Instance",
     "Logs",
+    "Prediction",
     "Rank",
+    "SparseVector",
     "Tls",
     "Token",
 ]

@@ -9,6 +9,8 @@ from teimgr.client.calls import Calls
 from teimgr.client.inference import Inference
 from teimgr.client.lifecycle import Lifecycle
 from teimgr.client.rest import Rest
+from teimgr.client.scoring import Scoring
+from teimgr.client.tables import Tables
 from teimgr.client.tls import Endpoint, Tls
 
 API = "http://127.0.0.1:9000"
@@ -16,7 +18,7 @@ GRPC = "http://127.0.0.1:9001"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-class AsyncClient(Lifecycle, Inference):
+class AsyncClient(Lifecycle, Inference, Scoring, Tables):
     """One daemon: `api` is its REST side, `grpc` its multiplexer; `https://` speaks TLS as `tls` says.
 
     Used as `async with`; nothing is sent before the first call. `timeout_s` bounds every call, stop and restart

@@ -42,8 +42,7 @@ def pack_texts(
     Raises:
         ValidationError: something in `texts` is no string; its position counts from `first_row` and is one in `name`.
     """
-    if compression not in _COMPRESSIONS:
-        raise ValidationError(f"compression must be 'lz4', 'zstd' or None, not {said(compression)}")
+    check_compression(compression)
     column = _column(texts, name, first_row)
     schema = _NULLABLE if column.null_count else _NOT_NULL
     if column.type != pa.utf8():
@@ -52,6 +51,12 @@ def pack_texts(
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_batch(pa.record_batch([column], schema=schema))
     return bytes(sink.getvalue())
+
+
+def check_compression(compression: object) -> None:
+    """Refuse what is no codec of Arrow's."""
+    if compression not in _COMPRESSIONS:
+        raise ValidationError(f"compression must be 'lz4', 'zstd' or None, not {said(compression)}")
 
 
 def unpack_vectors(ipc: bytes) -> Embedded:

@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 
 from teimgr.client.conversation import Conversation
-from teimgr.client.failures import from_grpc
+from teimgr.client.ending import Ending
+from teimgr.client.failures import from_grpc, from_status
 from teimgr.client.tls import Endpoint, Tls
-from teimgr.errors import Cancelled, Internal, Unavailable
+from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Unavailable
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
@@ -75,14 +76,14 @@ class Calls:
             await self._explain(timeout_s)
 
     async def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        """The reply to one request.
+        """The reply to one request; `method` is one of the multiplexer's, or a whole path.
 
         Raises:
             TeimgrError: what the status meant; DeadlineExceeded after `timeout_s`.
         """
         call = self._unary.get(method)
         if call is None:
-            call = self._unary[method] = self._opened().unary_unary(SERVICE + method)
+            call = self._unary[method] = self._opened().unary_unary(_path(method))
         try:
             reply: bytes = await call(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -117,12 +118,45 @@ class Calls:
             return
         if self._channel is not channel:
             raise Cancelled("the client was closed during the call")
-        conversation = Conversation(channel.stream_stream(SERVICE + method)(), first, requests, window)
+        conversation = Conversation(channel.stream_stream(_path(method))(), first, requests, window)
         try:
             while (reply := await conversation.reply(idle_s)) is not None:
                 yield reply
         finally:
             await conversation.end()
+
+    async def collect(self, method: str, requests: AsyncIterator[bytes], *, idle_s: float) -> bytes:
+        """The one reply to a stream of requests, sent no faster than the server takes them.
+
+        The call begins with the first request. When `requests` itself fails the call is given up.
+
+        Raises:
+            Cancelled: the client was closed.
+            TeimgrError: what the status meant; DeadlineExceeded when the server takes or says nothing for `idle_s`.
+        """
+        call = self._opened().stream_unary(_path(method))()
+        ending = Ending(call)
+        try:
+            async for request in requests:
+                async with asyncio.timeout(idle_s):
+                    await call.write(request)
+            async with asyncio.timeout(idle_s):
+                await call.done_writing()
+                reply: bytes = await call
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no reply to the stream for {idle_s:g} s") from error
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            if not call.done():
+                raise
+            raise from_status(*await ending.status()) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Cancelled("the client was closed during the call") from None
+        finally:
+            call.cancel()
+        return reply
 
     async def _explain(self, timeout_s: float) -> None:
         """Only a call is told why a connection failed; on a broken channel it fails at once and is never sent."""
@@ -139,3 +173,7 @@ class Calls:
         if self._channel is None:
             raise Internal("the client is not open: use it in a `with` block")
         return self._channel
+
+
+def _path(method: str) -> str:
+    return method if method.startswith("/") else SERVICE + method

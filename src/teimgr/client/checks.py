@@ -5,7 +5,7 @@ Each function takes the argument's name as the message shall say it, `texts[3]` 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Set
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
@@ -41,9 +41,10 @@ def check_text(name: str, value: object) -> None:
         raise ValidationError(f"{name} is not Unicode: {reason}") from error
 
 
-def check_texts(name: str, values: Iterable[object]) -> None:
-    """Refuse the first of several that is no text, by its position."""
+def check_texts(name: str, values: object) -> None:
+    """Refuse what is no sequence, or the first of several that is no text, by its position."""
     check_sequence(name, values)
+    assert isinstance(values, Iterable)  # it has a length and an order
     for position, value in enumerate(values):
         check_text(f"{name}[{position}]", value)
 
@@ -84,4 +85,9 @@ def _not(name: str, wanted: str, value: object) -> ValidationError:
     return ValidationError(f"{name} must be {wanted}, not {'None' if value is None else said(value)}")
 
 
-_BY_TYPE: dict[Any, Callable[[str, object], None]] = {str: check_text, int: check_count, bool: check_flag}
+_BY_TYPE: dict[Any, Callable[[str, object], None]] = {
+    str: check_text,
+    int: check_count,
+    bool: check_flag,
+    Sequence[str]: check_texts,
+}

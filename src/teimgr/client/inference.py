@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from typing import TypeVar, Unpack
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from typing import Unpack
 
 import numpy as np
-from google.protobuf.message import Message
 
+from teimgr.client.asking import Asking
 from teimgr.client.batches import Compression, Texts, joined, pack_texts, slices, unpack_vectors
-from teimgr.client.calls import Calls
 from teimgr.client.checks import (
     check_count,
     check_flag,
@@ -19,42 +17,34 @@ from teimgr.client.checks import (
     check_sequence,
     check_source,
     check_text,
-    check_texts,
 )
-from teimgr.client.failures import first_of
 from teimgr.client.messages import (
     HOW,
     HOW_ARROW,
+    HOW_TEXT,
     WHERE,
     How,
     HowArrow,
+    HowText,
     Where,
     arrow_request,
+    direction,
     embed_request,
     target,
     vector,
 )
 from teimgr.client.sources import items
-from teimgr.client.values import Embedded, Info, Rank, Token, Vectors
+from teimgr.client.values import Embedded, Info, SparseVector, Token, Vectors
 from teimgr.errors import Internal
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-
-M = TypeVar("M", bound=Message)
 
 _STREAM_WINDOW = 512
 _BATCH_WINDOW = 4
 
 
-class Inference:
-    """The calls of the multiplexer. Every method raises the `TeimgrError` that the server meant.
-
-    `instance=` or `model=` says who answers. Calls end after the client's `timeout_s`; streams when a reply is
-    owed for that long.
-    """
-
-    _calls: Calls
-    _timeout_s: float
+class Inference(Asking):
+    """What embedding models of every kind serve, and what concerns tokens."""
 
     async def embed(self, texts: str | Sequence[str], *, in_flight: int = 64, **how: Unpack[How]) -> Vectors:
         """One vector per text, float32 [n, dim]; one text gives one row, no text none ([0, 0]).
@@ -63,20 +53,62 @@ class Inference:
         The first failure ends the rest.
         """
         check_keywords(how, HOW)
-        check_limit("in_flight", in_flight)
         wanted = [texts] if isinstance(texts, str) else texts
         check_sequence("texts", wanted)
-        rows: list[Vectors] = [np.empty(0, np.float32)] * len(wanted)
-        waiting = iter(enumerate(wanted))
 
-        async def work() -> None:
-            for row, text in waiting:
-                check_text(f"texts[{row}]", text)
-                reply = await self._calls.unary("Embed", embed_request(text, how), self._timeout_s)
-                rows[row] = vector(reply)
+        async def ask(position: int, text: str) -> Vectors:
+            check_text(f"texts[{position}]", text)
+            return vector(await self._calls.unary("Embed", embed_request(text, how), self._timeout_s))
 
-        await _together(work, min(in_flight, len(wanted)))
+        rows = await self._each(wanted, in_flight, ask)
         return np.stack(rows) if rows else np.empty((0, 0), np.float32)
+
+    async def embed_sparse(
+        self, texts: str | Sequence[str], *, in_flight: int = 64, **how: Unpack[HowText]
+    ) -> Sequence[SparseVector]:
+        """The weights of every text over the model's vocabulary; one text gives one vector."""
+        check_keywords(how, HOW_TEXT)
+        wanted = [texts] if isinstance(texts, str) else texts
+        check_sequence("texts", wanted)
+
+        async def ask(position: int, text: str) -> SparseVector:
+            check_text(f"texts[{position}]", text)
+            inner = tei_pb2.EmbedSparseRequest(
+                inputs=text,
+                truncate=how.get("truncate", True),
+                truncation_direction=direction(how),
+                prompt_name=how.get("prompt_name"),
+            )
+            request = mux_pb2.EmbedSparseRequest(target=target(how), request=inner)
+            return SparseVector.from_message(await self._ask("EmbedSparse", request, tei_pb2.EmbedSparseResponse))
+
+        return await self._each(wanted, in_flight, ask)
+
+    async def embed_all(
+        self, texts: str | Sequence[str], *, in_flight: int = 64, **how: Unpack[HowText]
+    ) -> Sequence[Vectors]:
+        """A vector for every token of every text, float32 [tokens, dim] each; one text gives one matrix.
+
+        A late-interaction model gives the vectors it compares, any other its last hidden states.
+        """
+        check_keywords(how, HOW_TEXT)
+        wanted = [texts] if isinstance(texts, str) else texts
+        check_sequence("texts", wanted)
+
+        async def ask(position: int, text: str) -> Vectors:
+            check_text(f"texts[{position}]", text)
+            inner = tei_pb2.EmbedAllRequest(
+                inputs=text,
+                truncate=how.get("truncate", True),
+                truncation_direction=direction(how),
+                prompt_name=how.get("prompt_name"),
+            )
+            request = mux_pb2.EmbedAllRequest(target=target(how), request=inner)
+            reply = await self._ask("EmbedAll", request, tei_pb2.EmbedAllResponse)
+            rows = [np.array(token.embeddings, np.float32) for token in reply.token_embeddings]
+            return np.stack(rows) if rows else np.empty((0, 0), np.float32)
+
+        return await self._each(wanted, in_flight, ask)
 
     async def embed_stream(
         self, texts: Iterable[str] | AsyncIterable[str], *, window: int = _STREAM_WINDOW, **how: Unpack[How]
@@ -114,18 +146,12 @@ class Inference:
         A text that fails alone is told in `Embedded.errors`; a failing call raises.
         """
         check_keywords(how, HOW_ARROW)
-        check_limit("in_flight", in_flight)
-        pieces = list(slices(texts, batch_rows))
-        parts: list[Embedded | None] = [None] * len(pieces)
-        waiting = iter(enumerate(pieces))
 
-        async def work() -> None:
-            for at, piece in waiting:
-                request = arrow_request(pack_texts(piece, compression, first_row=at * batch_rows), how)
-                parts[at] = _matching(await self._calls.unary("EmbedArrow", request, self._timeout_s), len(piece))
+        async def ask(at: int, piece: Texts) -> Embedded:
+            request = arrow_request(pack_texts(piece, compression, first_row=at * batch_rows), how)
+            return _matching(await self._calls.unary("EmbedArrow", request, self._timeout_s), len(piece))
 
-        await _together(work, min(in_flight, len(pieces)))
-        return joined([part for part in parts if part is not None])
+        return joined(await self._each(list(slices(texts, batch_rows)), in_flight, ask))
 
     async def embed_arrow_stream(
         self,
@@ -180,32 +206,6 @@ class Inference:
         request = mux_pb2.DecodeRequest(target=target(where), request=inner)
         return (await self._ask("Decode", request, tei_pb2.DecodeResponse)).text
 
-    async def rerank(
-        self,
-        query: str,
-        texts: Sequence[str],
-        *,
-        truncate: bool = True,
-        raw_scores: bool = False,
-        return_text: bool = False,
-        **where: Unpack[Where],
-    ) -> Sequence[Rank]:
-        """Every text's rank for the query, best first; only a reranker serves it."""
-        check_keywords(where, WHERE)
-        check_text("query", query)
-        check_texts("texts", texts)
-        for name, flag in (("truncate", truncate), ("raw_scores", raw_scores), ("return_text", return_text)):
-            check_flag(name, flag)
-        inner = tei_pb2.RerankRequest(
-            query=query, texts=texts, truncate=truncate, raw_scores=raw_scores, return_text=return_text
-        )
-        request = mux_pb2.RerankRequest(target=target(where), request=inner)
-        reply = await self._ask("Rerank", request, tei_pb2.RerankResponse)
-        return [Rank(rank.index, rank.score, rank.text if rank.HasField("text") else None) for rank in reply.ranks]
-
-    async def _ask(self, method: str, request: Message, reply: type[M]) -> M:
-        return reply.FromString(await self._calls.unary(method, request.SerializeToString(), self._timeout_s))
-
 
 def _ipc(reply: bytes) -> bytes:
     return mux_pb2.EmbedArrowResponse.FromString(reply).arrow_ipc
@@ -216,13 +216,3 @@ def _matching(reply: bytes, rows: int) -> Embedded:
     if len(embedded.vectors) != rows:
         raise Internal(f"the server answered {len(embedded.vectors)} rows for {rows} texts")
     return embedded
-
-
-async def _together(work: Callable[[], Coroutine[None, None, None]], count: int) -> None:
-    """`count` tasks of `work`; the first failure cancels the others and is raised by itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(count):
-                group.create_task(work())
-    except BaseExceptionGroup as failures:
-        first_of(failures)

@@ -126,12 +126,19 @@ class Client:
 
     embed = _blocking(AsyncClient.embed)
     embed_stream = _iterating(AsyncClient.embed_stream)
+    embed_sparse = _blocking(AsyncClient.embed_sparse)
+    embed_all = _blocking(AsyncClient.embed_all)
     embed_arrow = _blocking(AsyncClient.embed_arrow)
     embed_arrow_stream = _iterating(AsyncClient.embed_arrow_stream)
     info = _blocking(AsyncClient.info)
     tokenize = _blocking(AsyncClient.tokenize)
     decode = _blocking(AsyncClient.decode)
+    predict = _blocking(AsyncClient.predict)
+    predict_pair = _blocking(AsyncClient.predict_pair)
     rerank = _blocking(AsyncClient.rerank)
+    rerank_stream = _blocking(AsyncClient.rerank_stream)
+    infer = _blocking(AsyncClient.infer)
+    infer_stream = _iterating(AsyncClient.infer_stream)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:

@@ -134,12 +134,40 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseVector:
+    """The entries of a vector that are not zero: uint32 [k] ascending, float32 [k]."""
+
+    indices: NDArray[np.uint32]
+    values: Vectors
+
+    @classmethod
+    def from_message(cls, message: tei_pb2.EmbedSparseResponse) -> SparseVector:
+        """Read `tei.v1.EmbedSparseResponse`."""
+        entries = message.sparse_embeddings
+        indices = np.array([entry.index for entry in entries], np.uint32)
+        return cls(indices, np.array([entry.value for entry in entries], np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A label and its score."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rank:
     """How well the text at `index` of the request answers the query; `text` only when it was asked for."""
 
     index: int
     score: float
     text: str | None
+
+    @classmethod
+    def from_message(cls, message: tei_pb2.Rank) -> Rank:
+        """Read `tei.v1.Rank`."""
+        return cls(message.index, message.score, message.text if message.HasField("text") else None)
 
 
 @dataclass(frozen=True, slots=True)
