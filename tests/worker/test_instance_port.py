@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
-from real_worker import LIMIT_S, WorkerLink, WorkerProcess, arrow
+from real_worker import LIMIT_S, Connect, WorkerLink, WorkerProcess, arrow
+from tei_client import COST_HEADERS, TeiClient, Told
 
 from teimgr.wire.frames import Flag, Method
-
-HEADERS = (
-    "x-compute-type",
-    "x-compute-time",
-    "x-compute-characters",
-    "x-compute-tokens",
-    "x-total-time",
-    "x-tokenization-time",
-    "x-queue-time",
-    "x-inference-time",
-)
 
 
 @pytest.fixture
@@ -78,14 +70,15 @@ async def test_metrics_are_plain_text_and_count(http: aiohttp.ClientSession) -> 
     assert "te_queue_size" in await (await http.get("/metrics")).text()
 
 
-@pytest.mark.parametrize("path", ["/health", "/info", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/info", "/metrics", "/docs", "/api-doc/openapi.json"])
 async def test_what_is_got_can_be_headed(http: aiohttp.ClientSession, path: str) -> None:
     async with http.head(path) as reply:
         assert reply.status == 200
 
 
 @pytest.mark.parametrize(
-    ("verb", "path", "status"), [("GET", "/embed", 405), ("POST", "/info", 405), ("GET", "/no", 404)]
+    ("verb", "path", "status"),
+    [("GET", "/embed", 405), ("POST", "/info", 405), ("GET", "/no", 404), ("POST", "/embed/", 404), ("PUT", "/", 405)],
 )
 async def test_what_is_not_there_has_no_body(http: aiohttp.ClientSession, verb: str, path: str, status: int) -> None:
     async with http.request(verb, path) as reply:
@@ -97,12 +90,12 @@ async def test_one_text_gives_a_list_of_one_vector_and_eight_headers(
 ) -> None:
     async with http.post("/embed", json={"inputs": "the quick fox"}) as reply:
         vectors = await reply.json()
-        headers = [name for name in HEADERS if name in reply.headers]
+        headers = [name for name in COST_HEADERS if name in reply.headers]
 
-    assert headers == list(HEADERS)
+    assert headers == list(COST_HEADERS)
     assert reply.headers["x-compute-type"] == "gpu+optimized"
     assert reply.headers["x-compute-characters"] == "13"
-    assert all(int(reply.headers[name]) >= 0 for name in HEADERS[1:])
+    assert all(int(reply.headers[name]) >= 0 for name in COST_HEADERS[1:])
     expected = (await link.answer(link.embed("the quick fox", flags=Flag.WAIT))).vector
     assert np.allclose(vectors, [expected], atol=1e-6)
 
@@ -243,3 +236,158 @@ async def hang_up_after(worker: WorkerProcess, body: bytes, cut: int) -> None:
     await writer.drain()
     writer.close()
     await writer.wait_closed()
+
+
+async def test_a_call_that_finds_no_room_is_429_and_the_tokenizer_takes_none(
+    worker: WorkerProcess, http: aiohttp.ClientSession, link: WorkerLink
+) -> None:
+    """The five calls that fit are there, and busy for long."""
+    busy = [link.post(Method.EMBED_ARROW, arrow(["rain " * 30] * 4000), flags=Flag.BULK) for _ in range(5)]
+    async with asyncio.timeout(LIMIT_S):
+        while await link.calls() < 5:
+            pass
+
+    client = TeiClient(worker)
+    told = await client.post("/embed", {"inputs": "fog"})
+    openai = await client.post("/v1/embeddings", {"input": "fog"})
+    vertex = await client.post("/vertex", {"instances": [{"inputs": "fog"}, {"inputs": "dog"}]})
+    tokens = await client.post("/tokenize", {"inputs": "fog"})
+    for id in busy:
+        link.cancel(id)
+    await client.session.close()
+    await link.emptied()
+
+    for refused in (told, vertex):
+        assert refused.error == (429, {"error": "Model is overloaded", "error_type": "Overloaded"})
+        assert refused.headers["retry-after"] == "1"
+    assert openai.error == (429, {"message": "Model is overloaded", "code": 429, "type": "Overloaded"})
+    assert tokens.status == 200
+    assert "never retrieved" not in worker.log
+
+
+async def test_a_large_answer_is_whole(http: aiohttp.ClientSession, worker: WorkerProcess) -> None:
+    """32 inputs of 96 tokens are 98,304 numbers, too many to be written on the finisher's thread."""
+    async with http.post("/embed_all", json={"inputs": ["rain " * 96] * 31 + ["fog rain " * 48]}) as reply:
+        rows = await reply.json()
+
+    assert reply.headers["x-compute-tokens"] == str(32 * 96)
+    assert np.shape(rows) == (32, 96, 32)
+    assert rows[0] != rows[31]
+
+
+async def test_the_openapi_document_has_teis_names(http: aiohttp.ClientSession) -> None:
+    async with http.get("/api-doc/openapi.json") as reply:
+        document = await reply.json()
+
+    assert document["openapi"] == "3.0.3"
+    assert set(document["paths"]) == {
+        *("/decode", "/embed", "/embed_all", "/embed_sparse", "/health", "/info", "/metrics", "/predict", "/rerank"),
+        *("/similarity", "/tokenize", "/v1/embeddings", "/vertex"),
+    }
+    schemas = document["components"]["schemas"]
+    assert set(schemas["ErrorType"]["enum"]) == {
+        *("Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty")
+    }
+    assert {"EmbedRequest", "OpenAICompatErrorResponse", "PredictInput", "InputIds", "Rank"} <= set(schemas)
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references == set(schemas)
+    assert schemas["EmbedRequest"]["properties"]["truncate"]["nullable"] is True
+    assert '"null"' not in json.dumps(document)
+
+
+@pytest.mark.parametrize("path", ["/docs", "/docs/"])
+async def test_the_docs_page_lists_the_routes_and_loads_nothing(http: aiohttp.ClientSession, path: str) -> None:
+    async with http.get(path, allow_redirects=False) as reply:
+        page = await reply.text()
+
+    assert (reply.status, reply.content_type) == (200, "text/html")
+    assert "/embed_sparse" in page
+    assert 'href="/api-doc/openapi.json"' in page
+    assert not re.search(r"<(script|img|link)|https?://", page)
+
+
+# §1.17: origins and the key.
+
+
+@pytest.mark.parametrize("path", ["/embed", "/info", "/no"])
+async def test_a_preflight_is_answered_before_anything_else(worker: WorkerProcess, link: WorkerLink, path: str) -> None:
+    asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    told = await once(worker, "OPTIONS", path, headers=asked)
+
+    assert (told.status, told.text) == (200, "")
+    assert told.headers["access-control-allow-origin"] == "*"
+    assert told.headers["access-control-allow-methods"] == "GET,POST"
+    assert told.headers["access-control-allow-headers"] == "content-type"
+
+
+@pytest.mark.parametrize(("verb", "path"), [("GET", "/health"), ("POST", "/embed"), ("GET", "/no")])
+async def test_every_answer_may_be_read_by_every_page(
+    worker: WorkerProcess, link: WorkerLink, verb: str, path: str
+) -> None:
+    assert (await once(worker, verb, path)).headers["access-control-allow-origin"] == "*"
+
+
+@pytest.fixture(scope="module")
+def locked(tiny: Path) -> Iterator[WorkerProcess]:
+    """A worker with a key that lets two origins in."""
+    origins = ("https://a.example", "https://b.example")
+    with WorkerProcess(tiny, api_key="s3crét", cors_allow_origin=origins) as one:
+        yield one
+
+
+@pytest.fixture
+async def locked_ready(locked: WorkerProcess, connect: Connect) -> WorkerProcess:
+    link = await connect(locked)
+    await link.state(link.post(Method.WATCH), "ready")
+    return locked
+
+
+@pytest.mark.parametrize(
+    "given", [None, "s3crét", "Bearer", "Bearer ", "Bearer s3cr", "bearer s3crét", "Bearer s3crét "]
+)
+@pytest.mark.parametrize(("verb", "path"), [("POST", "/embed"), ("POST", "/"), ("GET", "/info"), ("POST", "/vertex")])
+async def test_without_the_key_there_is_401_and_no_body(
+    locked_ready: WorkerProcess, verb: str, path: str, given: str | None
+) -> None:
+    said = {} if given is None else {"authorization": given}
+    told = await once(locked_ready, verb, path, {"inputs": "fog"}, said)
+
+    assert (told.status, told.text) == (401, "")
+    assert "www-authenticate" not in told.headers
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/metrics", "/docs", "/docs/", "/api-doc/openapi.json"])
+async def test_what_is_public_needs_no_key(locked_ready: WorkerProcess, path: str) -> None:
+    assert (await once(locked_ready, "GET", path)).status == 200
+
+
+async def test_with_the_key_everything_is_served(locked_ready: WorkerProcess) -> None:
+    said = {"authorization": "Bearer s3crét"}
+
+    assert (await once(locked_ready, "POST", "/embed", {"inputs": "fog"}, said)).status == 200
+    assert (await once(locked_ready, "GET", "/info", headers=said)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"), [("https://b.example", "https://b.example"), ("https://c.example", None), (None, None)]
+)
+async def test_only_the_origins_that_were_named_are_let_in(
+    locked_ready: WorkerProcess, origin: str | None, allowed: str | None
+) -> None:
+    said = {} if origin is None else {"origin": origin}
+    for verb in ("OPTIONS", "GET"):
+        told = await once(locked_ready, verb, "/health", headers=said)
+        assert told.status == 200
+        assert told.headers.get("access-control-allow-origin") == allowed
+        assert "origin" in told.headers["vary"]
+
+
+async def once(
+    worker: WorkerProcess, verb: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> Told:
+    """One request on a connection of its own."""
+    client = TeiClient(worker)
+    try:
+        return await client.ask(verb, path, body, headers)
+    finally:
+        await client.session.close()

@@ -20,8 +20,8 @@ from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
 
 # A call of more inputs than this is bulk work, whoever waits for it.
 _INTERACTIVE_INPUTS = 4
-# To write more numbers than this takes milliseconds, which the answers of others need not wait for.
-_LARGE_ANSWER = 100_000
+# To write more numbers than this takes more than a millisecond, which the answers of others need not wait for.
+_LARGE_ANSWER = 2**16
 
 BodyT = TypeVar("BodyT", bound=Body)
 
