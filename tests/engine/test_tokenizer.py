@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.models import edit
 from tokenizers import Encoding, Tokenizer
 
 from teimgr.engine.batch import Encoded
-from teimgr.engine.job import Input
+from teimgr.engine.job import Input, Pair
 from teimgr.engine.prompts import Prompts
+from teimgr.engine.shortening import Shortener
 from teimgr.engine.tokenizer import Reading, TextTokenizer
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
-from teimgr.layout import read_layout
+from teimgr.layout import LateInteraction, read_layout
 
 RIGHT, LEFT, OFF = Reading(), Reading(left=True), Reading(truncate=False)
 
@@ -185,3 +190,164 @@ def test_an_older_model_with_a_vocabulary_only_is_converted(
     text = "An Ünusual text, with 世界 and [brackets]."
 
     assert ids(TextTokenizer(read_layout(tmp_path), 256), text) == ids(tokenizer, text)
+
+
+WORDS = ["fog", "rain", "lamps", "Zürich", "东京", "jumps", "over", "and", "a,", "b!", "(c)", "harbour"]
+texts_of_words = st.lists(st.sampled_from(WORDS), max_size=40).map(" ".join)
+
+
+@pytest.fixture(scope="module")
+def pair_readers(model_dir: Callable[..., Path]) -> dict[str, tuple[Path, Any]]:
+    """Directories and the tokenizers of transformers for them."""
+    from transformers import AutoTokenizer
+
+    paths = {family: model_dir(family) for family in ("bert", "roberta", "xlm_roberta")}
+    return {family: (path, AutoTokenizer.from_pretrained(path)) for family, path in paths.items()}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    family=st.sampled_from(["bert", "roberta", "xlm_roberta"]),
+    pairs=st.lists(st.tuples(texts_of_words, texts_of_words).filter(any), min_size=1, max_size=4),
+    limit=st.integers(6, 40),
+    left=st.booleans(),
+)
+def test_pairs_are_those_of_transformers(
+    family: str,
+    pairs: list[tuple[str, str]],
+    limit: int,
+    left: bool,
+    pair_readers: dict[str, tuple[Path, Any]],
+) -> None:
+    path, theirs = pair_readers[family]
+    theirs.truncation_side = "left" if left else "right"
+    tokenizer = TextTokenizer(replace(read_layout(path), type_ids=True), limit)
+    ours = tokenizer.encode([Pair(*pair) for pair in pairs], Reading(left=left))
+
+    halves = [list(half) for half in zip(*pairs, strict=True)]
+    expected = theirs(*halves, truncation="longest_first", max_length=limit, return_token_type_ids=True)
+    for i, encoded in enumerate(ours):
+        assert isinstance(encoded, Encoded)
+        assert encoded.type_ids is not None
+        assert encoded.ids.tolist() == expected["input_ids"][i]
+        assert encoded.type_ids.tolist() == expected["token_type_ids"][i]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    halves=st.tuples(*[st.tuples(texts_of_words, st.integers(0, 40), st.integers(0, 12))] * 2),
+    limit=st.integers(6, 12),
+    left=st.booleans(),
+)
+def test_the_cut_of_very_long_halves_changes_nothing(
+    halves: tuple[tuple[str, int, int], ...], limit: int, left: bool, model_dir: Callable[..., Path]
+) -> None:
+    """Texts around and far beyond the bound on characters, with spaces that are no tokens anywhere."""
+    path = model_dir("bert")
+    pair = Pair(*(f"{text} {' ' * (100 * spaces)}{'lamps rain ' * (10 * words)}" for text, spaces, words in halves))
+    plain = Tokenizer.from_file(str(path / "tokenizer.json"))
+    plain.no_padding()
+    plain.enable_truncation(limit, direction="left" if left else "right")
+    tokenizer = TextTokenizer(read_layout(path), limit)
+    tokenizer._shortener = Shortener(limit * 20, safe=True)
+
+    assert ids(tokenizer, pair, Reading(left=left)) == plain.encode(*pair).ids
+
+
+def test_a_pair_is_checked_as_a_whole(tokenizer: TextTokenizer) -> None:
+    assert isinstance(tokenizer.check(Pair("", ""), RIGHT), EmptyInput)
+    assert tokenizer.check(Pair("fog", ""), RIGHT) is None
+    assert tokenizer.check(Pair("x" * 32_000, "x" * 32_000), OFF) is None
+    assert "Given: 64001" in str(tokenizer.check(Pair("x" * 32_000, "x" * 32_001), OFF))
+    (over,) = tokenizer.encode([Pair("word " * 127, "word " * 127)], OFF)
+    assert isinstance(over, InvalidInput)
+    assert over.message == "Input validation error: `inputs` must have less than 256 tokens. Given: 257"
+
+
+def test_a_prompt_goes_before_texts_and_never_before_pairs(tokenizer: TextTokenizer) -> None:
+    asked = Reading(prompt="ask: ")
+
+    assert ids(tokenizer, "fog", asked) == ids(tokenizer, "ask: fog")
+    assert ids(tokenizer, Pair("fog", "rain"), asked) == ids(tokenizer, Pair("fog", "rain"))
+
+
+def test_ids_are_taken_as_they_are(tokenizer: TextTokenizer) -> None:
+    given = np.array([101, *range(2000, 2300), 102], dtype=np.int32)
+
+    assert ids(tokenizer, given[:5]) == given[:5].tolist()
+    assert ids(tokenizer, given) == given[:256].tolist()
+    assert ids(tokenizer, given, LEFT) == given[-256:].tolist()
+    empty, long, strange, negative = tokenizer.encode(
+        [given[:0], given, np.array([101, 30522], dtype=np.int32), np.array([-1], dtype=np.int32)], OFF
+    )
+    assert isinstance(empty, EmptyInput)
+    assert "less than 256 tokens. Given: 302" in str(long)
+    assert "the token id 30522, which is not in the vocabulary of 30522" in str(strange)
+    assert "the token id -1" in str(negative)
+
+
+def test_ids_with_a_prompt_are_read_as_their_text(tokenizer: TextTokenizer) -> None:
+    given = np.array(ids(tokenizer, "the harbour"), dtype=np.int32)
+
+    assert ids(tokenizer, given, Reading(prompt="ask: ")) == ids(tokenizer, "ask: the harbour")
+
+
+def test_a_bad_input_among_good_ones_fails_alone(tokenizer: TextTokenizer) -> None:
+    results = tokenizer.encode(["fog", None, Pair("", ""), np.array([101, 102], dtype=np.int32), "rain"], RIGHT)
+
+    assert [type(result).__name__ for result in results] == [
+        "Encoded",
+        "InvalidInput",
+        "EmptyInput",
+        "Encoded",
+        "Encoded",
+    ]
+
+
+LATE = LateInteraction(
+    projections=(),
+    query_length=8,
+    document_length=12,
+    expand_queries=True,
+    expansion_token_id=103,
+    query_prefix_ids=(1,),
+    document_prefix_ids=(2,),
+)
+
+
+def test_queries_are_filled_and_documents_are_not(minilm: Path) -> None:
+    tokenizer = TextTokenizer(replace(read_layout(minilm), late=LATE), 256)
+    query, long_query, document, long_document = (
+        result
+        for inputs, reading in ((["fog", "fog " * 30], Reading(query=True)), (["fog", "fog " * 30], Reading()))
+        for result in tokenizer.encode(inputs, reading)
+    )
+    fog = tokenizer.tokenize("fog", False, "")[0].id
+
+    assert isinstance(query, Encoded)
+    assert query.ids.tolist() == [101, 1, fog, 102, 103, 103, 103, 103]
+    assert (query.keys, query.query) == (4, True)
+    assert isinstance(long_query, Encoded)
+    assert long_query.ids.tolist() == [101, 1, *[fog] * 5, 102]
+    assert long_query.keys is None
+    assert isinstance(document, Encoded)
+    assert document.ids.tolist() == [101, 2, fog, 102]
+    assert (document.keys, document.query) == (None, False)
+    assert isinstance(long_document, Encoded)
+    assert long_document.ids.tolist() == [101, 2, *[fog] * 9, 102]
+
+
+def test_the_limit_of_a_role_counts_its_prefix(minilm: Path) -> None:
+    tokenizer = TextTokenizer(replace(read_layout(minilm), late=LATE), 256)
+    fits, over = tokenizer.encode(["fog " * 5, "fog " * 6], Reading(truncate=False, query=True))
+
+    assert isinstance(fits, Encoded)
+    assert str(over) == "Input validation error: `inputs` must have less than 8 tokens. Given: 9"
+
+
+def test_a_filling_that_is_attended_to_needs_no_keys(minilm: Path) -> None:
+    tokenizer = TextTokenizer(replace(read_layout(minilm), late=replace(LATE, attend_to_expansion=True)), 256)
+    (query,) = tokenizer.encode(["fog"], Reading(query=True))
+
+    assert isinstance(query, Encoded)
+    assert (len(query.ids), query.keys) == (8, None)
