@@ -43,10 +43,11 @@ Nothing here knows HTTP or gRPC: `wire/status.py` holds the one table that does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import ClassVar
 
 
+@unique
 class Code(IntEnum):
     """The stable name of a failure; the number is what an error frame carries."""
 
@@ -66,10 +67,10 @@ class Code(IntEnum):
     NOT_RUNNING = 14
     PORT_CONFLICT = 15
     UNIMPLEMENTED = 16
-    AMBIGUOUS_INSTANCE = 17
     MODEL_GATED = 17
     MODEL_BUSY = 18
     MODEL_IN_USE = 19
+    AMBIGUOUS_INSTANCE = 20
     MAX_INSTANCES_REACHED = 32
     PORT_ALLOCATION_FAILED = 33
     OVERLOADED = 34
