@@ -97,8 +97,9 @@ class SpladeHead:
         values, indices, counts = [], [], [torch.zeros(1, dtype=torch.int64, device=hidden.device)]
         for weights in self._weights.groups(hidden, batch):
             kept = weights != 0.0
-            indices.append(kept.nonzero()[:, 1])
-            values.append(weights[kept])
+            rows, columns = kept.nonzero(as_tuple=True)
+            indices.append(columns)
+            values.append(weights[rows, columns])
             counts.append(kept.sum(dim=1))
         return Rows(torch.cat(values), torch.cat(counts).cumsum(0), torch.cat(indices))
 
