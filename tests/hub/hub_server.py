@@ -9,21 +9,32 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
+# What the hub keeps as LFS objects, whose SHA-256 its listing tells.
+LARGE = (".safetensors", ".bin")
 
 
 class Hub:
-    """Serves `files` (name → bytes) as one model; `asked` lists the paths of downloads.
+    """Serves `files` (name → bytes) as one model with one commit; `asked` lists the paths of downloads.
 
-    Files are sent only once `open` is set, which it is at first.
+    Files are sent only once `open` is set, which it is at first; `hold_after` bytes of a body are sent before that. A
+    connection whose name is in `cuts` is cut after so many bytes, once. `ranges` lists where each download began.
+    A name in `forged` is answered with other bytes than it should, so many times.
     """
 
-    def __init__(self, model_id: str, files: dict[str, bytes], gated: bool = False) -> None:
+    def __init__(self, model_id: str, files: dict[str, bytes], gated: bool = False, hold_after: int = 0) -> None:
         self.open = threading.Event()
         self.open.set()
         self.model_id = model_id
         self.files = files
         self.gated = gated
+        self.hold_after = hold_after
+        self.holding = threading.Event()
+        self.cuts: dict[str, int] = {}
+        self.forged: dict[str, int] = {}
+        self.revisions = {"main", SHA}
         self.asked: list[str] = []
+        self.ranges: list[tuple[str, int]] = []
+        self.tokens: set[str] = set()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -39,6 +50,7 @@ class Hub:
                 """Quiet."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever)
 
     @property
@@ -50,42 +62,58 @@ class Hub:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.open.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def answer(self, request: BaseHTTPRequestHandler, body: bool) -> None:
         path = request.path.split("?")[0]
-        name = path.partition("/resolve/")[2].partition("/")[2]
-        if path.startswith(f"/api/models/{self.model_id}/tree/"):
+        self.tokens.add(request.headers.get("Authorization", ""))
+        revision, _, name = path.partition("/resolve/")[2].partition("/")
+        about = path.removeprefix(f"/api/models/{self.model_id}").split("/")
+        if path.startswith(f"/api/models/{self.model_id}/") and about[2] not in self.revisions:
+            self._send(request, 404, b"{}", body, {"X-Error-Code": "RevisionNotFound"})
+        elif path.startswith(f"/api/models/{self.model_id}/tree/"):
             self._send(request, 200, json.dumps(self._tree()).encode(), body)
         elif path.startswith(f"/api/models/{self.model_id}"):
             self._send(request, 200, json.dumps(self._info()).encode(), body)
-        elif path.startswith(f"/{self.model_id}/resolve/") and name in self.files:
+        elif path.startswith(f"/{self.model_id}/resolve/") and name in self.files and revision in self.revisions:
             self._send_file(request, name, body)
         else:
             self._send(request, 404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
 
     def _info(self) -> dict[str, object]:
         siblings = [{"rfilename": name} for name in self.files]
-        return {"id": self.model_id, "modelId": self.model_id, "sha": SHA, "siblings": siblings, "tags": []}
+        about = {"id": self.model_id, "modelId": self.model_id, "sha": SHA, "siblings": siblings, "tags": []}
+        return about | {"gated": "manual" if self.gated else False}
 
     def _tree(self) -> list[dict[str, object]]:
-        return [
-            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-            for name, content in self.files.items()
-        ]
+        rows = []
+        for name, content in self.files.items():
+            row: dict[str, object] = {"type": "file", "path": name, "size": len(content), "oid": git_oid(content)}
+            if name.endswith(LARGE):
+                sha256 = hashlib.sha256(content).hexdigest()
+                row["lfs"] = {"oid": sha256, "size": len(content), "pointerSize": 134}
+            rows.append(row)
+        return rows
 
     def _send_file(self, request: BaseHTTPRequestHandler, name: str, body: bool) -> None:
         if self.gated:
             self._send(request, 403, b"{}", body, {"X-Error-Code": "GatedRepo"})
             return
+        content = self.files[name]
+        headers = {"ETag": f'"{etag(name, content)}"', "X-Repo-Commit": SHA}
+        start = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if body:
             self.asked.append(name)
-            self.open.wait(60)
-        content = self.files[name]
-        etag = hashlib.sha256(content).hexdigest()
-        self._send(request, 200, content, body, {"ETag": f'"{etag}"', "X-Repo-Commit": SHA})
+            self.ranges.append((name, start))
+            if self.forged.get(name, 0):
+                self.forged[name] -= 1
+                content = bytes(len(content))
+        self._send(request, 206 if start else 200, content[start:], body, headers, name)
 
     def _send(
         self,
@@ -94,11 +122,30 @@ class Hub:
         content: bytes,
         body: bool,
         headers: dict[str, str] | None = None,
+        name: str = "",
     ) -> None:
         request.send_response(status)
         for key, value in (headers or {}).items():
             request.send_header(key, value)
         request.send_header("Content-Length", str(len(content)))
         request.end_headers()
-        if body:
+        if body and (cut := self.cuts.pop(name, None)) is not None:
+            request.wfile.write(content[:cut])
+            request.close_connection = True
+        elif body and name:
+            request.wfile.write(content[: self.hold_after])
+            self.holding.set()
+            self.open.wait(60)
+            request.wfile.write(content[self.hold_after :])
+        elif body:
             request.wfile.write(content)
+
+
+def git_oid(content: bytes) -> str:
+    """The name that git, and so the hub, gives a small file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def etag(name: str, content: bytes) -> str:
+    """What the hub sends as a file's ETag, which is its blob's name in the cache."""
+    return hashlib.sha256(content).hexdigest() if name.endswith(LARGE) else git_oid(content)

@@ -34,6 +34,7 @@ from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
 
 FILES_AT_A_TIME = 4
 NEWS_S = 0.25
+PIECE_BYTES = 1 << 20
 _HUB_ANSWER_S = 20.0
 _TRIES = 5
 _HASH_CHUNK_BYTES = 4 << 20
@@ -265,6 +266,10 @@ class Fetch:
 
 def main(arguments: list[str]) -> int:
     """Fetch what the order says; the result is the exit status."""
+    from huggingface_hub import constants
+
+    # Bytes reach the file, and the figures, in pieces of this size: what is less is lost when the process is killed.
+    constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
     order, tally, ended = Order(**json.loads(arguments[0])), Tally(), threading.Event()
     ticker = threading.Thread(target=_keep_telling, args=(tally, ended), name="news", daemon=True)
     ticker.start()

@@ -264,17 +264,27 @@ class Registry:
             raise ModelBusy(model_id, "being deleted" if work.status is ModelStatus.AVAILABLE else work.status.value)
 
     async def _download(self, model_id: str, revision: str | None, update: bool, progress: Live[Progress]) -> None:
+        is_new = not self._is_remembered(model_id)
+        if is_new:
+            self._remember(model_id, added_at=_now())
+        try:
+            await self._have(model_id, revision, update, progress)
+        except ModelNotFound:  # most likely a slip of the pen, which need not be remembered
+            if is_new:
+                del self._facts[model_id]
+            raise
+        finally:
+            await self._save()
+
+    async def _have(self, model_id: str, revision: str | None, update: bool, progress: Live[Progress]) -> None:
         here = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, revision))
         if disk.is_directory(model_id):
             if here is None:
                 raise ModelNotFound(f"Model directory '{model_id}' does not exist, or holds no model")
         elif here is None or not here.complete or update:
             await self._fetch(model_id, revision, progress)
-        elif revision is not None:
+        else:
             self._remember(model_id, revision=revision)
-        known = self._facts.get(model_id, Facts())
-        self._remember(model_id, added_at=known.added_at or _now())
-        await self._save()
 
     async def _fetch(self, model_id: str, revision: str | None, progress: Live[Progress]) -> None:
         wanted = self._revision_of(model_id, revision)
@@ -300,8 +310,8 @@ class Registry:
             log.info("model passed its trial", extra={"model": model_id, **trial.to_dict()})
             change = {"verification_error": None, "last_verified": _now(), "trial": trial.to_dict()}
         self._metrics.model_tried("failed" if change["verification_error"] else "verified")
-        known = self._facts.get(model_id, Facts())
-        self._remember(model_id, tried_commit=snapshot.commit, added_at=known.added_at or _now(), **change)
+        added_at = self._facts.get(model_id, Facts()).added_at or _now()
+        self._remember(model_id, tried_commit=snapshot.commit, added_at=added_at, **change)
         await self._save()
 
     async def _remove(self, model_id: str) -> None:
@@ -375,6 +385,9 @@ class Registry:
         return asked or self._facts.get(model_id, Facts()).revision
 
     # What is remembered
+
+    def _is_remembered(self, model_id: str) -> bool:
+        return self._facts.get(model_id, Facts()).added_at is not None
 
     def _remember(self, model_id: str, **change: Any) -> None:
         kept = {name: value for name, value in change.items() if value is not None or name == "verification_error"}
