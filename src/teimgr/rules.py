@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from teimgr import logs
 from teimgr.errors import InvalidConfig, InvalidInstanceName
-from teimgr.spec import DTYPES, POOLINGS, InstanceSpec, check_name
+from teimgr.spec import SPEC_WORDS, InstanceSpec, check_name
 
 if TYPE_CHECKING:
     from teimgr.settings import Auth, Mtls, Settings
@@ -71,9 +71,9 @@ def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[Insta
         raise InvalidConfig(f"{path}.name: Duplicate instance name: {seed.name}")
     if not seed.model_id:
         raise InvalidConfig(f"{path}.model_id: cannot be empty")
-    for key, value, allowed in (("dtype", seed.dtype, DTYPES), ("pooling", seed.pooling, (None, *POOLINGS))):
-        if value not in allowed:
-            raise InvalidConfig(f"{path}.{key}: must be one of {', '.join(filter(None, allowed))} (got {value!r})")
+    for key, allowed in SPEC_WORDS.items():
+        if (value := getattr(seed, key)) is not None and value not in allowed:
+            raise InvalidConfig(f"{path}.{key}: must be one of {', '.join(allowed)} (got {value!r})")
 
 
 def _seed_port(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> None:

@@ -16,6 +16,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # What an instance may say its model is, over what the model's files say.
 KINDS = ("embedding", "sparse", "multi-vector", "reranker", "classifier")
+# The keys of an instance that take one word of several.
+SPEC_WORDS = {"dtype": DTYPES, "pooling": POOLINGS, "kind": KINDS}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

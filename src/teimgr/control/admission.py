@@ -9,7 +9,7 @@ from teimgr.control.extra_args import parse
 from teimgr.control.ports import Ports
 from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, TeimgrError, ValidationError
 from teimgr.settings import SPEC_RULES, Settings
-from teimgr.spec import DTYPES, POOLINGS, InstanceSpec, check_name
+from teimgr.spec import SPEC_WORDS, InstanceSpec, check_name
 
 
 class Admission:
@@ -72,9 +72,9 @@ def check_fields(spec: InstanceSpec) -> None:
     check_name(spec.name)
     if not spec.model_id:
         raise ValidationError("model_id cannot be empty")
-    for key, value, allowed in (("dtype", spec.dtype, DTYPES), ("pooling", spec.pooling, (None, *POOLINGS))):
-        if value not in allowed:
-            raise ValidationError(f"{key}: must be one of {', '.join(filter(None, allowed))} (got {value!r})")
+    for key, allowed in SPEC_WORDS.items():
+        if (value := getattr(spec, key)) is not None and value not in allowed:
+            raise ValidationError(f"{key}: must be one of {', '.join(allowed)} (got {value!r})")
     for name, rule in SPEC_RULES.items():
         try:
             rule.check(getattr(spec, name), name)

@@ -1,4 +1,7 @@
-"""TEI's command line flags, as users of tei-manager pass them in `extra_args`, turned into what a worker is told."""
+"""TEI's command line flags, as users of tei-manager pass them in `extra_args`, turned into what a worker is told.
+
+Beside them stand teimgr's own --kind and --trust-remote-code.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import InvalidConfig
-from teimgr.spec import DTYPES, POOLINGS
+from teimgr.spec import DTYPES, KINDS, POOLINGS
 
 LENGTH_LIMIT_CHARS = 16 * 1024
 
@@ -58,6 +61,8 @@ FLAGS: dict[str, _Flag] = {
     "--revision": _Flag(_text, "revision"),
     "--dtype": _Flag(_one_of(*DTYPES), "dtype"),
     "--pooling": _Flag(_one_of(*POOLINGS), "pooling"),
+    "--kind": _Flag(_one_of(*KINDS), "kind"),
+    "--trust-remote-code": _Flag(_flag, "trust_remote_code", bare=True),
     "--served-model-name": _Flag(_text, "served_model_name"),
     "--max-concurrent-requests": _Flag(_count, "max_concurrent_requests"),
     "--max-batch-tokens": _Flag(_count, "max_batch_tokens"),

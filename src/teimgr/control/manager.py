@@ -10,17 +10,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Protocol
 
-from teimgr.control.admission import Admission
+from teimgr.control.admission import Admission, check_fields
 from teimgr.control.attempt import ProbePlan
 from teimgr.control.cores import usable_cores
 from teimgr.control.events import Command, Delete, Restart, Start, Stop
 from teimgr.control.gpus import GpuInventory
+from teimgr.control.model_check import check_model
 from teimgr.control.placement import place
 from teimgr.control.planner import Planner
 from teimgr.control.restore import wanted_at_boot
 from teimgr.control.store import Store
 from teimgr.control.supervisor import Supervisor
 from teimgr.control.surroundings import ControlMetrics, Surroundings, policy_of
+from teimgr.control.workerspec import worker_spec
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.base import Adopted, Launcher
@@ -142,6 +144,8 @@ class Manager:
             InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it cannot be met.
         """
         await self.booted.wait()
+        check_fields(request)
+        await asyncio.to_thread(check_model, worker_spec(request, self._settings, gpu_uuid=None, threads=1))
         place(request, await self._gpus.read())
         spec = self._admission.admit(request, self._specs())
         spec = replace(spec, created_at=_now(), wanted_running=True)

@@ -21,6 +21,8 @@ def worker_spec(spec: InstanceSpec, settings: Settings, gpu_uuid: str | None, th
         revision=spec.revision,
         dtype=spec.dtype,
         pooling=spec.pooling,
+        kind=spec.kind,
+        trust_remote_code=spec.trust_remote_code,
         gpu=gpu_uuid,
         threads=threads,
         instance_host=settings.instance_host,

@@ -38,8 +38,8 @@ _BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
 class EngineOptions:
     """What to load and where.
 
-    `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane. `model_sha` is the revision asked
-    for, `commit` what it resolved to; both are only told on.
+    `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane. `model_sha` is the revision
+    asked for, `commit` what it resolved to; both are only told on.
     """
 
     path: Path
@@ -85,9 +85,7 @@ def load_parts(options: EngineOptions) -> Parts:
     torch.set_num_threads(1)
     if options.device == "cpu":
         os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer keeps to the worker's share
-    layout = read_layout(
-        options.path, options.pooling, kind=options.kind, trust_remote_code=options.trust_remote_code
-    )
+    layout = read_layout(options.path, options.pooling, kind=options.kind, trust_remote_code=options.trust_remote_code)
     for note in layout.notes:
         log.warning("%s: %s", options.model_id, note)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
@@ -107,6 +105,7 @@ def load_parts(options: EngineOptions) -> Parts:
         max_batch_tokens=options.max_batch_tokens,
         batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
         prompts=prompts.names,
+        default_prompt_name=_default_prompt_name(layout, options, prompts),
         outputs=tuple(output.value for output in Output if output in embedder.outputs),
         labels=() if layout.scoring is None else layout.scoring.labels,
         activation=None if layout.scoring is None else layout.scoring.activation,
@@ -117,6 +116,14 @@ def load_parts(options: EngineOptions) -> Parts:
     )
     _report(info, choice)
     return Parts(tokenizer, prompts, embedder, _limits(options, embedder), info)
+
+
+def _default_prompt_name(layout: Layout, options: EngineOptions, prompts: Prompts) -> str | None:
+    """The prompt of a request that names none; None where there is none, or where the instance gave it as text."""
+    if options.default_prompt is not None and options.default_prompt_name is None:
+        return None
+    name = options.default_prompt_name or layout.default_prompt_name
+    return name if name in prompts.names else None
 
 
 def _max_length(layout: Layout, options: EngineOptions) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from teimgr.settings import SPEC_RULES
-from teimgr.spec import DTYPES, POOLINGS, InstanceSpec, InstanceView, State
+from teimgr.spec import DTYPES, KINDS, POOLINGS, InstanceSpec, InstanceView, State
 
 Text = Annotated[str, Field(max_length=4096)]
 
@@ -49,6 +49,10 @@ class CreateInstance(BaseModel):
     pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(
         None, description=f"{', '.join(POOLINGS)}; absent: what the model says"
     )
+    kind: Annotated[Text, _one_of(*KINDS)] | None = Field(
+        None, description=f"{', '.join(KINDS)}; absent: what the model's files say"
+    )
+    trust_remote_code: bool | None = Field(None, description="run code of the model's own repository (default false)")
     dtype: Annotated[Text, _one_of(*DTYPES)] | None = Field(None, description=f"{', '.join(DTYPES)}; absent: auto")
     gpu_id: int | None = _number("gpu_id")
     threads: int | None = _number("threads")
@@ -63,7 +67,7 @@ class CreateInstance(BaseModel):
 
 
 class ModelFacts(BaseModel):
-    """What a running instance's model is. Lengths are tokens."""
+    """What a running instance's model is. Lengths are tokens; classifiers and rerankers have labels, others none."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -76,6 +80,12 @@ class ModelFacts(BaseModel):
     dimension: int
     max_input_length: int
     batching: str
+    outputs: list[str]
+    labels: list[str]
+    activation: str | None
+    prompts: list[str]
+    default_prompt_name: str | None
+    commit: str | None = Field(description="the commit that the revision is")
 
 
 class InstanceInfo(BaseModel):
@@ -98,6 +108,8 @@ class InstanceInfo(BaseModel):
     revision: str | None
     dtype: str = Field(description="element type in use once the model is loaded, until then the one asked for")
     pooling: str | None
+    kind: str | None = Field(description="what the model is for once it is loaded, until then the one asked for")
+    trust_remote_code: bool
     threads: int | None
     max_batch_tokens: int
     max_concurrent_requests: int
@@ -169,6 +181,8 @@ def instance_info(view: InstanceView) -> dict[str, Any]:
         "revision": spec.revision,
         "dtype": model.dtype if model else spec.dtype,
         "pooling": model.pooling if model else spec.pooling,
+        "kind": model.kind if model else spec.kind,
+        "trust_remote_code": spec.trust_remote_code,
         "threads": view.threads,
         "max_batch_tokens": spec.max_batch_tokens,
         "max_concurrent_requests": spec.max_concurrent_requests,

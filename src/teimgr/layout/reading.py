@@ -42,6 +42,13 @@ def read_layout(
         ModelLoadFailed: the files describe something that is not served.
     """
     check_pooling(pooling)
+    try:
+        return _read(root, pooling, kind, trust_remote_code, render)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a number where an object should be, and so on
+        raise ModelLoadFailed(f"the model's files hold something unexpected: {type(error).__name__} {error}") from error
+
+
+def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
     facts = read_facts(root, trust_remote_code)
     chosen = choose_kind(facts, kind, pooling)
     layout = Layout(
