@@ -27,8 +27,8 @@ from teimgr.worker.kinds import RERANKER
 
 _ORDER = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS, Output.SCORES)
 _OFFSET_BYTES = _NUMBER_BYTES = 4
-# Tokens that a text may have beyond its characters: those that the tokenizer puts around it.
-_SPECIAL_TOKENS = 8
+# Tokens that an input may have beyond its characters: special ones, a prompt, those that fill up a query.
+_MORE_TOKENS = 64
 # tei-manager's own, from row to row one further.
 _NOOP_INDICES = np.array([0, 100, 200], np.uint32)
 _NOOP_VALUES = np.array([1.0, 0.5, 0.25], np.float32)
@@ -60,12 +60,12 @@ def least_row_bytes(model: ModelInfo, options: InferOptions, form: Form) -> int:
 def most_token_bytes(model: ModelInfo, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
     """What the float32 vectors per token of `inputs` may take until they are a reply.
 
-    It is more than they will: a text has hardly more tokens than characters.
+    Rather too much: a text seldom has as many tokens as characters.
     """
     width = sum(_token_width(model, output) for output in outputs)
     if not width:
         return 0
-    tokens = sum(min(characters(item) + _SPECIAL_TOKENS, model.max_input_length) for item in inputs)
+    tokens = sum(min(characters(item) + _MORE_TOKENS, model.max_input_length) for item in inputs)
     return tokens * width * _NUMBER_BYTES
 
 
