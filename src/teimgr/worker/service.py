@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from teimgr.errors import Internal, TeimgrError, Unsupported
-from teimgr.wire.frames import Method
+from teimgr.errors import Internal, TeimgrError
 from teimgr.worker.arrow_calls import ArrowCalls
 from teimgr.worker.calls import Handler, MethodCall
 from teimgr.worker.desk import Desk, masked
@@ -27,7 +26,7 @@ class Service:
     def handle(self, call: MethodCall) -> None:
         """Answer `call`, now or later, exactly once."""
         try:
-            self._handlers.get(call.method, _unsupported)(call)
+            self._handlers.get(call.method, _unknown)(call)
         except TeimgrError as error:
             self._desk.metrics.failed(error)
             call.fail(error)
@@ -35,9 +34,5 @@ class Service:
             call.fail(masked(error))
 
 
-def _unsupported(call: MethodCall) -> None:
-    try:
-        name = Method(call.method).name.title().replace("_", "")  # as the RPC is called
-    except ValueError as error:
-        raise Internal(f"No method has the number {call.method}") from error
-    raise Unsupported(f"{name} is not served by this version of teimgr")
+def _unknown(call: MethodCall) -> None:
+    raise Internal(f"No method has the number {call.method}")
