@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import errno
 import re
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from teimgr.errors import InvalidConfig, PortConflict
 
@@ -22,7 +25,13 @@ _THROW_AWAY_BYTES = 64 * 2**20
 _OFFERS_H2C = re.compile(rb"^[A-Z]+ [^\r\n]* HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?upgrade: *h2c\r\n", re.IGNORECASE)
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
+# How a client of HTTP/2 begins that knows beforehand that the server speaks it, up to where no HTTP/1 can follow.
+_H2_BEGINS = b"PRI * HTTP/2.0"
+_FIRST_BYTES_S = 20.0
+
 AsgiApp = Callable[..., Any]
+# From the server's books of its connections and tasks to the protocol of a new connection.
+H2Factory = Callable[[ServerState], asyncio.Protocol]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -45,10 +54,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterator[None]:
+async def serving(app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None, **tls: Any) -> AsyncIterator[None]:
     """Serve `app` on `sock` while the body runs; calls in flight are answered before it ends. Closes the socket.
 
-    `tls` are arguments of uvicorn, as `front.tls.uvicorn_options` gives them. The body starts once the server listens.
+    `h2` makes the protocol of a connection that speaks HTTP/2 from its first byte; without it there are none. `tls` are
+    arguments of uvicorn, as `front.tls.uvicorn_options` gives them. The body starts once the server listens.
 
     Raises:
         PortConflict: somebody else began to listen on the address since it was bound.
@@ -62,7 +72,7 @@ async def serving(app: AsgiApp, sock: socket.socket, **tls: Any) -> AsyncIterato
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
-        **({"http": HttpProtocol} | tls),
+        **({"http": HttpProtocol if h2 is None else partial(Doorman, h2)} | tls),
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -126,6 +136,61 @@ class HttpProtocol(HttpToolsProtocol):
             head, end, body = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"", head) + end + body
         super().data_received(data)
+
+
+def max_connections() -> int:
+    """How many clients may be connected: half of the files that this process may have open, for it needs some itself."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+class Doorman(asyncio.Protocol):
+    """Looks at the first bytes of a connection, and hands it to who speaks that protocol: HTTP/2 or HTTP/1.
+
+    One connection too many is closed at once, one that does not say enough within a limit then. The arguments are those that uvicorn makes the
+    protocol of a connection with.
+    """
+
+    def __init__(self, h2: H2Factory, *, server_state: ServerState, **rest: Any) -> None:
+        self._h2 = h2
+        self._books = server_state
+        self._rest = rest
+        self._seen = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait, unless too many are here."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._limit = asyncio.get_running_loop().call_later(_FIRST_BYTES_S, transport.close)
+        if len(self._books.connections) >= max_connections():
+            self._transport.abort()
+        else:
+            self._books.connections.add(cast(Any, self))
+
+    def data_received(self, data: bytes) -> None:
+        """Decide as soon as it is certain."""
+        self._seen += data
+        if len(self._seen) < len(_H2_BEGINS) and _H2_BEGINS.startswith(self._seen):
+            return
+        self._leave()
+        protocol: Any
+        if self._seen.startswith(_H2_BEGINS):
+            protocol = self._h2(self._books)
+        else:
+            protocol = HttpProtocol(server_state=self._books, **self._rest)
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        protocol.data_received(self._seen)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It left before it said what it wanted."""
+        self._leave()
+
+    def shutdown(self) -> None:
+        """The server ends."""
+        self._transport.close()
+
+    def _leave(self) -> None:
+        self._limit.cancel()
+        self._books.connections.discard(cast(Any, self))
 
 
 class _Server(uvicorn.Server):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -32,6 +32,9 @@ from teimgr.worker.instance_port import create_app, metrics_app
 from teimgr.worker.links import Control, Links
 from teimgr.worker.loading import in_background
 from teimgr.worker.service import Service
+
+if TYPE_CHECKING:
+    from teimgr.worker.grpc_port.port import GrpcPort
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +75,8 @@ class Worker:
         self.incarnation = incarnation
         self.run_dir = run_dir
         self._desk = Desk(spec)
-        self._links = Links(self._desk, Service(self._desk), self._controls())
+        self._service = Service(self._desk)
+        self._links = Links(self._desk, self._service, self._controls())
         self._stop = asyncio.Event()
         self._signalled = False
         self._hurry = asyncio.Event()
@@ -114,13 +118,21 @@ class Worker:
                 return EXIT_DONE
             for sock in scraped:
                 await listening.enter_async_context(serving(metrics_app(self._desk.metrics), sock))
-            async with serving(create_app(self._desk), port):
+            grpc = self._grpc_port()
+            async with serving(create_app(self._desk), port, grpc.protocol):
                 self._announce("ready")
                 log.info("worker ready", extra=self._named | engine.info.to_dict())
                 await self._until_stopped()
+                grpc.stop()
                 await self._drain_calls()
         await asyncio.to_thread(engine.close, _ENGINE_CLOSE_S)
         return EXIT_DONE
+
+    def _grpc_port(self) -> GrpcPort:
+        """Imported here, so that the nursery does without it."""
+        from teimgr.worker.grpc_port.port import GrpcPort
+
+        return GrpcPort(self._desk, self._service)
 
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was told to stop meanwhile."""
@@ -153,10 +165,13 @@ class Worker:
         options = EngineOptions(
             path=source.path,
             model_id=spec.model_id,
-            model_sha=source.sha,
+            model_sha=spec.revision,
+            commit=source.sha,
             device="cuda" if spec.gpu else "cpu",
             dtype=spec.dtype,
             pooling=spec.pooling,
+            kind=spec.kind,
+            trust_remote_code=spec.trust_remote_code,
             threads=self._threads,
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
