@@ -67,12 +67,6 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     assert not psutil.Process().children(recursive=True)
 
 
-@pytest.fixture(autouse=True)
-async def bounded() -> AsyncIterator[None]:
-    async with asyncio.timeout(LIMIT_S):
-        yield
-
-
 async def pull(registry: Registry, model_id: str = MODEL, **how: object) -> None:
     await registry.finished(await registry.download(model_id, **how))  # type: ignore[arg-type]
 

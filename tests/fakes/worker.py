@@ -18,7 +18,7 @@ from pathlib import Path
 from teimgr.errors import Code, Internal, Unavailable
 from teimgr.launch.runfile import Traces
 from teimgr.spec import ModelInfo, WorkerSpec
-from teimgr.wire.frames import FrameType, Header, Method, pack_error
+from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 
 _FLAGS = {
@@ -196,6 +196,9 @@ class Link(FrameProtocol):
         elif header.method == Method.STATS:
             worker.batches += "busy" in worker.flags
             self.answer(header, json.dumps({"batches": worker.batches}).encode())
+        elif header.method == Method.EMBED:
+            answered = Timings(chars=3, tokens=2, total_ns=1, tokenization_ns=1, queue_ns=1, inference_ns=1).pack()
+            self.send(FrameType.REPLY, header.method, header.id, answered, flags=Flag.TIMINGS)
         elif header.method == Method.THREADS:
             worker.say(threads=json.loads(payload)["threads"])
             self.answer(header)
