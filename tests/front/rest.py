@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import aiohttp
 import uvicorn
 from fleet import Fleet
 
+from teimgr.control.registry.registry import Registry
 from teimgr.front.app import create_app
 from teimgr.front.tls import uvicorn_options
 from teimgr.metrics import Metrics
@@ -43,10 +44,13 @@ class Front:
 
 
 @asynccontextmanager
-async def listening(settings: Settings, **fleet: Any) -> AsyncIterator[Front]:
+async def listening(
+    settings: Settings, registry: Callable[[Fleet, Metrics], Registry] | None = None, **fleet: Any
+) -> AsyncIterator[Front]:
     """A front on a free port for as long as the block runs."""
     metrics, alarms, instances = Metrics(), [], Fleet(settings, **fleet)
-    app = create_app(instances, settings, metrics, lambda: alarms)
+    models = registry(instances, metrics) if registry else None
+    app = create_app(instances, settings, metrics, lambda: alarms, registry=models)
     options = {"http": "httptools"} | uvicorn_options(settings.mtls)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
     with socket.socket() as listener:
