@@ -15,7 +15,7 @@ from teimgr.spec import WorkerSpec
 from teimgr.worker.admission import Admission
 from teimgr.worker.calls import Call, Reply
 from teimgr.worker.metrics import TeiMetrics
-from teimgr.worker.work import Encode, Part, Work, parts
+from teimgr.worker.work import Encode, Part, Work
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +108,9 @@ class Desk:
         """
         self._submit(Work(call, [Part(range(len(inputs)), inputs, options)], encode))
 
-    def infer_each(self, call: Call, inputs: Sequence[Input], options: Sequence[InferOptions], encode: Encode) -> None:
-        """As `infer`, for scores, where each input has options of its own."""
-        self._submit(Work(call, parts(inputs, options), encode))
+    def infer_parts(self, call: Call, parts: Sequence[Part], encode: Encode) -> None:
+        """As `infer`, for scores, where inputs differ in their options; `encode` gets all in their rows again."""
+        self._submit(Work(call, parts, encode))
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run blocking codec work on one of the codec threads."""

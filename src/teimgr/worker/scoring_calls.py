@@ -16,6 +16,7 @@ from teimgr.worker.calls import Call, Handler, MethodCall, Reply, raise_first, w
 from teimgr.worker.desk import Desk
 from teimgr.worker.kinds import need_reranker_grpc
 from teimgr.worker.scores import predictions, ranks
+from teimgr.worker.work import Encode, Part, parts_of
 
 
 class ScoringCalls:
@@ -60,19 +61,26 @@ class ScoringCalls:
         self._desk.serve(call, pairs, options, self._ranks(call, pairs, message.return_text))
 
     def _rerank_stream(self, call: MethodCall) -> None:
+        need_reranker_grpc(self._desk.engine.info)
+        call.may_wait = call.streamed = True
+
+        async def read_then_infer() -> None:
+            parts, encode = await self._desk.off_loop(self._read_stream, call)  # there may be 100,000 messages
+            self._desk.infer_parts(call, parts, encode)
+
+        self._desk.enter_async(call, read_then_infer)
+
+    def _read_stream(self, call: MethodCall) -> tuple[list[Part], Encode]:
         """Each message has its own query and truncation; how scores are given is the first one's to say."""
         messages = convert.parse(frames_pb2.RerankPairs, call.payload).requests
         if not messages:
             raise InvalidInput("Missing rerank request")
-        need_reranker_grpc(self._desk.engine.info)
         first = messages[0]
         options = [convert.score_options(message, raw_scores=first.raw_scores) for message in messages]
         pairs = [Pair(message.query, message.text) for message in messages]
-        encode = self._ranks(call, pairs, first.return_text)
-        call.may_wait = call.streamed = True
-        self._desk.enter(call, lambda: self._desk.infer_each(call, pairs, options, encode))
+        return parts_of(pairs, options), self._ranks(call, pairs, first.return_text)
 
-    def _ranks(self, call: MethodCall, pairs: Sequence[Pair], return_text: bool) -> partial[Reply]:
+    def _ranks(self, call: MethodCall, pairs: Sequence[Pair], return_text: bool) -> Encode:
         texts = [pair.second for pair in pairs] if return_text else None
         return partial(_ranks, call, texts, self._desk.spec.max_message_bytes)
 

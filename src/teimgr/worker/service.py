@@ -31,7 +31,9 @@ class Service:
             self._desk.metrics.failed(error)
             call.fail(error)
         except Exception as error:
-            call.fail(masked(error))
+            defect = masked(error)
+            self._desk.metrics.failed(defect)
+            call.fail(defect)
 
 
 def _unknown(call: MethodCall) -> None:

@@ -49,7 +49,7 @@ class Work:
         return self.jobs[0] if len(self.jobs) == 1 else _joined(self._parts, self.jobs)
 
 
-def parts(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
+def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
     """As few parts as there are different options; `options` has one for each input."""
     rows_of: dict[InferOptions, list[int]] = {}
     for row, option in enumerate(options):
