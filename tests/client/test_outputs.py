@@ -232,6 +232,19 @@ async def test_tables_are_answered_while_they_are_read_and_no_further_than_the_w
     assert given == 100
 
 
+async def test_a_plain_iterable_of_tables_is_read_no_further_than_the_window_either(client: AsyncClient) -> None:
+    given = 0
+
+    def tables() -> Iterator[pa.Table]:
+        nonlocal given
+        for number in range(100):
+            given += 1
+            yield pa.table({"text": ["x" * number]})
+
+    async for number, _ in counted(client.infer_stream(tables(), instance=INSTANCE, window=3)):
+        assert given <= number + 1 + 3 + 1
+
+
 async def counted(stream: AsyncIterator[pa.Table]) -> AsyncIterator[tuple[int, pa.Table]]:
     number = 0
     async for item in stream:

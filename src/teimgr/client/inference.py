@@ -168,7 +168,7 @@ class Inference(Asking):
 
         async def requests() -> AsyncIterator[bytes]:
             number = 0
-            async for batch in items(batches):
+            async for batch in items(batches, at_once=1):
                 yield arrow_request(pack_texts(batch, compression, name=f"batches[{number}]"), how)
                 number += 1
 

@@ -14,8 +14,11 @@ _ITEMS = 256
 _PATIENCE_S = 0.002
 
 
-async def items(source: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
-    """The items of `source` in order; a plain iterable is advanced on a thread, so it may block."""
+async def items(source: Iterable[T] | AsyncIterable[T], at_once: int = _ITEMS) -> AsyncIterator[T]:
+    """The items of `source` in order; a plain iterable is advanced on a thread, so it may block.
+
+    At most `at_once` items are read ahead: 1 for those that are large.
+    """
     if isinstance(source, AsyncIterable):
         async for item in source:
             yield item
@@ -23,7 +26,7 @@ async def items(source: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
     iterator = iter(source)
     failure: Exception | None = None
     while failure is None:
-        taken, failure = await asyncio.to_thread(_take, iterator)
+        taken, failure = await asyncio.to_thread(_take, iterator, at_once)
         for item in taken:
             yield item
         if not taken:
@@ -32,14 +35,14 @@ async def items(source: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
         raise failure
 
 
-def _take(iterator: Iterator[T]) -> tuple[list[T], Exception | None]:
+def _take(iterator: Iterator[T], at_once: int) -> tuple[list[T], Exception | None]:
     """Some items, none at the end, and what the source raised after them."""
     taken: list[T] = []
     late = time.monotonic() + _PATIENCE_S
     try:
         for item in iterator:
             taken.append(item)
-            if len(taken) == _ITEMS or time.monotonic() > late:
+            if len(taken) == at_once or time.monotonic() > late:
                 break
     except Exception as failure:
         return taken, failure

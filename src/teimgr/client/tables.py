@@ -74,7 +74,7 @@ class Tables(Asking):
 
         async def requests() -> AsyncIterator[bytes]:
             number = 0
-            async for table in items(tables):
+            async for table in items(tables, at_once=1):
                 yield infer_request(_pack(_sent(table, how, f"tables[{number}]"), compression), how)
                 number += 1
 
