@@ -28,6 +28,7 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 # How a client of HTTP/2 begins that knows beforehand that the server speaks it, up to where no HTTP/1 can follow.
 _H2_BEGINS = b"PRI * HTTP/2.0"
 _FIRST_BYTES_S = 20.0
+_OPEN_FILES = 65536  # where the system sets no limit
 
 AsgiApp = Callable[..., Any]
 # From the server's books of its connections and tasks to the protocol of a new connection.
@@ -139,15 +140,16 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def max_connections() -> int:
-    """How many clients may be connected: half of the files that this process may have open, for it needs some itself."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    """How many clients may be connected: half of the files that the process may open, for it needs some itself."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (limit if limit > 0 else _OPEN_FILES) // 2
 
 
 class Doorman(asyncio.Protocol):
     """Looks at the first bytes of a connection, and hands it to who speaks that protocol: HTTP/2 or HTTP/1.
 
-    One connection too many is closed at once, one that does not say enough within a limit then. The arguments are those that uvicorn makes the
-    protocol of a connection with.
+    One connection too many is closed at once, one that does not say enough within a limit then. The arguments are those
+    that uvicorn makes the protocol of a connection with.
     """
 
     def __init__(self, h2: H2Factory, *, server_state: ServerState, **rest: Any) -> None:

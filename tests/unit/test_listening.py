@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from teimgr import listening
 from teimgr.errors import InvalidConfig, PortConflict
 from teimgr.listening import bind, serving
 
@@ -86,3 +87,107 @@ async def test_an_offer_of_h2c_is_not_heard_and_the_body_arrives() -> None:
 def test_an_address_that_is_not_ours_is_no_conflict() -> None:
     with pytest.raises(InvalidConfig, match=r"cannot listen on 192\.0\.2\.1:4"):
         bind("192.0.2.1", 4000)
+
+
+class Echo(asyncio.Protocol):
+    """Stands for HTTP/2: sends back whatever comes."""
+
+    def __init__(self, books: Any) -> None:
+        self._books = books
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._books.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._books.connections.discard(self)
+
+    def shutdown(self) -> None:
+        self._transport.close()
+
+
+async def connected(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*sock.getsockname())
+
+
+@pytest.mark.parametrize("pieces", [[b"PRI * HTTP/2.0\r\n\r\n"], [b"P", b"RI *", b" HTTP/2.", b"0\r\n\r\n"]])
+async def test_what_begins_as_http2_is_handed_over_with_every_byte(pieces: list[bytes]) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, Echo), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+        assert await reader.readexactly(18) == b"PRI * HTTP/2.0\r\n\r\n"
+        writer.write(b"more")
+        assert await reader.readexactly(4) == b"more"
+
+    assert await reader.read() == b""  # the end of the server is the end of the connection
+    writer.close()
+
+
+@pytest.mark.parametrize("first", [b"P", b"PR", b"PRI * HTTP/2", b"G"])
+async def test_what_does_not_begin_as_http2_is_http(first: bytes) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, Echo), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        writer.write(first)
+        await writer.drain()
+        await asyncio.sleep(0.005)
+        writer.write(b"X / HTTP/1.1\r\nhost: x\r\n\r\n" if first != b"G" else b"ET / HTTP/1.1\r\nhost: x\r\n\r\n")
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200" if first == b"G" else b"HTTP/1.1 400")
+        writer.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI *"])
+async def test_a_connection_that_does_not_say_what_it_wants_is_closed(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "_FIRST_BYTES_S", 0.05)
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, Echo), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        writer.write(said)
+
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "max_connections", lambda: 2)
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+
+    async with serving(hello, sock, h2=lambda _: asyncio.Protocol()), asyncio.timeout(30):
+        inside = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for reader, writer in inside:
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert await answered(port) is False
+
+        writer = inside[0][1]
+        writer.close()
+        await writer.wait_closed()
+        while not await answered(port):
+            pass
+        inside[1][1].close()
+
+
+async def answered(port: int) -> bool:
+    """Whether a new connection gets an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        return bool(await reader.read())
+    except ConnectionError:
+        return False
+    finally:
+        writer.close()
