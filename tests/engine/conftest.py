@@ -13,7 +13,7 @@ import pytest
 from tests.models import build
 
 from teimgr.engine.engine import Engine, EngineOptions
-from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Input, Job, Lane
 
 WAIT_S = 60.0
 
@@ -28,7 +28,7 @@ class Served:
         self.engine = Engine.load(EngineOptions(path=path, **(defaults | options)), self._take)
 
     def send(
-        self, texts: Sequence[str | None], lane: Lane = Lane.INTERACTIVE, deadline: float | None = None, **options: Any
+        self, texts: Sequence[Input], lane: Lane = Lane.INTERACTIVE, deadline: float | None = None, **options: Any
     ) -> Job:
         job = Job(texts, InferOptions(**options), lane, deadline)
         self.engine.submit(job)
@@ -43,7 +43,7 @@ class Served:
         with self._arrived:
             return job in self._delivered
 
-    def embed(self, texts: Sequence[str | None], lane: Lane = Lane.BULK, **options: Any) -> Job:
+    def embed(self, texts: Sequence[Input], lane: Lane = Lane.BULK, **options: Any) -> Job:
         return self.wait(self.send(texts, lane, **options))
 
     def _take(self, jobs: list[Job]) -> None:

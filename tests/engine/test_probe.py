@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import models
 from tests.models import build, edit
 
-from teimgr.engine import probe
+from teimgr.engine import batch, probe
 from teimgr.engine.attention import Packing
+from teimgr.engine.batch import Encoded
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_inputs, probe_texts
 from teimgr.engine.tokenizer import TextTokenizer
@@ -122,3 +124,55 @@ def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
     monkeypatch.setattr(probe, "_ASKED_FOR_COSINE", 1.1)
     with pytest.raises(ModelLoadFailed, match="differ"):
         chosen(model_dir("bert"), torch.bfloat16)
+
+
+def test_every_kind_is_tried_as_it_will_be_used(tmp_path: Path) -> None:
+    def inputs(path: Path) -> list[Encoded]:
+        layout = read_layout(path)
+        return probe_inputs(layout, TextTokenizer(layout, layout.max_length))
+
+    def second_halves(found: list[Encoded]) -> int:
+        return sum(encoded.type_ids is not None and bool(encoded.type_ids.any()) for encoded in found)
+
+    reranker = inputs(models.build_cross_encoder("bert", tmp_path / "reranker"))
+    classifier = inputs(models.build_classifier("bert", tmp_path / "classifier"))
+    late = inputs(models.build_multi_vector("bert", tmp_path / "late"))
+
+    assert 2 < second_halves(reranker) < len(reranker)
+    assert 0 < second_halves(classifier) < len(classifier)
+    assert {encoded.query for encoded in late} == {True, False}
+    assert any(encoded.keys is not None for encoded in late)
+
+
+@pytest.mark.parametrize("kind", ["cross_encoder", "classifier", "multi_vector"])
+def test_halves_and_keys_that_a_batch_loses_are_noticed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = getattr(models, f"build_{kind}")("bert", tmp_path)
+    assert chosen(path, torch.float32).batching is Batching.BY_RUN
+
+    for name in ("_type_ids", "_keys"):
+        original = getattr(batch, name)
+        monkeypatch.setattr(batch, name, lambda texts, *rest, of=original: None if len(texts) > 1 else of(texts, *rest))
+    with pytest.raises(ModelLoadFailed, match="differ"):
+        chosen(path, torch.float32)
+
+
+def test_a_sparse_model_is_packed(tmp_path: Path) -> None:
+    choice = chosen(models.build_splade("bert", tmp_path), torch.float32)
+
+    assert choice.batching is Batching.BY_RUN
+    assert choice.min_cosine > 1 - 1e-9
+
+
+def test_a_type_in_which_scores_stray_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = models.build_cross_encoder("bert", tmp_path)
+    monkeypatch.setattr(probe, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(probe, "_MAX_SCORE_DIFFERENCE", 1.0)
+    choice = chosen(path, None)
+    assert choice.dtype is torch.bfloat16
+    assert 0.0 < choice.score_difference < 0.1
+    assert choice.min_cosine == 1.0
+
+    monkeypatch.setattr(probe, "_MAX_SCORE_DIFFERENCE", choice.score_difference / 2)
+    assert chosen(path, None).dtype is torch.float32

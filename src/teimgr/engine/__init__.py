@@ -1,11 +1,13 @@
-"""A model on a device: text in, vectors out, without padding.
+"""A model on a device: texts, pairs and ids in, vectors and scores out, without padding.
 
-layout, tokenizer_file, prompts      what the model's directory says
-loading, probe                       from options to parts; the choices made by trying
-job, intake, tokenizer               a call's texts, tokenized on the first thread
-shelf, queue, batch, runner          batches by length and lane, packed and run on the second
-embedder: model, attention, linears  the forward of one packed row
-pooling, heads                       one vector per text
-finisher                             results into jobs, delivered on the third
-engine                               the door to all of it
+layout (beside this package), prompts    what the model's directory says
+tokenizer_file, tokenizer_library        the tokenizers library, made safe and quick
+shortening, roles, causal_text           very long texts; queries and documents; templates around pairs
+loading, probe, fingerprint              from options to parts; the choices made by trying
+job, kinds, intake, tokenizer            a call's inputs, checked, and tokenized on the first thread
+shelf, queue, batch, runner              batches by length and lane, packed and run on the second
+model: transformer, static, attention,   the forward of one packed row
+linears, heads                           what is made of its hidden states
+finisher, results                        results into jobs, delivered on the third
+engine, proof                            the door to all of it, and how it knows that it is well
 """

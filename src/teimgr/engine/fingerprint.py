@@ -24,8 +24,9 @@ class Closeness:
     """How far results are from the truth.
 
     `mean_cosine` and `min_cosine` are over the inputs; that of an input with several rows is their mean, since what
-    is made of them adds them up. `difference` is the largest of any two numbers of rows that are scaled to length 1,
-    `score_difference` that of logits, in units of the largest true one where that is above 1.
+    is made of them adds them up. Hidden states are left out of both: what is made of them counts. `difference` is the
+    largest of any two numbers of rows that are scaled to length 1, `score_difference` that of logits, in units of the
+    largest true one where that is above 1.
     """
 
     mean_cosine: float
@@ -65,8 +66,10 @@ def compare(results: Sequence[Fingerprint], truth: Sequence[Fingerprint]) -> Clo
                 score_differences.append(_largest(here - there) / max(1.0, largest_score))
             elif len(there):
                 unit, true_unit = functional.normalize(here), functional.normalize(there)
-                cosines.append(float(functional.cosine_similarity(here.double(), there.double()).nan_to_num(-1).mean()))
                 differences.append(_largest(unit - true_unit))
+                if output is not Output.TOKENS:
+                    cosine = functional.cosine_similarity(here.double(), there.double())
+                    cosines.append(float(cosine.nan_to_num(-1.0).mean()))
     known = cosines[1:] or cosines
     return Closeness(sum(known) / len(known), min(known), max(differences), max(score_differences))
 

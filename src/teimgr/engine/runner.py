@@ -109,10 +109,10 @@ class Runner:
 
     def _result_bytes(self, entries: Sequence[Entry]) -> int:
         """Float32 results of all the texts for every output that one of them wants; sparse ones are few bytes."""
-        widths = self._model.widths
+        widths, wanted = self._model.widths, _wanted(entries)
         tokens = sum(entry.length for entry in entries)
-        per_token = sum(widths[output] for output in _wanted(entries) if output in _PER_TOKEN)
-        per_text = sum(widths[output] for output in _wanted(entries) if output in _PER_TEXT)
+        per_token = sum(widths[output] for output in wanted & _PER_TOKEN)
+        per_text = sum(widths[output] for output in wanted & _PER_TEXT)
         return 4 * (tokens * per_token + len(entries) * per_text)
 
     def _start(self, entries: list[Entry]) -> _Fault | None:
@@ -146,7 +146,7 @@ _PER_TEXT = frozenset({Output.DENSE, Output.SCORES})
 
 
 def _wanted(entries: Sequence[Entry]) -> frozenset[Output]:
-    return frozenset().union(*(entry.job.options.outputs for entry in entries))
+    return frozenset().union(*{entry.job.options.outputs for entry in entries})
 
 
 def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:

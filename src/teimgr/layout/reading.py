@@ -79,8 +79,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
 
 def _embedding(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
     if facts.static:
-        behind = read_projections(_served(facts.chain.behind))
-        return replace(layout, backbone=Backbone.STATIC, poolings=("mean",), projections=behind)
+        after = read_projections(_served(facts.chain.behind))
+        return replace(layout, backbone=Backbone.STATIC, poolings=("mean",), projections=after)
     before, folder, behind = _around_pooling(facts)
     if before:
         raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {facts.chain}")
