@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from teimgr import __version__
+from teimgr import __version__, model_arguments
 
-COMMANDS = ("serve", "config", "quickstart")
+COMMANDS = ("serve", "config", "models", "quickstart")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     checking = check.add_parser("check", help="say what is wrong in a file, and where")
     checking.add_argument("file", type=Path, metavar="FILE")
     checking.set_defaults(run=config_check)
+    models = commands.add_parser("models", help="the models of a running daemon")
+    model_arguments.add_to(models.add_subparsers(metavar="VERB", required=True))
     quick = commands.add_parser("quickstart", help="a daemon with one ready instance of a real small model")
     quick.add_argument("--once", action="store_true", help="embed one text, show the answer, and stop")
     quick.set_defaults(run=quickstart)
