@@ -149,7 +149,7 @@ async def test_a_malformed_command_is_refused(link: WorkerLink, payload: bytes) 
         (Method.EMBED_ARROW, arrow(["fog"], dimensions=33, noop=True), Code.INVALID_INPUT),
         (Method.DECODE, tei_pb2.DecodeRequest().SerializeToString(), Code.EMPTY_INPUT),
         (Method.RERANK, b"", Code.EMPTY_INPUT),
-        (Method.RERANK_STREAM, b"", Code.INVALID_INPUT),
+        (Method.RERANK_STREAM, b"", Code.WRONG_MODEL_KIND),
         (Method.PREDICT_PAIR, b"", Code.INVALID_INPUT),
         (63, b"", Code.INTERNAL_ERROR),
         (250, b"", Code.INTERNAL_ERROR),
