@@ -28,7 +28,7 @@ class CausalHead:
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
 
 
-@torch.inference_mode()
+@torch.no_grad()  # tensors of the inference mode could not change their type later
 def keep_two_tokens(module: Any, score: CausalScore) -> None:
     """Leave of a language model's output layer the rows of the tokens that `score` looks at: no other logit is made.
 
