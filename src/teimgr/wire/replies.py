@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from teimgr.wire.fields import varint
 from teimgr.wire.frames import Timings
 
 _LENGTH_DELIMITED_1 = b"\x0a"  # field 1, wire type 2
@@ -17,16 +18,6 @@ _LENGTH_DELIMITED_2 = b"\x12"  # field 2, wire type 2
 _SPARSE_WIDTH = 2 + 1 + 5 + 1 + 4
 _VARINT_1 = 0x08  # field 1, wire type 0
 _FIXED32_2 = 0x15  # field 2, wire type 5
-
-
-def varint(value: int) -> bytes:
-    """A non-negative integer in protobuf's base-128 form."""
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def metadata(timings: Timings) -> bytes:
