@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class TeiClient:
 
     async def ask(self, verb: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Told:
         """Bytes are sent as they are, everything else as JSON; without a body there is no content type."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        data = None if body is None else io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         said = {} if body is None else {"content-type": "application/json"}
         async with self.session.request(verb, path, data=data, headers=said | (headers or {})) as reply:
             return Told(reply.status, reply.content_type, reply.headers, await reply.text())

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from real_worker import LIMIT_S, Connect, WorkerLink, WorkerProcess, arrow
+from real_worker import LIMIT_S, OFFLINE, Connect, WorkerLink, WorkerProcess, arrow
 from tei_client import COST_HEADERS, TeiClient, Told
 
 from teimgr.wire.frames import Flag, Method
@@ -329,9 +329,10 @@ async def test_every_answer_may_be_read_by_every_page(
 
 @pytest.fixture(scope="module")
 def locked(tiny: Path) -> Iterator[WorkerProcess]:
-    """A worker with a key that lets two origins in."""
+    """A worker with a key, that lets two origins in, and is told its default task as Hugging Face's endpoints are."""
     origins = ("https://a.example", "https://b.example")
-    with WorkerProcess(tiny, api_key="s3crét", cors_allow_origin=origins) as one:
+    environ = OFFLINE | {"TASK": "sentence-similarity"}
+    with WorkerProcess(tiny, environ=environ, api_key="s3crét", cors_allow_origin=origins) as one:
         yield one
 
 
@@ -366,6 +367,16 @@ async def test_with_the_key_everything_is_served(locked_ready: WorkerProcess) ->
 
     assert (await once(locked_ready, "POST", "/embed", {"inputs": "fog"}, said)).status == 200
     assert (await once(locked_ready, "GET", "/info", headers=said)).status == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/invocations"])
+async def test_the_environment_may_name_the_default_task(locked_ready: WorkerProcess, path: str) -> None:
+    body = {"inputs": {"source_sentence": "fog", "sentences": ["fog", "rain"]}}
+    told = await once(locked_ready, "POST", path, body, {"authorization": "Bearer s3crét"})
+
+    assert told.status == 200, told
+    assert told.json[0] == pytest.approx(1, abs=1e-5)
+    assert len(told.json) == 2
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,29 @@ async def test_floats_have_the_fewest_digits_that_are_the_same_32_bits(
         assert orjson.dumps(np.float32(number), option=orjson.OPT_SERIALIZE_NUMPY).decode() == number
 
 
+# §1.2: how large a body may be, and what it must be said to be.
+
+
+async def test_two_million_bytes_are_read_and_no_more(fleet: Fleet) -> None:
+    start, end = b'{"inputs": "', b'"}'
+    fits = start + b"a " * ((2_000_000 - len(start) - len(end)) // 2) + end
+    assert len(fits) == 2_000_000
+
+    assert (await fleet["embedding"].post("/embed", fits)).status == 200
+    for path in ("/embed", "/tokenize", "/v1/embeddings", "/vertex"):
+        told = await fleet["embedding"].post(path, fits + b" ")
+        assert (told.status, told.media_type) == (413, "text/plain")
+        assert told.text == "Failed to buffer the request body: length limit exceeded"
+
+
+@pytest.mark.parametrize("path", ["/embed", "/rerank", "/decode", "/v1/embeddings", "/vertex", "/"])
+async def test_a_body_must_be_said_to_be_json(fleet: Fleet, path: str) -> None:
+    told = await fleet["embedding"].ask("POST", path, b"{}", {"content-type": "text/plain"})
+
+    assert (told.status, told.media_type) == (415, "text/plain")
+    assert told.text == "Expected request with `Content-Type: application/json`"
+
+
 # §1.5, §4.4: ids.
 
 

@@ -11,7 +11,7 @@ import pytest
 from teimgr.engine.job import Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import ModelInfo, WorkerSpec
-from teimgr.worker.tei.fields import Body, BodyRefused, parse
+from teimgr.worker.tei.fields import Body, BodyRefused, expect_json, parse
 from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
 from teimgr.worker.tei.openai import OpenAICompatRequest
 from teimgr.worker.tei.requests import (
@@ -45,8 +45,8 @@ def served(kind: str = "embedding", **terms: Any) -> Served:
     return Served(model, WorkerSpec(name="i", model_id="m", **terms))
 
 
-def read(kind: type[Body], body: Any, content_type: str = "application/json") -> Any:
-    return parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), content_type)
+def read(kind: type[Body], body: Any) -> Any:
+    return parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 def asked(kind: type[InferenceRequest], body: Any, model: str = "embedding", **terms: Any) -> Inference:
@@ -60,24 +60,28 @@ def plain(inputs: Any) -> list[Any]:
     return [one.tolist() if isinstance(one, np.ndarray) else one for one in inputs]
 
 
-def refusal(kind: type[Body], body: Any, content_type: str = "application/json") -> tuple[int, str]:
+def refusal(kind: type[Body], body: Any) -> tuple[int, str]:
     with pytest.raises(BodyRefused) as caught:
-        read(kind, body, content_type)
+        read(kind, body)
     return caught.value.status, caught.value.text
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
 def test_another_content_type_is_415(content_type: str) -> None:
-    expected = (415, "Expected request with `Content-Type: application/json`")
+    with pytest.raises(BodyRefused) as caught:
+        expect_json(content_type)
 
-    assert refusal(EmbedRequest, {"inputs": "a"}, content_type) == expected
+    assert (caught.value.status, caught.value.text) == (
+        415,
+        "Expected request with `Content-Type: application/json`",
+    )
 
 
 @pytest.mark.parametrize(
     "content_type", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
 )
 def test_every_json_content_type_is_read(content_type: str) -> None:
-    assert read(EmbedRequest, {"inputs": "a"}, content_type).inputs == "a"
+    expect_json(content_type)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"inputs": "\\ud800"}', b'{"inputs": NaN}', b"[" * 900])

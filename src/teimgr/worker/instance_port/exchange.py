@@ -15,7 +15,7 @@ from teimgr.listening import read_limited
 from teimgr.worker.calls import Call, Reply, raise_first
 from teimgr.worker.desk import Desk
 from teimgr.worker.tei import answers
-from teimgr.worker.tei.fields import Body, BodyRefused, parse
+from teimgr.worker.tei.fields import Body, BodyRefused, expect_json, parse
 from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
 
 # A call of more inputs than this is bulk work, whoever waits for it.
@@ -70,13 +70,14 @@ class Exchange:
         """The request's body.
 
         Raises:
-            BodyRefused: 413 over the instance's limit, or what `parse` refuses.
+            BodyRefused: it is not said to be JSON, is over the instance's limit (413), or is no `kind`.
             ClientDisconnect: the client went away while it sent.
         """
+        expect_json(request.headers.get("content-type", ""))
         body = await read_limited(request.stream(), self._desk.spec.payload_limit_bytes)
         if body is None:
             raise BodyRefused(413, "Failed to buffer the request body: length limit exceeded")
-        return parse(kind, body, request.headers.get("content-type", ""))
+        return parse(kind, body)
 
     async def infer(self, asked: Sequence[InferenceRequest], request: Request) -> list[Reply]:
         """The replies to `asked`, in order; they are cancelled when the client of `request` hangs up.

@@ -76,15 +76,23 @@ class BodyRefused(Exception):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def parse(kind: type[BodyT], body: bytes, content_type: str) -> BodyT:
-    """The request's body as a `kind`.
+def expect_json(content_type: str) -> None:
+    """See that a body is said to be JSON.
 
     Raises:
-        BodyRefused: 415 another content type, 400 not JSON, 422 JSON of another shape.
+        BodyRefused: 415, it is not.
     """
     media_type = content_type.split(";")[0].strip().lower()
     if media_type != JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
         raise BodyRefused(415, f"Expected request with `Content-Type: {JSON}`")
+
+
+def parse(kind: type[BodyT], body: bytes) -> BodyT:
+    """The request's body as a `kind`.
+
+    Raises:
+        BodyRefused: 400 not JSON, 422 JSON of another shape.
+    """
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
