@@ -15,10 +15,11 @@ SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
     ("config", "says"),
     [
         (SEED + 'extra_args = ["--nope"]\n', "instances[0]"),
-        (SEED + 'pooling = "splade"\n', "pooling"),
+        (SEED + 'pooling = "middle"\n', "pooling"),
+        (SEED + 'kind = "llm"\n', "kind"),
         ("max_instances = 1\n" + SEED + SEED.replace('"a"', '"b"'), "max_instances is 1"),
     ],
-    ids=["flag", "pooling", "too many"],
+    ids=["flag", "pooling", "kind", "too many"],
 )
 @pytest.mark.parametrize("command", [["config", "check"], ["serve", "-c"]], ids=["check", "serve"])
 def test_a_seed_that_could_not_be_created_is_refused(

@@ -46,6 +46,13 @@ async def test_create_answers_201_with_what_was_asked_and_what_was_chosen(front:
     assert info["extra_args"] == ["--dtype", "float32"]
 
 
+async def test_what_a_model_is_and_may_run_is_kept_and_shown(front: Front) -> None:
+    info = await front.create("a", kind="reranker", trust_remote_code=True)
+    assert (info["kind"], info["trust_remote_code"]) == ("reranker", True)
+    info = await front.create("b")
+    assert (info["kind"], info["trust_remote_code"]) == (None, False)
+
+
 async def test_an_explicit_prometheus_port_is_kept(front: Front) -> None:
     assert (await front.create("a", prometheus_port=9555))["prometheus_port"] == 9555
 

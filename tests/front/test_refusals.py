@@ -57,6 +57,8 @@ def failed(failure: dict[str, Any], code: str) -> str:
         (GOOD | {"extra_args": ["x"] * 257}, "extra_args: "),
         (GOOD | {"dtype": "int3"}, "dtype: "),
         (GOOD | {"pooling": 5}, "pooling: "),
+        (GOOD | {"kind": "llm"}, "kind: "),
+        (GOOD | {"trust_remote_code": "yes"}, "trust_remote_code: "),
         (GOOD | {"wanted_running": False}, "unknown field 'wanted_running'"),
         ([], "body: "),
         ("a", "body: "),

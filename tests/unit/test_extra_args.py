@@ -28,6 +28,15 @@ def test_every_flag_with_a_meaning_has_a_field() -> None:
     assert {flag.field for flag in FLAGS.values() if flag.field} <= names
 
 
+def test_what_a_model_is_and_may_run_can_be_said_as_flags() -> None:
+    assert parse(["--kind", "reranker", "--trust-remote-code"]) == {"kind": "reranker", "trust_remote_code": True}
+    assert parse(["--pooling", "splade", "--kind=sparse", "--trust-remote-code=false"]) == {
+        "pooling": "splade",
+        "kind": "sparse",
+        "trust_remote_code": False,
+    }
+
+
 @pytest.mark.parametrize(
     ("flags", "value"),
     [
@@ -57,6 +66,7 @@ def test_a_value_may_look_like_a_flag() -> None:
         (["--dytpe", "float16"], "unknown flag '--dytpe'; did you mean --dtype?"),
         (["serve"], "unknown flag 'serve'; known: "),
         (["--dtype"], "--dtype needs a value"),
+        (["--kind", "llm"], "--kind must be one of embedding, sparse, multi-vector, reranker, classifier (got 'llm')"),
         (["--dtype", "int7"], "--dtype must be one of auto, float32, float16, bfloat16 (got 'int7')"),
         (["--max-batch-tokens", "0"], "--max-batch-tokens must be a positive number (got '0')"),
         (["--payload-limit", "²"], "--payload-limit must be a positive number"),

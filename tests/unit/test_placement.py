@@ -153,8 +153,10 @@ async def test_a_live_worker_is_accepted_where_it_was_placed_if_it_was_told_the_
 
 
 async def test_extra_arguments_win_over_fields_and_settings() -> None:
-    wanted = replace(spec(), pooling="mean", extra_args=("--pooling", "cls", "--max-client-batch-size=9"))
+    flags = ("--pooling", "cls", "--max-client-batch-size=9", "--trust-remote-code")
+    wanted = replace(spec(), pooling="mean", kind="embedding", extra_args=flags)
 
     order = await planner(NONE).plan(wanted, [wanted], [])
 
     assert (order.pooling, order.max_client_batch_size) == ("cls", 9)
+    assert (order.kind, order.trust_remote_code) == ("embedding", True)

@@ -179,6 +179,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: 
         ("[[instances]]\nname = 'a'", "instances[0].model_id: is required"),
         ("[[instances]]\nmodel_id = 'm'", "instances[0].name: is required"),
         (SEED + "dtype = 'int3'", "instances[0].dtype: must be one of"),
+        (SEED + "kind = 'llm'", "instances[0].kind: must be one of embedding, sparse, multi-vector"),
+        (SEED + "trust_remote_code = 1", "instances[0].trust_remote_code: must be"),
     ],
 )
 def test_a_wrong_type_or_number_is_refused_by_its_path(file: Path, text: str, says: str) -> None:
@@ -262,9 +264,18 @@ def test_the_grpc_port_is_free_for_seeds_when_grpc_is_off(file: Path) -> None:
 
 
 def test_a_whole_seed_becomes_a_spec(file: Path) -> None:
-    file.write_text(SEED + "gpu_id = 0\nextra_args = ['--dtype', 'float16']\nthreads = 2\n" + SECOND + "port = 0\n")
+    first = "gpu_id = 0\nextra_args = ['--dtype', 'float16']\nthreads = 2\nkind = 'sparse'\ntrust_remote_code = true\n"
+    file.write_text(SEED + first + SECOND + "port = 0\n")
     assert load(file, {}).instances == (
-        InstanceSpec(name="a", model_id="m", gpu_id=0, extra_args=("--dtype", "float16"), threads=2),
+        InstanceSpec(
+            name="a",
+            model_id="m",
+            gpu_id=0,
+            extra_args=("--dtype", "float16"),
+            threads=2,
+            kind="sparse",
+            trust_remote_code=True,
+        ),
         InstanceSpec(name="b", model_id="m"),
     )
 

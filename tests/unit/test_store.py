@@ -33,6 +33,8 @@ FULL = InstanceSpec(
     dtype="float32",
     revision="main",
     threads=3,
+    kind="reranker",
+    trust_remote_code=True,
     wanted_running=False,
 )
 PLAIN = InstanceSpec(name="plain", model_id="m", port=8081, prometheus_port=9101)

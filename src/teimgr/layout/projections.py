@@ -23,6 +23,8 @@ def read_projections(modules: Iterable[Module], works_on: str = TEXT) -> tuple[P
 
 
 def _projection(module: Module, works_on: str) -> Projection:
+    if module.name not in ("Dense", "LayerNorm", "Normalize"):
+        raise ModelLoadFailed(f"a {module.name} module is not served in this place")
     config = module.config()
     # Dense modules of PyLate and of early multi-vector models do not say that they work on tokens.
     default = works_on if module.name == "Dense" else TEXT
@@ -36,9 +38,7 @@ def _projection(module: Module, works_on: str) -> Projection:
         return Normalize()
     if module.name == "LayerNorm":
         return LayerNorm(module.path, int(_given(module, config, "dimension")))
-    if module.name == "Dense":
-        return _dense(module, config)
-    raise ModelLoadFailed(f"a {module.name} module is not served in this place")
+    return _dense(module, config)
 
 
 def _dense(module: Module, config: dict[str, object]) -> Dense:

@@ -21,7 +21,7 @@ from teimgr.layout.sparse import read_splade
 from teimgr.layout.yes_no import read_yes_no
 
 _TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
-_HEAD_OF_ITS_OWN = "the pooling is not used: the model has a head of its own"
+_UNUSED_POOLING = "the pooling is not used: the model has a way of its own"
 
 
 def read_layout(
@@ -72,8 +72,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
     else:
         layout = _READERS[chosen](facts, layout, pooling)
     _check_task(facts, layout.backbone)
-    if pooling is not None and not layout.poolings and layout.splade is None:
-        layout = replace(layout, notes=(*layout.notes, _HEAD_OF_ITS_OWN))
+    if pooling is not None and layout.pooling != pooling.replace("-", "_"):
+        layout = replace(layout, notes=(*layout.notes, _UNUSED_POOLING))
     return layout
 
 
