@@ -239,7 +239,7 @@ def test_pairs_are_those_of_transformers(
     limit=st.integers(6, 12),
     left=st.booleans(),
 )
-@example((("fog rain", 10, 1), ("fog and lamps", 0, 1)), 12, False)  # what is cut is the shorter half
+@example(halves=(("fog rain", 10, 1), ("fog and lamps", 0, 1)), limit=12, left=False)  # what is cut is the shorter half
 def test_the_cut_of_very_long_halves_changes_nothing(
     halves: tuple[tuple[str, int, int], ...], limit: int, left: bool, model_dir: Callable[..., Path]
 ) -> None:
