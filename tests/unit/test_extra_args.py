@@ -84,3 +84,9 @@ def test_what_cannot_be_understood_is_refused_by_name(flags: list[str], message:
 
     assert message in caught.value.message
     assert "secret" not in caught.value.message
+
+
+def test_a_key_and_origins_are_the_workers() -> None:
+    told = parse(["--api-key", "s3cret", "--cors-allow-origin=https://a.example", "--cors-allow-origin", "*"])
+
+    assert told == {"api_key": "s3cret", "cors_allow_origin": ("https://a.example", "*")}
