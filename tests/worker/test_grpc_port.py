@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from models import build_cross_encoder
 from real_worker import Connect, WorkerProcess
 
 from teimgr.pb.tei.v1 import tei_pb2
@@ -337,6 +340,43 @@ async def test_health_is_that_of_the_kind(channel: grpc.aio.Channel) -> None:
     for call in (stub.Check, stub.Watch):
         answer = call(health_pb2.HealthCheckRequest(service="tei.v1.Nothing"))
         assert await ending(answer) == (Status.NOT_FOUND, "service not registered")
+
+
+async def test_a_reranker_ranks_by_message_and_by_stream(tmp_path: Path, connect: Connect) -> None:
+    texts = ["fog", "bay of fog", "something else"]
+    with WorkerProcess(build_cross_encoder("bert", tmp_path)) as worker:
+        link = await connect(worker)
+        await link.state(link.post(Method.WATCH), "ready")
+        async with client(worker) as channel:
+            whole = method(channel, "Rerank", "Rerank")(tei_pb2.RerankRequest(query="fog", texts=texts))
+            pairs = [tei_pb2.RerankStreamRequest(query="fog", text=text) for text in texts]
+            streamed = method(channel, "Rerank", "RerankStream")(pairs)
+            health = health_pb2_grpc.HealthStub(channel)
+            names = ("tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank")
+            statuses = [(await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in names]
+
+            scores = {rank.index: rank.score for rank in (await whole).ranks}
+            assert {rank.index: rank.score for rank in (await streamed).ranks} == pytest.approx(scores, abs=1e-6)
+            assert sorted(scores) == [0, 1, 2]
+            for call in (whole, streamed):
+                assert int(dict(await call.initial_metadata())["x-compute-tokens"]) > 0
+            embed = await ending(method(channel, "Embed", "Embed")(ask()))
+
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert statuses == [not_serving, serving, serving]
+    assert embed == (Status.FAILED_PRECONDITION, "Backend error: Model is not an embedding model")
+
+
+def test_the_nursery_does_without_grpc_and_a_worker_without_grpcio() -> None:
+    program = """
+import sys
+import teimgr.worker.process
+assert not {"grpclib", "grpc"} & set(sys.modules), "before the fork"
+import teimgr.worker.grpc_port.port
+assert "grpclib" in sys.modules
+assert "grpc" not in sys.modules, "two gRPC libraries in one worker"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT_S * 3)
 
 
 async def test_the_end_of_a_worker_lets_calls_finish_and_watches_hear_of_it(tiny: Path, connect: Connect) -> None:
