@@ -46,7 +46,9 @@ class Work:
         self._unfinished -= 1
         if self._unfinished:
             return None
-        return self.jobs[0] if len(self.jobs) == 1 else _joined(self._parts, self.jobs)
+        # Jobs know their work: if it went on knowing them, tables would stay until the cycle collector comes by.
+        jobs, self.jobs = self.jobs, []
+        return jobs[0] if len(jobs) == 1 else _joined(self._parts, jobs)
 
 
 def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
