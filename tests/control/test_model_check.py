@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from models import build, build_classifier, build_yes_no_reranker, edit
+from tests.control.conftest import Fleet
 
 from teimgr.control.model_check import check_model
 from teimgr.errors import InvalidConfig
-from teimgr.spec import WorkerSpec
+from teimgr.spec import InstanceSpec, WorkerSpec
 
 
 def orders(model_id: Path | str, **more: object) -> WorkerSpec:
@@ -55,3 +56,12 @@ def test_a_template_is_not_run_by_the_daemon(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_id", ["/nowhere/at/all", "nobody/has-this-model", "no id at all"])
 def test_what_is_not_here_is_left_to_the_worker(model_id: str) -> None:
     check_model(orders(model_id))
+
+
+async def test_the_manager_refuses_it_before_anything_is_stored(fleet: Fleet, tmp_path: Path) -> None:
+    path = build("bert", tmp_path / "model")
+
+    for request in ({"kind": "reranker"}, {"pooling": "splade"}, {"extra_args": ("--kind", "classifier")}):
+        with pytest.raises(InvalidConfig, match="kind = |pooling "):
+            await fleet.manager.create(InstanceSpec(name="a", model_id=str(path), **request))  # type: ignore[arg-type]
+    assert fleet.manager.list() == []

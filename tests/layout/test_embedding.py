@@ -35,6 +35,13 @@ def test_without_a_saved_length_the_tokenizer_and_the_positions_decide(bert: Pat
     assert read_layout(bert).max_length == 77
 
 
+def test_mpnet_has_two_positions_less_than_its_table(tmp_path: Path) -> None:
+    path = build("mpnet", tmp_path)
+    (path / "sentence_bert_config.json").unlink()
+
+    assert (read_layout(path).max_length, read_layout(path).position_offset) == (128, 2)
+
+
 def test_the_users_pooling_is_taken_over_that_of_the_files(bert: Path) -> None:
     assert read_layout(bert, "last-token").poolings == ("last_token",)
     with pytest.raises(InvalidConfig, match="pooling 'middle'"):

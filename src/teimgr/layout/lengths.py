@@ -18,6 +18,7 @@ OFFSET_TYPES = {
     "roberta-prelayernorm",
     "xmod",
     "data2vec-text",
+    "mpnet",
 }
 _SETTINGS = tuple(
     f"sentence_{kind}_config.json"

@@ -1,3 +1,0 @@
-"""The old name of `teimgr.layout`."""
-
-from teimgr.layout import *  # noqa: F403
