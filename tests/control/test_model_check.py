@@ -62,6 +62,6 @@ async def test_the_manager_refuses_it_before_anything_is_stored(fleet: Fleet, tm
     path = build("bert", tmp_path / "model")
 
     for request in ({"kind": "reranker"}, {"pooling": "splade"}, {"extra_args": ("--kind", "classifier")}):
-        with pytest.raises(InvalidConfig, match="kind = |pooling "):
+        with pytest.raises(InvalidConfig, match=r"kind = |pooling "):
             await fleet.manager.create(InstanceSpec(name="a", model_id=str(path), **request))  # type: ignore[arg-type]
     assert fleet.manager.list() == []
