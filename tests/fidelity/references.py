@@ -84,7 +84,7 @@ def m3(path: Path, texts: Sequence[Input], part: str) -> list[Matrix]:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     linear = torch.load(path / {"sparse": "sparse_linear.pt", "multi": "colbert_linear.pt"}[part], weights_only=True)
-    unused = {tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    unused = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     found = []
     with torch.inference_mode():
         for text in texts:

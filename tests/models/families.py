@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from .vocabularies import Wrapped, byte_level, unigram, word_piece
+from .vocabularies import Wrapped, byte_level, qwen, unigram, word_piece
 
 WIDTH = 32
 MAX_LENGTH = 96
@@ -222,7 +222,7 @@ FAMILIES = {
     "modernbert": Family(byte_level(framed=True), _modernbert, "cls"),
     "mpnet": Family(byte_level(framed=True), _mpnet),
     "nomic_bert": Family(word_piece(), _nomic_bert),
-    "qwen2": Family(byte_level(framed=False), _qwen2, "lasttoken"),
+    "qwen2": Family(qwen, _qwen2, "lasttoken"),
     "qwen3": Family(byte_level(framed=False), _qwen3, "lasttoken"),
     "roberta": Family(byte_level(framed=True), _roberta),
     "t5": Family(unigram(None), _t5),

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import models as token_models
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from .texts import CORPUS, INSTRUCTIONS
 
@@ -45,6 +46,17 @@ def byte_level(framed: bool) -> Callable[[], Wrapped]:
         return _wrapped(tokenizer, ["<pad>", "<unk>", "<s>", "</s>", "<mask>"])
 
     return make
+
+
+def qwen() -> Wrapped:
+    """As `byte_level(framed=False)`, with the words that transformers' Qwen2Tokenizer makes whatever the file says."""
+    wrapped = byte_level(framed=False)()
+    words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    wrapped.backend_tokenizer.normalizer = normalizers.NFC()
+    wrapped.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return wrapped
 
 
 def chat() -> Wrapped:
