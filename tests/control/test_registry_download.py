@@ -68,7 +68,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 async def pull(registry: Registry, model_id: str = MODEL, **how: object) -> None:
-    await registry.finished(await registry.download(model_id, **how))  # type: ignore[arg-type]
+    await (await registry.download(model_id, **how)).finished()  # type: ignore[arg-type]
 
 
 async def held(hub: Hub) -> None:
@@ -174,7 +174,7 @@ async def test_progress_is_live_and_complete(make: Make) -> None:
                 view = await registry.get(MODEL)
                 assert (view.status, view.progress) == (ModelStatus.DOWNLOADING, work.progress.value)
                 hub.open.set()
-        await registry.finished(work)
+        await work.finished()
 
     total = sum(len(FILES[name]) for name in NEEDED)
     last = seen[-1]
@@ -208,7 +208,7 @@ async def test_one_download_at_a_time_per_model(make: Make) -> None:
         with pytest.raises(ModelBusy):
             await registry.delete(MODEL)
         hub.open.set()
-        await registry.finished(work)
+        await work.finished()
 
 
 async def test_more_downloads_than_the_settings_allow_wait(make: Make) -> None:
@@ -221,9 +221,9 @@ async def test_more_downloads_than_the_settings_allow_wait(make: Make) -> None:
         assert second.progress is not None
         assert second.progress.value.phase == "waiting"
         hub.open.set()
-        await registry.finished(first)
+        await first.finished()
         with pytest.raises(ModelNotFound):
-            await registry.finished(second)
+            await second.finished()
 
 
 async def test_gated_and_missing_are_told_apart(make: Make) -> None:
@@ -261,7 +261,7 @@ async def test_the_daemons_end_ends_a_download_and_tells_who_waits(make: Make) -
     with Hub(MODEL, FILES) as hub:
         hub.open.clear()
         registry = make(hub)
-        waiting = asyncio.create_task(registry.finished(await registry.download(MODEL)))
+        waiting = asyncio.create_task((await registry.download(MODEL)).finished())
         await held(hub)
         await registry.close()
         with pytest.raises(Unavailable, match="stopping"):

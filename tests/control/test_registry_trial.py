@@ -54,7 +54,7 @@ def model(folder: Path, flags: str = "") -> str:
 
 
 async def tried(registry: Registry, model_id: str, wish: TrialWish | None = None) -> ModelView:
-    await registry.finished(await registry.try_out(model_id, wish or TrialWish()))
+    await (await registry.try_out(model_id, wish or TrialWish())).finished()
     return await registry.get(model_id)
 
 
@@ -131,7 +131,7 @@ async def test_while_it_is_tried_it_is_loading_and_nothing_else_may_begin(make: 
         await registry.try_out(model_id, TrialWish())
     with pytest.raises(ModelBusy, match="is already loading"):
         await registry.download(model_id)
-    waiting = asyncio.create_task(registry.finished(work))
+    waiting = asyncio.create_task(work.finished())
     await eventually(lambda: len(list((folder / "run").glob("*.json"))) == 1)
     await registry.close()
     with pytest.raises(Unavailable):

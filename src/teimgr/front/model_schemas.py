@@ -42,6 +42,7 @@ class LoadModel(Strict):
     device: Literal["auto", "cpu"] = Field("auto", description="cpu: not on a GPU, even if there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="element type")
     revision: Revision | None = None
+    trust_remote_code: bool = Field(False, description="run code of the model's own repository")
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -51,7 +52,8 @@ class LoadModel(Strict):
 
     def wish(self) -> TrialWish:
         """The trial that is asked for."""
-        return TrialWish(gpu_id=self.gpu_id, on_cpu=self.device == "cpu", dtype=self.dtype, revision=self.revision)
+        values = self.model_dump(exclude={"device"})
+        return TrialWish(on_cpu=self.device == "cpu", **values)
 
 
 class ModelFileInfo(BaseModel):

@@ -12,7 +12,8 @@ from urllib.parse import unquote
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from teimgr.control.registry.registry import Registry, Work
+from teimgr.control.registry.registry import Registry
+from teimgr.control.registry.works import Work
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.front.answers import answer, now
 from teimgr.front.bodies import Body, read_json
@@ -158,7 +159,7 @@ async def delete_model(model_id: ModelId, models: TheRegistry) -> Response:
 
 async def _answer_to(models: Registry, model_id: str, work: Work, wait: bool) -> Response:
     if wait:
-        await models.finished(work)
+        await work.finished()
     return answer((await models.get(model_id)).to_dict(), 200 if wait else 202)
 
 
@@ -177,7 +178,7 @@ async def _events_of(models: Registry, model_id: str, work: Work) -> AsyncGenera
     async for progress in work.progress.follow():
         yield Event("progress", progress.to_dict())
     try:
-        await models.finished(work)
+        await work.finished()
         yield Event("done", (await models.get(model_id)).to_dict())
     except TeimgrError as error:
         yield Event("failed", {"error": error.message, "code": error.code.name, "timestamp": now()})

@@ -118,6 +118,7 @@ class Download:
             said = json.loads(line)
             if "bytes_total" in said:
                 self._plan = said
+                self._rate.at(time.monotonic(), 0)
                 self._move(phase="fetching", bytes_total=said["bytes_total"], files_total=said["files_total"])
             elif "bytes_done" in said:
                 self._count(said)

@@ -6,12 +6,14 @@ state.models.json.corrupt-<n>   one that could not be read, set aside
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,56 @@ class FactsFile:
         except OSError as error:
             return f"it could not be kept: {error}"
         return f"it was kept as {aside}"
+
+
+class Remembered:
+    """The facts in memory, and on the disk after `save`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = FactsFile(path)
+        self._facts: dict[str, Facts] = {}
+        self._save_alarm: str | None = None
+        self._saving = asyncio.Lock()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def of(self, model_id: str) -> Facts:
+        """What is remembered of a model; the defaults where it is nothing."""
+        return self._facts.get(model_id, Facts())
+
+    def note(self, model_id: str, **change: Any) -> None:
+        """Remember this of a model, and when it was first heard of."""
+        known = self.of(model_id)
+        self._facts[model_id] = replace(known, **{"added_at": known.added_at or now(), **change})
+
+    def forget(self, model_id: str) -> None:
+        """Remember nothing of a model."""
+        self._facts.pop(model_id, None)
+
+    async def load(self) -> None:
+        """Remember what the disk says. Never raises."""
+        self._facts = await asyncio.to_thread(self._file.load)
+
+    async def save(self) -> None:
+        """Have the disk say it. A disk that refuses is an alarm; the registry goes on."""
+        async with self._saving:
+            try:
+                await asyncio.to_thread(self._file.save, dict(self._facts))
+            except OSError as error:
+                self._save_alarm = f"the model registry's file cannot be saved: {error}"
+                log.error("model registry not saved", extra={"reason": self._save_alarm})
+            else:
+                self._save_alarm = None
+
+    def alarms(self) -> list[str]:
+        """What people must know of the file."""
+        return [alarm for alarm in (self._file.alarm, self._save_alarm) if alarm is not None]
+
+
+def now() -> str:
+    """The time as RFC 3339 in UTC."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def facts_path(state_file: Path) -> Path:

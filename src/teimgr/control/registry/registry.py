@@ -6,9 +6,8 @@ import asyncio
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from teimgr.control.cores import usable_cores
@@ -17,19 +16,18 @@ from teimgr.control.placement import place
 from teimgr.control.registry import cache as disk
 from teimgr.control.registry.cache import HubCache, Snapshot
 from teimgr.control.registry.download import Download, Fetched, Progress
-from teimgr.control.registry.facts import Facts, FactsFile, facts_path
+from teimgr.control.registry.facts import Remembered, facts_path, now
 from teimgr.control.registry.fetcher import Order
 from teimgr.control.registry.live import Live
 from teimgr.control.registry.trial import NAME as TRIAL_NAME
 from teimgr.control.registry.trial import TrialFailed, run_trial
 from teimgr.control.registry.view import ModelStatus, ModelView, OnDisk
+from teimgr.control.registry.works import Work, Works
 from teimgr.control.workerspec import worker_spec
 from teimgr.errors import (
-    ModelBusy,
     ModelInUse,
     ModelLoadFailed,
     ModelNotFound,
-    TeimgrError,
     Unavailable,
     ValidationError,
 )
@@ -60,22 +58,11 @@ class TrialWish:
     on_cpu: bool = False
     dtype: str = "auto"
     revision: str | None = None
-
-
-@dataclass(slots=True)
-class Work:
-    """What is being done with a model: one thing at a time. `progress` is that of a download."""
-
-    status: ModelStatus
-    progress: Live[Progress] | None = None
-    task: asyncio.Task[None] | None = None
+    trust_remote_code: bool = False
 
 
 class Registry:
-    """Which models there are is asked of the disk every time; what was done with them is remembered.
-
-    A model has at most one `Work`, which is entered and left without an await in between: two downloads cannot meet.
-    """
+    """Which models there are is asked of the disk every time; what was done with them is remembered."""
 
     def __init__(
         self,
@@ -94,37 +81,27 @@ class Registry:
         self._instances = instances
         self._given_cache = cache
         self._environ = environ
-        self._file = FactsFile(facts_path(settings.state_file))
-        self._facts: dict[str, Facts] = {}
-        self._works: dict[str, Work] = {}
-        self._failures: dict[str, str] = {}
-        self._started_at = _now()
-        self._save_alarm: str | None = None
-        self._saving = asyncio.Lock()
+        self._remembered = Remembered(facts_path(settings.state_file))
+        self._works = Works()
+        self._started_at = now()
         self._slots = asyncio.Semaphore(settings.model_downloads)
         self._trying = asyncio.Lock()
-        self._closed = False
 
     # The daemon's life
 
     async def start(self) -> None:
         """Read what is remembered. Never raises."""
-        self._facts = await asyncio.to_thread(self._file.load)
+        await self._remembered.load()
         known = await asyncio.to_thread(self._cache.model_ids)
         log.info("model registry", extra={"cache": str(self._cache.folder), "cached": len(known)})
 
     async def close(self) -> None:
         """Give up downloads and trials; what came of a download is kept. Whoever waits for one hears Unavailable."""
-        self._closed = True
-        tasks = {work.task for work in self._works.values() if work.task is not None}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._works.close()
 
     def alarms(self) -> Sequence[str]:
         """What people must know of the registry's file."""
-        return [alarm for alarm in (self._file.alarm, self._save_alarm) if alarm is not None]
+        return self._remembered.alarms()
 
     # What users ask
 
@@ -132,7 +109,7 @@ class Registry:
         """All models: those in the cache, those of the configuration and the instances, and those that users added."""
         cached = await asyncio.to_thread(self._cache.model_ids)
         wanted = [view.spec.model_id for view in self._instances()]
-        return await self._views(sorted({*cached, *self._facts, *self._settings.models, *wanted, *self._works}))
+        return await self._views(sorted({*cached, *self._remembered, *self._settings.models, *wanted, *self._works}))
 
     async def get(self, model_id: str) -> ModelView:
         """One model as it is now.
@@ -155,12 +132,12 @@ class Registry:
         try:
             return await self.get(model_id), False
         except ModelNotFound:
-            self._remember(model_id, added_at=_now(), revision=revision)
-            await self._save()
+            self._remembered.note(model_id, revision=revision)
+            await self._remembered.save()
             return await self.get(model_id), True
 
     async def download(self, model_id: str, revision: str | None = None, *, update: bool = False) -> Work:
-        """Begin to fetch a model, unless it is here already; `update` asks the hub in any case. See `finished`.
+        """Begin to fetch a model, unless it is here already; `update` asks the hub in any case.
 
         Raises:
             ValidationError: it can be no model's id.
@@ -168,14 +145,14 @@ class Registry:
         """
         await asyncio.to_thread(_check_id, model_id)
         progress = Live(Progress())
-        return self._begin(
+        return self._works.begin(
             model_id,
             Work(ModelStatus.DOWNLOADING, progress),
             lambda: self._download(model_id, revision, update, progress),
         )
 
     async def try_out(self, model_id: str, wish: TrialWish) -> Work:
-        """Begin a trial of a model that is here. Its outcome is remembered, whichever it is. See `finished`.
+        """Begin a trial of a model that is here. Its outcome is remembered, whichever it is.
 
         Raises:
             ModelNotFound: the registry does not know it.
@@ -186,12 +163,12 @@ class Registry:
         await self.get(model_id)
         gpu = None if wish.on_cpu else place(_instance(model_id, wish), await self._gpus.read())
         snapshot = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, wish.revision))
-        self._refuse_if_busy(model_id)
+        self._works.refuse_if_busy(model_id)
         if snapshot is None or not snapshot.complete:
             how = "Model not downloaded. Use POST /models/{model_id}/download first."
             raise ModelLoadFailed(f"Model '{model_id}' failed to load: {how}")
         spec = self._trial_spec(_instance(str(snapshot.path), wish), gpu.uuid if gpu else None)
-        return self._begin(
+        return self._works.begin(
             model_id,
             Work(ModelStatus.LOADING),
             lambda: self._try_out(model_id, snapshot, spec, gpu.index if gpu else None),
@@ -209,72 +186,32 @@ class Registry:
         view = await self.get(model_id)
         if users := self._users().get(model_id):
             raise ModelInUse(model_id, users)
-        self._refuse_if_busy(model_id)
+        self._works.refuse_if_busy(model_id)
         if view.snapshot is not None and disk.is_directory(model_id):
             raise ValidationError(f"'{model_id}' is a directory: only what lies in the hub's cache is deleted")
         if self._cache.folder_of(model_id).exists():
-            await self.finished(self._begin(model_id, Work(ModelStatus.AVAILABLE), lambda: self._remove(model_id)))
-        self._facts.pop(model_id, None)
-        await self._save()
+            await self._works.begin(model_id, Work(None), lambda: self._remove(model_id)).finished()
+        self._remembered.forget(model_id)
+        await self._remembered.save()
         return view
 
     def work(self, model_id: str) -> Work | None:
         """What is being done with a model now."""
-        return self._works.get(model_id)
-
-    async def finished(self, work: Work) -> None:
-        """Return when it is done. Whoever waits may go away: the work goes on.
-
-        Raises:
-            TeimgrError: why it failed.
-            Unavailable: the daemon stops.
-        """
-        assert work.task is not None
-        await asyncio.wait({work.task})
-        if work.task.cancelled():
-            raise Unavailable("the daemon is stopping")
-        work.task.result()
+        return self._works.of(model_id)
 
     # Works
 
-    def _begin(self, model_id: str, work: Work, do: Callable[[], Coroutine[Any, Any, None]]) -> Work:
-        self._refuse_if_busy(model_id)
-        if self._closed:
-            raise Unavailable("the daemon is stopping")
-        self._works[model_id] = work
-        self._failures.pop(model_id, None)
-        work.task = asyncio.create_task(_run(do), name=f"{work.status.value} {model_id}")
-        work.task.add_done_callback(lambda task: self._ended(model_id, work, task))  # before anybody waits for it
-        return work
-
-    def _ended(self, model_id: str, work: Work, task: asyncio.Task[None]) -> None:
-        del self._works[model_id]
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, TeimgrError):
-            log.warning("model work failed", extra={"model": model_id, "work": work.status, "reason": error.message})
-            if work.status is ModelStatus.DOWNLOADING:
-                self._failures[model_id] = error.message
-        elif error is not None:
-            log.error("model work ended by a defect", exc_info=error, extra={"model": model_id, "work": work.status})
-        if work.progress is not None:
-            work.progress.close()
-
-    def _refuse_if_busy(self, model_id: str) -> None:
-        if (work := self._works.get(model_id)) is not None:
-            raise ModelBusy(model_id, "being deleted" if work.status is ModelStatus.AVAILABLE else work.status.value)
-
     async def _download(self, model_id: str, revision: str | None, update: bool, progress: Live[Progress]) -> None:
-        is_new = not self._is_remembered(model_id)
-        if is_new:
-            self._remember(model_id, added_at=_now())
+        is_new = model_id not in self._remembered
+        self._remembered.note(model_id)
         try:
             await self._have(model_id, revision, update, progress)
         except ModelNotFound:  # most likely a slip of the pen, which need not be remembered
             if is_new:
-                del self._facts[model_id]
+                self._remembered.forget(model_id)
             raise
         finally:
-            await self._save()
+            await self._remembered.save()
 
     async def _have(self, model_id: str, revision: str | None, update: bool, progress: Live[Progress]) -> None:
         here = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, revision))
@@ -283,8 +220,8 @@ class Registry:
                 raise ModelNotFound(f"Model directory '{model_id}' does not exist, or holds no model")
         elif here is None or not here.complete or update:
             await self._fetch(model_id, revision, progress)
-        else:
-            self._remember(model_id, revision=revision)
+        elif revision is not None:
+            self._remembered.note(model_id, revision=revision)
 
     async def _fetch(self, model_id: str, revision: str | None, progress: Live[Progress]) -> None:
         wanted = self._revision_of(model_id, revision)
@@ -296,7 +233,7 @@ class Registry:
                 outcome = "done"
             finally:
                 self._metrics.model_fetched(outcome, download.received_bytes)
-        self._remember(model_id, revision=wanted, gated=fetched.gated or None)
+        self._remembered.note(model_id, revision=wanted, gated=fetched.gated or None)
         log.info("model fetched", extra=_fetched_facts(model_id, fetched, download))
 
     async def _try_out(self, model_id: str, snapshot: Snapshot, spec: WorkerSpec, gpu_id: int | None) -> None:
@@ -308,11 +245,10 @@ class Registry:
             change: dict[str, Any] = {"verification_error": str(error), "trial": {}}
         else:
             log.info("model passed its trial", extra={"model": model_id, **trial.to_dict()})
-            change = {"verification_error": None, "last_verified": _now(), "trial": trial.to_dict()}
+            change = {"verification_error": None, "last_verified": now(), "trial": trial.to_dict()}
         self._metrics.model_tried("failed" if change["verification_error"] else "verified")
-        added_at = self._facts.get(model_id, Facts()).added_at or _now()
-        self._remember(model_id, tried_commit=snapshot.commit, added_at=added_at, **change)
-        await self._save()
+        self._remembered.note(model_id, tried_commit=snapshot.commit, **change)
+        await self._remembered.save()
 
     async def _remove(self, model_id: str) -> None:
         try:
@@ -336,7 +272,7 @@ class Registry:
 
     def _is_known(self, model_id: str) -> bool:
         wanted = (view.spec.model_id for view in self._instances())
-        return model_id in self._facts or model_id in self._works or model_id in (*self._settings.models, *wanted)
+        return model_id in (*self._remembered, *self._works, *self._settings.models, *wanted)
 
     def _find(self, model_id: str, revision: str | None) -> Snapshot | None:
         """What a worker would load. Reads the disk."""
@@ -362,15 +298,15 @@ class Registry:
         return model_id, OnDisk(snapshot=snapshot, metadata=snapshot.metadata(), commits=others)
 
     def _view(self, model_id: str, on_disk: OnDisk, users: Sequence[str]) -> ModelView:
-        work = self._works.get(model_id)
+        work = self._works.of(model_id)
         return ModelView(
             model_id=model_id,
-            facts=self._facts.get(model_id, Facts()),
+            facts=self._remembered.of(model_id),
             started_at=self._started_at,
             on_disk=on_disk,
-            busy=work.status if work and work.status is not ModelStatus.AVAILABLE else None,
+            busy=work.status if work else None,
             progress=work.progress.value if work and work.progress else None,
-            download_error=self._failures.get(model_id),
+            download_error=self._works.failure_of(model_id),
             used_by=tuple(users),
         )
 
@@ -382,36 +318,17 @@ class Registry:
         return {model_id: sorted(names) for model_id, names in users.items()}
 
     def _revision_of(self, model_id: str, asked: str | None) -> str | None:
-        return asked or self._facts.get(model_id, Facts()).revision
-
-    # What is remembered
-
-    def _is_remembered(self, model_id: str) -> bool:
-        return self._facts.get(model_id, Facts()).added_at is not None
-
-    def _remember(self, model_id: str, **change: Any) -> None:
-        kept = {name: value for name, value in change.items() if value is not None or name == "verification_error"}
-        kept |= {"tried_commit": change["tried_commit"]} if "tried_commit" in change else {}
-        self._facts[model_id] = replace(self._facts.get(model_id, Facts()), **kept)
-
-    async def _save(self) -> None:
-        """A disk that refuses is an alarm; the registry goes on."""
-        async with self._saving:
-            try:
-                await asyncio.to_thread(self._file.save, dict(self._facts))
-            except OSError as error:
-                self._save_alarm = f"the model registry's file cannot be saved: {error}"
-                log.error("model registry not saved", extra={"reason": self._save_alarm})
-            else:
-                self._save_alarm = None
-
-
-async def _run(do: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    await do()
+        return asked or self._remembered.of(model_id).revision
 
 
 def _instance(model_id: str, wish: TrialWish) -> InstanceSpec:
-    return InstanceSpec(name=TRIAL_NAME, model_id=model_id, gpu_id=wish.gpu_id, dtype=wish.dtype)
+    return InstanceSpec(
+        name=TRIAL_NAME,
+        model_id=model_id,
+        gpu_id=wish.gpu_id,
+        dtype=wish.dtype,
+        trust_remote_code=wish.trust_remote_code,
+    )
 
 
 def _check_id(model_id: str) -> None:
@@ -433,7 +350,3 @@ def _check_id(model_id: str) -> None:
 
 def _fetched_facts(model_id: str, fetched: Fetched, download: Download) -> dict[str, Any]:
     return {"model": model_id, "commit": fetched.commit, "received_bytes": download.received_bytes}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -30,6 +30,7 @@ SPEED_S = 1.0
 CALLS_AT_A_TIME = 32
 _CALL_LIMIT_S = 60.0
 _STATS_LIMIT_S = 5.0
+_EXIT_NEWS_S = 2.0
 _TEXTS = (
     "fog",
     "The quick brown fox jumps over the lazy dog.",
@@ -113,27 +114,31 @@ async def _worker(launcher: Launcher, spec: WorkerSpec) -> AsyncIterator[tuple[W
 
 
 async def _watched(handle: WorkerHandle, work: Callable[[_Watch], Awaitable[ResultT]]) -> ResultT:
-    """`work`, given up when the worker's process ends.
+    """`work` on a link to the worker, given up when its process ends.
 
     Raises:
-        TrialFailed: it ended.
+        TrialFailed: it ended; the text says how, which is more than a link that broke or was refused can say.
     """
-    watch = await _Watch.open(handle)
-    working, gone = asyncio.ensure_future(work(watch)), asyncio.ensure_future(handle.wait())
+    working, gone = asyncio.ensure_future(_on_link(handle, work)), asyncio.ensure_future(handle.wait())
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done() and not _succeeded(working):
+        if working.done() and working.exception() is not None:
+            await asyncio.wait({gone}, timeout=_EXIT_NEWS_S)
+        if gone.done() and not (working.done() and working.exception() is None):
             raise TrialFailed(_why(gone.result()))
         return await working
     finally:
         working.cancel()
         gone.cancel()
         await asyncio.wait({working, gone})
+
+
+async def _on_link(handle: WorkerHandle, work: Callable[[_Watch], Awaitable[ResultT]]) -> ResultT:
+    watch = await _Watch.open(handle)
+    try:
+        return await work(watch)
+    finally:
         watch.link.close()
-
-
-def _succeeded(task: asyncio.Future[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 class _Watch:
