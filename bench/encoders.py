@@ -108,10 +108,10 @@ class Bare:
 
     def encode(self, texts: list[str]) -> Any:
         """All texts as one bulk job."""
-        from teimgr.engine.job import EmbedOptions, Job, Lane
+        from teimgr.engine.job import InferOptions, Job, Lane
 
         self._delivered.clear()
-        job = Job(texts, EmbedOptions(), Lane.BULK)
+        job = Job(texts, InferOptions(), Lane.BULK)
         self._engine.submit(job)
         self._delivered.wait()
         if job.errors:
