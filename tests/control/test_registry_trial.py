@@ -10,7 +10,7 @@ import psutil
 import pytest
 from tests.control.conftest import RESIDENT, eventually, local_launcher, settings_for
 
-from teimgr.control.gpus import GpuInventory, Inventory
+from teimgr.control.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
 from teimgr.control.registry.registry import Registry, TrialWish
 from teimgr.control.registry.view import ModelStatus, ModelView
@@ -28,8 +28,8 @@ async def make(folder: Path) -> AsyncIterator[Make]:
     await launcher.start()
     made: list[Registry] = []
 
-    def registry(instances: tuple[InstanceView, ...] = (), **values: object) -> Registry:
-        gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
+    def registry(instances: tuple[InstanceView, ...] = (), cards: tuple[Gpu, ...] = (), **values: object) -> Registry:
+        gpus = GpuInventory({}, lambda: Inventory(cards, "" if cards else "none in this test"))
         settings = settings_for(folder, **values)
         cache = HubCache(folder / "hub")
         made.append(Registry(settings, launcher, gpus, Metrics(), lambda: list(instances), cache))
@@ -170,3 +170,16 @@ async def test_a_model_that_instances_want_is_known_and_not_deleted(make: Make, 
     assert (await registry.get("a/b")).used_by == ("one", "two")
     with pytest.raises(ModelInUse, match="used by one, two"):
         await registry.delete("a/b")
+
+
+@pytest.mark.parametrize(
+    ("wish", "gpu_id"), [(TrialWish(), 1), (TrialWish(gpu_id=0), 0), (TrialWish(on_cpu=True), None)]
+)
+async def test_it_runs_on_the_card_that_is_asked_for_else_the_freest(
+    make: Make, folder: Path, wish: TrialWish, gpu_id: int | None
+) -> None:
+    registry = make(cards=(Gpu(0, "GPU-a", 1 << 30), Gpu(1, "GPU-b", 8 << 30)))
+    shown = (await tried(registry, await added(registry, model(folder)), wish)).to_dict()
+    assert shown["verification"].get("gpu_id") == gpu_id
+    with pytest.raises(InvalidGpuId, match=r"Available GPUs: \[0, 1\]"):
+        await registry.try_out(shown["model_id"], TrialWish(gpu_id=2))
