@@ -31,6 +31,7 @@ def check(settings: Settings) -> None:
     logs.parse_levels(settings.log_level)
     for index, seed in enumerate(settings.instances):
         _seed(settings, seed, f"instances[{index}]", settings.instances[:index])
+    _aliases(settings)
     if settings.auth is not None and settings.auth.enabled:
         _auth(settings.auth)
 
@@ -86,6 +87,19 @@ def _seed_port(settings: Settings, seed: InstanceSpec, path: str, before: tuple[
         raise InvalidConfig(f"{path}: {who} {seed.port} conflicts with gRPC port")
     if any(other.port == seed.port for other in before):
         raise InvalidConfig(f"{path}: Duplicate port {seed.port} in instance configs")
+
+
+def _aliases(settings: Settings) -> None:
+    """An alias leads to a name in one step, and hides no instance of its own name."""
+    seeds = {seed.name for seed in settings.instances}
+    for alias, target in settings.aliases.items():
+        path = f"aliases.{alias}"
+        if not alias or not target:
+            raise InvalidConfig(f"{path}: neither an alias nor what it stands for may be empty")
+        if alias in seeds:
+            raise InvalidConfig(f"{path}: is the name of an instance")
+        if target in settings.aliases:
+            raise InvalidConfig(f"{path}: {target!r} is an alias itself")
 
 
 def _auth(auth: Auth) -> None:

@@ -14,9 +14,9 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from teimgr import rules, typed
 from teimgr.errors import InvalidConfig
@@ -50,8 +50,14 @@ def key(
     label: str = "",
     also: str = "",
 ) -> Any:
-    """A dataclass field that carries its meaning and limits; `also` is tei-manager's environment variable for it."""
-    return field(default=default, metadata={"rule": typed.Rule(meaning, low, high, label), "also": also})
+    """A dataclass field that carries its meaning and limits; `also` is tei-manager's environment variable for it.
+
+    `default` may be a type, such as dict, that makes a new value each time.
+    """
+    metadata = {"rule": typed.Rule(meaning, low, high, label), "also": also}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,16 @@ class Auth:
     providers: tuple[str, ...] = key((), "the only provider is 'mtls'")
     require_cert_headers: bool = key(False, "must stay false: a certificate in a header proves nothing")
     mtls: Mtls | None = key(None, "the table of the provider mtls")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Otel:
+    """`[otel]`: where traces go. Trace context is passed on to the workers whether or not any are exported."""
+
+    endpoint: str = key("", "collector of OTLP, http://host:4317; empty: no export", also="TEI_MANAGER_OTEL_ENDPOINT")
+    service_name: str = key("tei-manager", "service.name of the traces")
+    sample_ratio: float = key(1.0, "share of the traces begun here that is kept", low=0, high=1)
+    deployment_environment: str = key("", "deployment.environment.name of the traces; empty: none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +157,9 @@ class Settings:
     models: tuple[str, ...] = key((), "models that the registry knows from the start: hub ids or directories")
     model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
     instances: tuple[InstanceSpec, ...] = key((), "seeds: instances created where the state does not know their name")
+    aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id")
     auth: Auth | None = key(None, "who may call; absent: everybody")
+    otel: Otel = key(Otel, "where traces go")
 
     def __post_init__(self) -> None:
         for name, folder in (("run_dir", "run"), ("log_dir", "logs")):
@@ -210,27 +228,44 @@ def load(
         InvalidConfig: the message names the file or variable, the key's path, and what is wrong with it.
     """
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
-    values = _from_file(config_path) | dict(_from_environment(environ)) | typed.read(Settings, given)
-    settings = Settings(**values)
+    values = _from_file(config_path)
+    for (*table, name), value in _from_environment(environ):
+        # The one table with variables is [otel], and one that is given whole in the file is changed in a key.
+        values |= {table[0]: replace(values.get(table[0], Otel()), **{name: value})} if table else {name: value}
+    settings = Settings(**values | typed.read(Settings, given))
     with _naming(config_path):
         rules.check(settings)
     return settings
 
 
-def scalars() -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Each key that one environment variable can say: name, annotation, variables (the last one wins)."""
-    hints = get_type_hints(Settings)
-    for item in fields(Settings):
+class Scalar(NamedTuple):
+    """One key that an environment variable can say; of the `variables` the last one wins."""
+
+    path: tuple[str, ...]
+    annotation: Any
+    variables: tuple[str, ...]
+
+
+def scalars() -> Iterator[Scalar]:
+    """Each key that one environment variable can say: those of the top level, and those of `[otel]`."""
+    yield from _scalars(Settings, ())
+    yield from _scalars(Otel, ("otel",))
+
+
+def _scalars(kind: type[Any], table: tuple[str, ...]) -> Iterator[Scalar]:
+    hints = get_type_hints(kind)
+    for item in fields(kind):
         annotation = hints[item.name]
-        if get_origin(annotation) is tuple or any(map(is_dataclass, get_args(annotation))):
+        if get_origin(annotation) in (tuple, Mapping) or any(map(is_dataclass, (annotation, *get_args(annotation)))):
             continue
-        names = (item.metadata["also"], f"TEIMGR_{item.name.upper()}")
-        yield item.name, annotation, tuple(filter(None, names))
+        path = (*table, item.name)
+        names = (item.metadata["also"], f"TEIMGR_{'_'.join(path).upper()}")
+        yield Scalar(path, annotation, tuple(filter(None, names)))
 
 
 def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     """A sentence for each `TEIMGR_…` variable that no key reads, most likely a slip of the pen."""
-    known = [variable for _, _, variables in scalars() for variable in variables]
+    known = [variable for scalar in scalars() for variable in scalar.variables]
     for variable in sorted(environ):
         if variable.startswith("TEIMGR_") and variable not in known:
             yield f"the environment variable {variable} is not read; {typed.nearest(variable, known)}"
@@ -265,17 +300,19 @@ def seed(table: object, path: str) -> InstanceSpec:
     return typed.build(InstanceSpec, table, path, rules=SPEC_RULES, hidden=("wanted_running",))
 
 
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    for name, annotation, variables in scalars():
-        for variable in variables:
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for scalar in scalars():
+        for variable in scalar.variables:
             if variable in environ:
-                yield name, _variable(variable, environ[variable], name, annotation)
+                yield scalar.path, _variable(variable, environ[variable], scalar)
 
 
-def _variable(variable: str, text: str, name: str, annotation: Any) -> Any:
+def _variable(variable: str, text: str, scalar: Scalar) -> Any:
+    kind = Otel if len(scalar.path) > 1 else Settings
+    name = scalar.path[-1]
     try:
-        plain = typed.from_text(text, annotation)
-        return typed.read(Settings, {name: plain})[name]
+        plain = typed.from_text(text, scalar.annotation)
+        return typed.read(kind, {name: plain})[name]
     except ValueError as error:
         raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
     except InvalidConfig as error:

@@ -1,7 +1,8 @@
 """Plain values (TOML, environment) to frozen dataclasses, refused with the path of what is wrong.
 
 The dataclass is the only description: its annotations say the types, `Rule` in a field's metadata says the limits.
-Understood annotations: bool, int, float, str, Path, `X | None`, `tuple[X, ...]`, Literal of strings, and dataclasses.
+Understood annotations: bool, int, float, str, Path, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, Literal of strings,
+and dataclasses.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def convert(value: object, annotation: Any, path: str, rule: Rule = NO_RULE) -> 
         return convert(value, next(kind for kind in arguments if kind is not type(None)), path, rule)
     if origin is tuple:
         return _sequence(value, arguments[0], path)
+    if origin is Mapping:
+        return _table(value, arguments[1], path)
     if origin is Literal:
         return _choice(value, arguments, path)
     if is_dataclass(annotation):
@@ -175,6 +178,12 @@ def _sequence(value: object, item: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise InvalidConfig(f"{path}: must be a list (got {said(value)})")
     return tuple(convert(element, item, f"{path}[{index}]") for index, element in enumerate(value))
+
+
+def _table(value: object, item: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidConfig(f"{path}: must be a table (got {said(value)})")
+    return {name: convert(element, item, join(path, name)) for name, element in value.items()}
 
 
 def _choice(value: object, choices: tuple[Any, ...], path: str) -> Any:

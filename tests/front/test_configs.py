@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.settings import Auth, Mtls, Settings, load
+from teimgr.settings import Auth, Mtls, Otel, Settings, load
 from teimgr.spec import InstanceSpec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -41,7 +41,7 @@ def test_the_full_file_changes_nothing() -> None:
 
 def test_the_full_file_shows_every_key_with_its_default() -> None:
     given = tomllib.loads(FULL)
-    tables = {"auth", "instances"}
+    tables = {"auth", "instances", "aliases", "otel"}
     assert given.keys() - tables | commented("").keys() == {field.name for field in fields(Settings)} - tables
     defaults = Settings()
     assert {key: value for key, value in given.items() if key not in tables} == {
@@ -61,9 +61,10 @@ def test_the_full_file_shows_every_key_of_its_tables(table: str, kind: type[Any]
     assert shown(kind, values) == {key: defaults[key] for key in shown(kind, values)}
 
 
-def test_the_full_file_shows_every_key_of_auth() -> None:
-    defaults = {field.name: plain(field.default) for field in fields(Auth) if field.name != "mtls"}
-    assert tomllib.loads(FULL)["auth"] == defaults
+@pytest.mark.parametrize(("table", "kind"), [("auth", Auth), ("otel", Otel)])
+def test_the_full_file_shows_every_key_of_a_table_that_it_has(table: str, kind: type[Any]) -> None:
+    defaults = {field.name: plain(field.default) for field in fields(kind) if field.name != "mtls"}
+    assert tomllib.loads(FULL)[table] == defaults
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)

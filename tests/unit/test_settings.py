@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from teimgr import typed
 from teimgr.errors import InvalidConfig
-from teimgr.settings import Auth, Mtls, Settings, load, scalars, unheard
+from teimgr.settings import Auth, Mtls, Otel, Settings, load, scalars, unheard
 from teimgr.spec import InstanceSpec
 
 SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
@@ -95,8 +95,22 @@ def test_variables_are_read_as_the_type_of_their_key(variable: str, text: str, k
 
 
 def test_every_scalar_key_has_its_variable() -> None:
-    tables = {"instances", "models", "auth"}
-    assert {name for name, _, _ in scalars()} == {field.name for field in fields(Settings)} - tables
+    tables = {"instances", "models", "auth", "aliases", "otel"}
+    top = {field.name for field in fields(Settings)} - tables
+    assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}
+
+
+def test_a_variable_of_a_table_changes_that_key_of_it(file: Path) -> None:
+    file.write_text("[otel]\nendpoint = 'http://a:1'\nsample_ratio = 0.5\n")
+    assert load(file, {"TEI_MANAGER_OTEL_ENDPOINT": "http://b:2"}).otel == Otel(endpoint="http://b:2", sample_ratio=0.5)
+    assert load(None, {"TEIMGR_OTEL_SAMPLE_RATIO": "0.25"}).otel == Otel(sample_ratio=0.25)
+    with pytest.raises(InvalidConfig, match=r"Invalid TEIMGR_OTEL_SAMPLE_RATIO value '2': .*must be <= 1"):
+        load(None, {"TEIMGR_OTEL_SAMPLE_RATIO": "2"})
+
+
+def test_aliases_are_a_table_of_names(file: Path) -> None:
+    file.write_text("[aliases]\nsmall = 'BAAI/bge-small-en-v1.5'\n'openai/x' = 'a'\n")
+    assert load(file, {}).aliases == {"small": "BAAI/bge-small-en-v1.5", "openai/x": "a"}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +180,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: 
         ("instances = 3", "instances: must be a list of tables"),
         ("instances = [3]", "instances[0]: must be a table (got integer 3)"),
         (SEED + "extra_args = ['--dtype', 1]", "instances[0].extra_args[1]: must be text (got integer 1)"),
+        ("aliases = 3", "aliases: must be a table (got integer 3)"),
+        ("[aliases]\na = 3", "aliases.a: must be text (got integer 3)"),
+        ("[aliases]\na = ''", "aliases.a: neither an alias nor what it stands for may be empty"),
+        ("[aliases]\na = 'b'\nb = 'c'", "aliases.a: 'b' is an alias itself"),
+        ("aliases = {a = 'm'}\n" + SEED, "aliases.a: is the name of an instance"),
+        ("[otel]\nsample_ratio = 1.5", "otel.sample_ratio: must be <= 1 (got 1.5)"),
+        ("[otel]\nendpont = 'x'", "otel.endpont: unknown key 'endpont'; did you mean 'endpoint'?"),
         ("arrow_output_dtype = 'f64'", "arrow_output_dtype: must be one of 'f32', 'f16' (got text 'f64')"),
         ("log_level = 'loud'", "log_level: no level 'loud'"),
         ("api_port = 65536", "api_port: API port must be <= 65535 (got 65536)"),
@@ -305,7 +326,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_key_says_what_it_means() -> None:
-    for kind in (Settings, Auth, Mtls):
+    for kind in (Settings, Auth, Mtls, Otel):
         assert [field.name for field in fields(kind) if not typed.rule_of(field).meaning] == []
 
 
