@@ -59,7 +59,9 @@ class Daemon:
         self.muxes = Muxes(settings, self.directory, self.metrics)
         gpus = GpuInventory()
         self.manager = Manager(settings, self.launcher, self.directory, Store(settings.state_file), gpus, self.metrics)
-        self.models = Registry(settings, self.launcher, gpus, self.metrics, self.manager.list)
+        self.models = Registry(
+            settings, self.launcher, gpus, self.metrics, self.manager.list, booted=self.manager.booted
+        )
 
     async def run(self) -> int:
         """Start, serve, stop."""

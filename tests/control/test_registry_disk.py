@@ -153,6 +153,15 @@ def test_a_directory_is_read_one_level_deep(tmp_path: Path) -> None:
     assert disk.find_directory("/nowhere/at/all") is None
 
 
+@pytest.mark.parametrize("model_id", ["x" * 5000, "a\0b", "/a\0b", "~nobody-of-that-name/x", "..", "/" + "x" * 300, ""])
+def test_an_id_that_can_be_no_name_is_no_model(tmp_path: Path, model_id: str) -> None:
+    cache = HubCache(tmp_path / "cache")
+    assert disk.find_directory(model_id) is None
+    assert cache.find(model_id) is None
+    assert not cache.has_folder(model_id)
+    disk.is_directory(model_id)
+
+
 def test_deleting_leaves_nothing_of_that_model_alone(tmp_path: Path) -> None:
     lay_out(tmp_path)
     lay_out(tmp_path, "other/whole")

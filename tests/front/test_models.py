@@ -122,6 +122,26 @@ async def test_unknown_and_undecodable_ids(front: Front) -> None:
         assert (await front.call(method, f"/models/{path}", 404))["code"] == "MODEL_NOT_FOUND"
 
 
+async def test_a_directory_that_nobody_named_is_not_shown(front: Front, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    quoted = str(folder).replace("/", "%2F")
+    await front.call("GET", f"/models/{quoted}", 404)
+    await add(front, str(folder))
+    assert (await front.call("GET", f"/models/{quoted}", 200))["files"] == [{"path": "config.json", "size_bytes": 2}]
+    assert (await front.call("DELETE", f"/models/{quoted}", 400))["code"] == "VALIDATION_ERROR"
+    assert (folder / "config.json").exists()
+
+
+async def test_what_a_broken_download_left_is_shown_and_can_be_deleted(front: Front, tmp_path: Path) -> None:
+    (tmp_path / "hub" / "models--half--there" / "blobs").mkdir(parents=True)
+    assert "half/there" in [model["model_id"] for model in await front.call("GET", "/models", 200)]
+    assert (await front.call("GET", "/models/half%2Fthere", 200))["status"] == "available"
+    await front.call("DELETE", "/models/half%2Fthere", 200)
+    await front.call("GET", "/models/half%2Fthere", 404)
+
+
 async def test_a_download_answers_when_it_is_done(front: Front, tmp_path: Path) -> None:
     model = await front.call("POST", f"/models/{QUOTED}/download", 200)
     ModelInfo.model_validate(model)

@@ -92,7 +92,20 @@ class HubCache:
 
     def snapshots(self, model_id: str) -> list[Snapshot]:
         """The commits of a model that have at least a configuration, the newest first. Never raises."""
-        folder = self.folder_of(model_id)
+        try:
+            return self._snapshots(model_id, self.folder_of(model_id))
+        except (OSError, ValueError) as error:  # no such name can be, or the disk fails
+            log.warning("unreadable model in the hub cache", extra={"model": model_id, "reason": str(error)})
+            return []
+
+    def has_folder(self, model_id: str) -> bool:
+        """Whether there is anything of a model, if only a part of a file."""
+        try:
+            return self.folder_of(model_id).is_dir()
+        except OSError:  # no file can have so long a name
+            return False
+
+    def _snapshots(self, model_id: str, folder: Path) -> list[Snapshot]:
         refs = dict(_refs(folder / "refs"))
         found = []
         for path in _folders(folder / "snapshots"):
@@ -158,7 +171,10 @@ def default_cache_folder() -> Path:
 
 def is_directory(model_id: str) -> bool:
     """Whether a model id means a directory of this host rather than a repository of the hub."""
-    return hub.names_a_path(model_id) or Path(model_id).is_dir()
+    try:
+        return hub.names_a_path(model_id) or Path(model_id).is_dir()
+    except OSError:  # no file can have so long a name
+        return False
 
 
 def find_directory(model_id: str) -> Snapshot | None:
@@ -166,11 +182,14 @@ def find_directory(model_id: str) -> Snapshot | None:
 
     Only its own files and those of its modules' folders are looked at: a directory may have anything below it.
     """
-    path = Path(model_id).expanduser()
-    if not any((path / name).is_file() for name in ("config.json", "modules.json")):
+    try:
+        path = Path(model_id).expanduser()
+        if not any((path / name).is_file() for name in ("config.json", "modules.json")):
+            return None
+        files = tuple(_files(path, (*path.glob("*"), *path.glob("*/*"))))
+        return Snapshot(path=path.resolve(), files=files, complete=_is_loadable(path), changed_at=_changed_at(path))
+    except (OSError, ValueError, RuntimeError):  # no such name can be, no such user is there, or the disk fails
         return None
-    files = tuple(_files(path, (*path.glob("*"), *path.glob("*/*"))))
-    return Snapshot(path=path.resolve(), files=files, complete=_is_loadable(path), changed_at=_changed_at(path))
 
 
 def find_packaged(model_id: str) -> Snapshot | None:

@@ -62,7 +62,10 @@ class TrialWish:
 
 
 class Registry:
-    """Which models there are is asked of the disk every time; what was done with them is remembered."""
+    """Which models there are is asked of the disk every time; what was done with them is remembered.
+
+    No trial is begun before `booted`: the boot ends every worker that it does not know.
+    """
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class Registry:
         instances: Callable[[], Sequence[InstanceView]],
         cache: HubCache | None = None,
         environ: Mapping[str, str] = os.environ,
+        booted: asyncio.Event | None = None,
     ) -> None:
         self._settings = settings
         self._launcher = launcher
@@ -81,6 +85,7 @@ class Registry:
         self._instances = instances
         self._given_cache = cache
         self._environ = environ
+        self._booted = booted
         self._remembered = Remembered(facts_path(settings.state_file))
         self._works = Works()
         self._started_at = now()
@@ -117,10 +122,10 @@ class Registry:
         Raises:
             ModelNotFound: the registry does not know it.
         """
-        [view] = await self._views([model_id])
-        if view.snapshot is None and not self._is_known(model_id):
-            raise ModelNotFound(f"Model '{model_id}' not found")
-        return view
+        if self._is_known(model_id) or await asyncio.to_thread(self._is_cached, model_id):
+            [view] = await self._views([model_id])
+            return view
+        raise ModelNotFound(f"Model '{model_id}' not found")
 
     async def add(self, model_id: str, revision: str | None = None) -> tuple[ModelView, bool]:
         """Know a model from now on; whether that is new.
@@ -189,7 +194,7 @@ class Registry:
         self._works.refuse_if_busy(model_id)
         if view.snapshot is not None and disk.is_directory(model_id):
             raise ValidationError(f"'{model_id}' is a directory: only what lies in the hub's cache is deleted")
-        if self._cache.folder_of(model_id).exists():
+        if await asyncio.to_thread(self._cache.has_folder, model_id):
             await self._works.begin(model_id, Work(None), lambda: self._remove(model_id)).finished()
         self._remembered.forget(model_id)
         await self._remembered.save()
@@ -237,6 +242,8 @@ class Registry:
         log.info("model fetched", extra=_fetched_facts(model_id, fetched, download))
 
     async def _try_out(self, model_id: str, snapshot: Snapshot, spec: WorkerSpec, gpu_id: int | None) -> None:
+        if self._booted is not None:
+            await self._booted.wait()
         try:
             async with self._trying:
                 trial = await run_trial(self._launcher, spec, gpu_id, self._settings.startup_timeout_secs)
@@ -273,6 +280,10 @@ class Registry:
     def _is_known(self, model_id: str) -> bool:
         wanted = (view.spec.model_id for view in self._instances())
         return model_id in (*self._remembered, *self._works, *self._settings.models, *wanted)
+
+    def _is_cached(self, model_id: str) -> bool:
+        """A directory that nobody named is no model of ours, whatever lies in it."""
+        return self._cache.has_folder(model_id) and not disk.is_directory(model_id)
 
     def _find(self, model_id: str, revision: str | None) -> Snapshot | None:
         """What a worker would load. Reads the disk."""
