@@ -28,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
         "reference": "sentence-transformers or transformers on the same files, float32",
         "difference": f"largest absolute one, of unit vectors (limit {MAX_DIFFERENCE}) or of scores (limit "
         f"{MAX_SCORE_DIFFERENCE}); lowest cosine at least {MIN_COSINE}",
-        "alone": f"the same input by itself against its random batches (limit {MAX_ALONE_DIFFERENCE})",
+        "alone": f"the same input by itself against its random batches, as a part of the largest number where that is "
+        f"above 1 (limit {MAX_ALONE_DIFFERENCE})",
         "command": f"python -m bench fidelity --texts {options.texts}",
     }
     data = {"cases": [_record(case, figures) for case, figures in found]}
