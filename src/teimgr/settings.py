@@ -297,7 +297,7 @@ def seed(table: object, path: str) -> InstanceSpec:
     Raises:
         InvalidConfig: a key is unknown, missing, of a wrong type or out of its limits; the message starts with `path`.
     """
-    return typed.build(InstanceSpec, table, path, rules=SPEC_RULES, hidden=("wanted_running",))
+    return typed.build(InstanceSpec, table, path, rules=SPEC_RULES, hidden=("wanted_running", "seeded"))
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:

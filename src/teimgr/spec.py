@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -54,7 +55,8 @@ class InstanceSpec:
     The keys are those of the contract's create body, seed and state file; `dtype`, `revision`, `threads`, `kind` and
     `trust_remote_code` are teimgr's own. `port` and `prometheus_port` are resolved before a spec is stored; 0 and None
     ask for one.
-    `wanted_running` is the user's last word: a stop survives a restart of the daemon.
+    `max_batch_tokens` 0 asks for as many as the GPU's free memory allows. `tags` are for people and filters.
+    `wanted_running` is the user's last word: a stop survives a restart of the daemon. `seeded`: the configuration made it.
     """
 
     name: str
@@ -73,7 +75,9 @@ class InstanceSpec:
     threads: int | None = None
     kind: str | None = None
     trust_remote_code: bool = False
+    tags: Mapping[str, str] = field(default_factory=dict, hash=False)
     wanted_running: bool = True
+    seeded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

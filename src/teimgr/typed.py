@@ -9,14 +9,33 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from teimgr.errors import InvalidConfig
 
 T = TypeVar("T")
+K = TypeVar("K")
+
+
+class Fault(NamedTuple):
+    """What is wrong with the value at one path, such as `instances[0].port`."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+class Faulty(InvalidConfig):
+    """All that is wrong with a table; the message has one line for each fault."""
+
+    def __init__(self, *faults: Fault) -> None:
+        super().__init__("\n".join(map(str, faults)))
+        self.faults = faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +54,15 @@ class Rule:
         """Refuse a number outside the limits; anything else passes.
 
         Raises:
-            InvalidConfig: it is outside.
+            Faulty: it is outside.
         """
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
         label = f"{self.label} " if self.label else ""
         if self.low is not None and value < self.low:
-            raise InvalidConfig(f"{path}: {label}must be >= {self.low} (got {value})")
+            raise Faulty(Fault(path, f"{label}must be >= {self.low} (got {value})"))
         if self.high is not None and value > self.high:
-            raise InvalidConfig(f"{path}: {label}must be <= {self.high} (got {value})")
+            raise Faulty(Fault(path, f"{label}must be <= {self.high} (got {value})"))
 
 
 NO_RULE = Rule()
@@ -61,13 +80,20 @@ def build(kind: type[T], table: object, path: str = "", **how: Any) -> T:
     """A whole `kind` from a table; `how` as in `read`.
 
     Raises:
-        InvalidConfig: as `read`, and where a key without a default is absent.
+        Faulty: as `read`, and where a key without a default is absent.
     """
-    values = read(kind, table, path, **how)
+    faults: list[Fault] = []
+    values: Mapping[str, Any] = table if isinstance(table, Mapping) else {}
+    try:
+        values = read(kind, table, path, **how)
+    except Faulty as error:
+        faults += error.faults
     for field in fields(kind):  # type: ignore[arg-type]
         needed = field.default is MISSING and field.default_factory is MISSING
-        if needed and field.name not in values:
-            raise InvalidConfig(f"{join(path, field.name)}: is required")
+        if needed and isinstance(table, Mapping) and field.name not in values:
+            faults.append(Fault(join(path, field.name), "is required"))
+    if faults:
+        raise Faulty(*faults)
     return kind(**values)
 
 
@@ -84,18 +110,33 @@ def read(
     `rules` stand in for metadata of a class that has none; `hidden` fields of the class are no keys.
 
     Raises:
-        InvalidConfig: an unknown key, a wrong type, or a number outside its limits.
+        Faulty: unknown keys, wrong types, numbers outside their limits.
     """
     if not isinstance(table, Mapping):
-        raise InvalidConfig(f"{path}: must be a table (got {said(table)})")
+        raise Faulty(Fault(path, f"must be a table (got {said(table)})"))
     hints = get_type_hints(kind)
     known = {field.name: field for field in fields(kind) if field.name not in hidden}
-    values = {}
-    for name, value in table.items():
+
+    def one(name: str, value: object) -> Any:
         if name not in known:
-            raise InvalidConfig(f"{join(path, name)}: {unknown(name, value, known)}")
+            raise Faulty(Fault(join(path, name), unknown(name, value, known)))
         rule = (rules or {}).get(name) or rule_of(known[name])
-        values[name] = convert(value, hints[name], join(path, name), rule)
+        return convert(value, hints[name], join(path, name), rule)
+
+    return _each(table.items(), one)
+
+
+def _each(items: Iterable[tuple[K, object]], one: Callable[[K, object], Any]) -> dict[K, Any]:
+    """`one` of every item by its key, or all their faults together."""
+    values: dict[K, Any] = {}
+    faults: list[Fault] = []
+    for key, value in items:
+        try:
+            values[key] = one(key, value)
+        except Faulty as error:
+            faults += error.faults
+    if faults:
+        raise Faulty(*faults)
     return values
 
 
@@ -103,7 +144,7 @@ def convert(value: object, annotation: Any, path: str, rule: Rule = NO_RULE) -> 
     """`value` as `annotation` types it.
 
     Raises:
-        InvalidConfig: it is of another type, or breaks `rule`.
+        Faulty: it is of another type, or breaks `rule`.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -176,26 +217,26 @@ def said(value: object) -> str:
 
 def _sequence(value: object, item: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise InvalidConfig(f"{path}: must be a list (got {said(value)})")
-    return tuple(convert(element, item, f"{path}[{index}]") for index, element in enumerate(value))
+        raise Faulty(Fault(path, f"must be a list (got {said(value)})"))
+    return tuple(_each(enumerate(value), lambda index, element: convert(element, item, f"{path}[{index}]")).values())
 
 
 def _table(value: object, item: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidConfig(f"{path}: must be a table (got {said(value)})")
-    return {name: convert(element, item, join(path, name)) for name, element in value.items()}
+        raise Faulty(Fault(path, f"must be a table (got {said(value)})"))
+    return _each(value.items(), lambda name, element: convert(element, item, join(path, name)))
 
 
 def _choice(value: object, choices: tuple[Any, ...], path: str) -> Any:
     if value not in choices:
-        raise InvalidConfig(f"{path}: must be one of {', '.join(map(repr, choices))} (got {said(value)})")
+        raise Faulty(Fault(path, f"must be one of {', '.join(map(repr, choices))} (got {said(value)})"))
     return value
 
 
 def _scalar(value: object, kind: Any, path: str) -> Any:
     accepted, noun = _SCALARS[kind]
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise InvalidConfig(f"{path}: must be {noun} (got {said(value)})")
+        raise Faulty(Fault(path, f"must be {noun} (got {said(value)})"))
     return kind(value)
 
 

@@ -26,7 +26,7 @@ def commented(table: str) -> dict[str, Any]:
 
 def shown(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     """`values` without the keys that have no default."""
-    optional = {field.name for field in fields(kind) if field.default in (None, MISSING)}
+    optional = {field.name for field in fields(kind) if field.default in (None, MISSING)} - {"tags"}
     return {key: value for key, value in values.items() if key not in optional}
 
 
@@ -52,12 +52,12 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
 
 @pytest.mark.parametrize(
     ("table", "kind", "hidden"),
-    [("[[instances]]", InstanceSpec, {"wanted_running"}), ("[auth.mtls]", Mtls, set())],
+    [("[[instances]]", InstanceSpec, {"wanted_running", "seeded"}), ("[auth.mtls]", Mtls, set())],
 )
 def test_the_full_file_shows_every_key_of_its_tables(table: str, kind: type[Any], hidden: set[str]) -> None:
     values = commented(table)
     assert set(values) == {field.name for field in fields(kind)} - hidden
-    defaults = {field.name: plain(field.default) for field in fields(kind)}
+    defaults = {field.name: plain(field.default) for field in fields(kind)} | {"tags": {}}
     assert shown(kind, values) == {key: defaults[key] for key in shown(kind, values)}
 
 

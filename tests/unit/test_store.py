@@ -35,7 +35,9 @@ FULL = InstanceSpec(
     threads=3,
     kind="reranker",
     trust_remote_code=True,
+    tags={"team": "search"},
     wanted_running=False,
+    seeded=True,
 )
 PLAIN = InstanceSpec(name="plain", model_id="m", port=8081, prometheus_port=9101)
 

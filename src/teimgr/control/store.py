@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,10 @@ from teimgr.spec import InstanceSpec
 SET_ASIDE_KEPT = 5
 # Always written, in this order, as tei-manager does; `extra_args` may be empty.
 _ALWAYS = ("name", "model_id", "port", "max_batch_tokens", "max_concurrent_requests", "extra_args")
-_DEFAULTS = {field.name: field.default for field in fields(InstanceSpec)}
+_DEFAULTS = {
+    field.name: field.default if field.default_factory is MISSING else field.default_factory()
+    for field in fields(InstanceSpec)
+}
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from teimgr.settings import SPEC_RULES
 from teimgr.spec import DTYPES, KINDS, POOLINGS, InstanceSpec, InstanceView, State
 
 Text = Annotated[str, Field(max_length=4096)]
+TagText = Annotated[str, Field(max_length=256)]
 
 
 def _number(name: str, default: object = None) -> Any:
@@ -58,6 +59,9 @@ class CreateInstance(BaseModel):
     threads: int | None = _number("threads")
     prometheus_port: int | None = _number("prometheus_port")
     startup_timeout_secs: int | None = _number("startup_timeout_secs")
+    tags: dict[TagText, TagText] | None = Field(
+        None, max_length=64, description="for people and filters: {team: search}"
+    )
     extra_args: list[Text] | None = Field(None, max_length=256, description="flags of TEI, such as --revision main")
 
     def spec(self) -> InstanceSpec:
@@ -115,6 +119,8 @@ class InstanceInfo(BaseModel):
     max_concurrent_requests: int
     startup_timeout_secs: int | None
     extra_args: list[str]
+    tags: dict[str, str]
+    seeded: bool = Field(description="the configuration made it")
     model: ModelFacts | None = Field(description="null until the model is loaded")
 
 
@@ -188,5 +194,7 @@ def instance_info(view: InstanceView) -> dict[str, Any]:
         "max_concurrent_requests": spec.max_concurrent_requests,
         "startup_timeout_secs": spec.startup_timeout_secs,
         "extra_args": list(spec.extra_args),
+        "tags": dict(spec.tags),
+        "seeded": spec.seeded,
         "model": model.to_dict() if model else None,
     }
