@@ -156,6 +156,32 @@ def test_a_static_model_adds_no_special_tokens_and_refuses_a_text_without_any(
     assert isinstance(served.embed([" "]).errors[0], EmptyInput)
 
 
+@pytest.mark.parametrize("layout", ["model2vec", "sentence-transformers"])
+def test_an_unknown_token_counts_for_nothing_in_model2vec_alone(
+    layout: Literal["model2vec", "sentence-transformers"], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    """As `StaticModel.encode` of model2vec has it; sentence-transformers' StaticEmbedding counts every token."""
+    served = serve(models.build_static(tmp_path, layout=layout))
+    known, strange = run(served, ["the fog", "the \u4e16 fog"]).vectors
+    as_ids = [np.array([token.id for token in served.engine.tokenize("the \u4e16 fog", False, None)], dtype=np.int32)]
+
+    assert np.array_equal(known, strange) is (layout == "model2vec")
+    np.testing.assert_allclose(run(served, as_ids).vectors[0], strange, atol=1e-6)
+    nothing = served.embed(["\u4e16", as_ids[0][1:2]])
+    assert [type(error) for error in nothing.errors.values()] == [EmptyInput] * (2 if layout == "model2vec" else 0)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_default_prompt_goes_before_the_query_of_a_reranker(
+    family: str, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    path = models.build_cross_encoder(family, tmp_path, layout="saved")
+    models.edit(path / "config_sentence_transformers.json", prompts={"ask": "ask: "}, default_prompt_name="ask")
+    pairs = [Pair(*pair) for pair in PAIRS]
+
+    np.testing.assert_allclose(run(serve(path), pairs, outputs=SCORES).scores, scored(path, pairs), atol=1e-5)
+
+
 def test_token_vectors_are_the_last_hidden_states(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> None:
     from sentence_transformers import SentenceTransformer
 

@@ -265,11 +265,11 @@ def test_a_pair_is_checked_as_a_whole(tokenizer: TextTokenizer) -> None:
     assert over.message == "Input validation error: `inputs` must have less than 256 tokens. Given: 257"
 
 
-def test_a_prompt_goes_before_texts_and_never_before_pairs(tokenizer: TextTokenizer) -> None:
+def test_a_prompt_goes_before_a_text_and_before_the_first_of_a_pair(tokenizer: TextTokenizer) -> None:
     asked = Reading(prompt="ask: ")
 
     assert ids(tokenizer, "fog", asked) == ids(tokenizer, "ask: fog")
-    assert ids(tokenizer, Pair("fog", "rain"), asked) == ids(tokenizer, Pair("fog", "rain"))
+    assert ids(tokenizer, Pair("fog", "rain"), asked) == ids(tokenizer, Pair("ask: fog", "rain"))
 
 
 def test_ids_are_taken_as_they_are(tokenizer: TextTokenizer) -> None:

@@ -14,7 +14,7 @@ from teimgr.engine.causal_text import CausalText
 from teimgr.engine.job import Input, Pair
 from teimgr.engine.roles import roles_of
 from teimgr.engine.shortening import Shortener
-from teimgr.engine.tokenizer_file import breaks_at_spaces, load_tokenizer
+from teimgr.engine.tokenizer_file import breaks_at_spaces, load_tokenizer, unknown_id
 from teimgr.engine.tokenizer_library import Cut, LibraryTokenizer, Text
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TokenizerFailed
 from teimgr.layout import Backbone, Layout
@@ -39,7 +39,7 @@ class Reading:
     """How inputs are to be read.
 
     Too long ones are cut at their end, or at their beginning where `left`, or refused where not `truncate`. `prompt`
-    goes before single texts, never before pairs. `query` is the role on late-interaction models.
+    goes before a text, and before the first of a pair. `query` is the role on late-interaction models.
     """
 
     truncate: bool = True
@@ -60,6 +60,7 @@ class TextTokenizer:
         self._shortener = Shortener(max_length * _CHARS_PER_TOKEN, breaks_at_spaces(tokenizer))
         self._specials = layout.backbone is not Backbone.STATIC
         self._typed = layout.type_ids
+        self._skipped = unknown_id(tokenizer) if layout.skips_unknown else None
         self._vocabulary = int(layout.config.get("vocab_size") or self._library.vocabulary)
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
@@ -159,6 +160,8 @@ class TextTokenizer:
             ids = ids[len(ids) - limit :] if reading.left else ids[:limit]
         if self._roles is not None:
             return self._roles[reading.query].fill(ids, self._typed)
+        if not len(ids := self._counted(ids)):
+            return EmptyInput()
         return Encoded(ids, np.zeros(len(ids), dtype=np.uint8) if self._typed else None)
 
     def _check_ids(self, ids: NDArray[np.int32]) -> TeimgrError | None:
@@ -193,21 +196,21 @@ class TextTokenizer:
             whole = encoding
             if cut is not None and not self._shortener.holds(encoding, kept, text, cut):
                 (whole,) = self._library.encode([text], cut, self._specials)
-            results.append(self._encoded(whole, text, reading))
+            results.append(self._encoded(whole, reading))
         return results
 
-    def _encoded(self, encoding: Encoding, text: Text, reading: Reading) -> Encoded | TeimgrError:
+    def _encoded(self, encoding: Encoding, reading: Reading) -> Encoded | TeimgrError:
         ids = np.array(encoding.ids, dtype=np.int32)
         role = None if self._roles is None else self._roles[reading.query]
         length = len(ids) + (0 if role is None else len(role.prefix))
         if length > (limit := self.limit(reading)):
             return _too_long(limit, length)
-        if not len(ids):
+        if not len(ids := self._counted(ids)):
             return EmptyInput()
         if role is not None:
             return role.dress(ids, self._leading, self._typed)
         type_ids = np.array(encoding.type_ids, dtype=np.uint8) if self._typed else None
-        return Encoded(ids, type_ids, prompt_tokens=self.prompt_len(reading.prompt) if isinstance(text, str) else 0)
+        return Encoded(ids, type_ids, prompt_tokens=self.prompt_len(reading.prompt))
 
     def _cut(self, reading: Reading) -> Cut | None:
         if not reading.truncate:
@@ -218,7 +221,13 @@ class TextTokenizer:
     def _text(self, item: Input, prompt: str) -> Text:
         if isinstance(item, np.ndarray):
             item = self._library.decode(item.tolist(), skip_special_tokens=True)
-        return item if isinstance(item, Pair) else f"{prompt}{item}"
+        if isinstance(item, Pair):
+            return Pair(prompt + item.first, item.second) if prompt else item
+        return f"{prompt}{item}"
+
+    def _counted(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Without the tokens that count for nothing; what is too long was cut before, as Model2Vec does it."""
+        return ids if self._skipped is None else ids[ids != self._skipped]
 
     def _leading_specials(self) -> int:
         """How many special tokens stand before a text."""

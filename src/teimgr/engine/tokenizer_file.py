@@ -53,6 +53,15 @@ def _lower_cases(tokenizer: Tokenizer) -> bool:
     return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in _parts(stated, "normalizers"))
 
 
+def unknown_id(tokenizer: Tokenizer) -> int | None:
+    """The id of what is not in the vocabulary; None where everything can be written in it."""
+    model = json.loads(tokenizer.to_str())["model"]
+    if "unk_id" in model:  # Unigram
+        return None if model["unk_id"] is None else int(model["unk_id"])
+    token = model.get("unk_token")
+    return None if token is None else tokenizer.token_to_id(token)
+
+
 def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether no token ever holds a letter or digit from both sides of a space. False where that is not certain."""
     stated = json.loads(tokenizer.to_str())["pre_tokenizer"]

@@ -13,7 +13,8 @@ from teimgr.layout.files import read_object
 from teimgr.layout.lengths import read_settings
 from teimgr.layout.tokens import TokenFiles
 
-_STATIC = ("model2vec", "static")
+MODEL2VEC = "model2vec"
+_STATIC = (MODEL2VEC, "static")
 # What a class of a model's own repository must be called for transformers' class of that architecture to be the same.
 _SAME_CLASS = ("model", "config", "for", "pretrainedmodel", "encodermodel")
 

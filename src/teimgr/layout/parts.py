@@ -130,7 +130,8 @@ class Layout:
     `transformer` holds config, weights and tokenizer. Several `poolings` are concatenated; `projections` come behind
     them. `position_offset` is what a text's first position id is. `max_length` is tokens, special ones included. Which
     of `splade`, `late`, `m3` and `scoring` are set follows from `kind` (an embedding model may have `m3`).
-    `type_ids` says whether pairs carry token types.
+    `type_ids` says whether pairs carry token types, `skips_unknown` that a token which is not in the vocabulary counts
+    for nothing.
     """
 
     root: Path
@@ -149,6 +150,7 @@ class Layout:
     m3: M3 | None = None
     scoring: Scoring | None = None
     type_ids: bool = False
+    skips_unknown: bool = False
     trust_remote_code: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None

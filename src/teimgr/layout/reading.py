@@ -8,7 +8,7 @@ from pathlib import Path
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.layout.chain import Module
-from teimgr.layout.facts import Facts, read_facts
+from teimgr.layout.facts import MODEL2VEC, Facts, read_facts
 from teimgr.layout.kinds import choose_kind, is_causal
 from teimgr.layout.late import read_late
 from teimgr.layout.lengths import ENDLESS, max_length, position_offset
@@ -79,8 +79,13 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
 
 def _embedding(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
     if facts.static:
-        after = read_projections(_served(facts.chain.behind))
-        return replace(layout, backbone=Backbone.STATIC, poolings=("mean",), projections=after)
+        return replace(
+            layout,
+            backbone=Backbone.STATIC,
+            poolings=("mean",),
+            projections=read_projections(_served(facts.chain.behind)),
+            skips_unknown=facts.config["model_type"] == MODEL2VEC,
+        )
     before, folder, behind = _around_pooling(facts)
     if before:
         raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {facts.chain}")
