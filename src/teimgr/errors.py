@@ -21,7 +21,9 @@
     │   ├── NotRunning             NOT_RUNNING
     │   ├── PortConflict           PORT_CONFLICT
     │   ├── Unsupported            UNIMPLEMENTED
-    │   └── AmbiguousInstance      AMBIGUOUS_INSTANCE
+    │   ├── AmbiguousInstance      AMBIGUOUS_INSTANCE
+    │   ├── Unauthenticated        UNAUTHENTICATED
+    │   └── Forbidden              FORBIDDEN
     ├── TryLater                nothing is wrong with the request
     │   ├── MaxInstancesReached    MAX_INSTANCES_REACHED
     │   ├── PortAllocationFailed   PORT_ALLOCATION_FAILED
@@ -71,6 +73,8 @@ class Code(IntEnum):
     MODEL_BUSY = 18
     MODEL_IN_USE = 19
     AMBIGUOUS_INSTANCE = 20
+    UNAUTHENTICATED = 21
+    FORBIDDEN = 22
     MAX_INSTANCES_REACHED = 32
     PORT_ALLOCATION_FAILED = 33
     OVERLOADED = 34
@@ -259,6 +263,21 @@ class AmbiguousInstance(Refused):
     """The call names no instance, and there is not exactly one to choose."""
 
     code = Code.AMBIGUOUS_INSTANCE
+
+
+class Unauthenticated(Refused):
+    """The caller has not shown who he is, or shows what is not accepted."""
+
+    code = Code.UNAUTHENTICATED
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"Authentication required: {reason}")
+
+
+class Forbidden(Refused):
+    """The caller is known and may not do this."""
+
+    code = Code.FORBIDDEN
 
 
 class MaxInstancesReached(TryLater):

@@ -11,6 +11,7 @@ from teimgr.errors import (
     Cancelled,
     Code,
     DeadlineExceeded,
+    Forbidden,
     InferenceFailed,
     InstanceExists,
     InstanceNotFound,
@@ -20,6 +21,7 @@ from teimgr.errors import (
     Refused,
     TeimgrError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
     Unsupported,
     WrongModelKind,
@@ -43,8 +45,8 @@ _BY_GRPC: dict[grpc.StatusCode, type[TeimgrError]] = {
     grpc.StatusCode.INTERNAL: Internal,
     grpc.StatusCode.DATA_LOSS: InferenceFailed,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.UNAUTHENTICATED: Refused,
-    grpc.StatusCode.PERMISSION_DENIED: Refused,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
 }
 
 

@@ -54,6 +54,8 @@ STATUS: dict[Code, Status] = {
     Code.PORT_CONFLICT: Status(422, ALREADY_EXISTS, "Validation"),
     Code.UNIMPLEMENTED: Status(501, UNIMPLEMENTED, "Backend"),
     Code.AMBIGUOUS_INSTANCE: Status(400, FAILED_PRECONDITION, "Validation"),
+    Code.UNAUTHENTICATED: Status(401, UNAUTHENTICATED, "Unauthenticated"),
+    Code.FORBIDDEN: Status(403, PERMISSION_DENIED, "Forbidden"),
     Code.MAX_INSTANCES_REACHED: Status(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.PORT_ALLOCATION_FAILED: Status(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.OVERLOADED: Status(429, RESOURCE_EXHAUSTED, "Overloaded"),
