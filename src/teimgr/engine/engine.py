@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from teimgr.engine import kinds
 from teimgr.engine.finisher import Failures, Finisher
+from teimgr.engine.footprint import device_bytes, tensor_bytes
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.loading import EngineOptions, Parts, load_parts
@@ -35,10 +36,24 @@ _LAST_ANSWERS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class LaneStats:
+    """One lane of the engine. Tokens that wait count a byte that is not tokenized yet as one."""
+
+    queued_texts: int
+    queued_tokens: int
+    batches: int
+    texts: int
+    tokens: int
+    expired_texts: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot; counts are since the start, `busy_s` is time with a batch on the device.
 
-    `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise.
+    `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise; `lanes` are
+    by the lane's word. `padding_saved_tokens` is what padding each batch to its longest text would have added. The
+    device's bytes are those of this process's allocator, now and at the most; 0 and None on the CPU.
     """
 
     queued_texts: int
@@ -52,6 +67,11 @@ class EngineStats:
     healthy: bool
     by_texts: tuple[int, ...]
     by_tokens: tuple[int, ...]
+    lanes: Mapping[str, LaneStats] = field(default_factory=dict)
+    padding_saved_tokens: int = 0
+    model_bytes: int = 0
+    device_bytes: int = 0
+    device_peak_bytes: int | None = None
 
 
 class Engine:
@@ -64,6 +84,8 @@ class Engine:
         self._deliver_out = deliver
         self._sickness: str | None = None
         self._known: Proof | None = None
+        self._device = parts.embedder.transformer.device
+        self._model_bytes = tensor_bytes(parts.embedder)
         self._queue = EntryQueue(parts.limits)
         self._finisher = Finisher(self._deliver, self._fall_sick, parts.info.activation or "identity")
         self._runner = Runner(parts.embedder, self._queue, self._finisher, options.threads)
@@ -146,6 +168,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot for display."""
         counters = self._finisher.counters
+        held_bytes, peak_bytes = device_bytes(self._device)
         return EngineStats(
             queued_texts=len(self._queue),
             queued_tokens=sum(self._queue.tokens(lane) + self._intake.waiting(lane) for lane in Lane),
@@ -158,6 +181,22 @@ class Engine:
             healthy=self._sickness is None,
             by_texts=tuple(counters.by_texts),
             by_tokens=tuple(counters.by_tokens),
+            lanes={lane.value: self._lane_stats(lane) for lane in Lane},
+            padding_saved_tokens=counters.padding_saved,
+            model_bytes=self._model_bytes,
+            device_bytes=held_bytes,
+            device_peak_bytes=peak_bytes,
+        )
+
+    def _lane_stats(self, lane: Lane) -> LaneStats:
+        done = self._finisher.counters.lanes[lane]
+        return LaneStats(
+            queued_texts=self._queue.texts(lane),
+            queued_tokens=self._queue.tokens(lane) + self._intake.waiting(lane),
+            batches=done.batches,
+            texts=done.texts,
+            tokens=done.tokens,
+            expired_texts=done.expired,
         )
 
     def close(self, grace_s: float) -> None:

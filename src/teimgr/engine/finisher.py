@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from teimgr.engine.flight import Flight
-from teimgr.engine.job import Job, Output
+from teimgr.engine.job import Job, Lane, Output
 from teimgr.engine.results import HostRows, Results
 from teimgr.engine.shelf import Entry
-from teimgr.errors import InferenceFailed, TeimgrError
+from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,21 @@ class Failures:
 
 
 @dataclass(slots=True)
+class LaneCounters:
+    """What the finisher has done in one lane; `expired` are texts whose time was over before their batch."""
+
+    batches: int = 0
+    texts: int = 0
+    tokens: int = 0
+    expired: int = 0
+
+
+@dataclass(slots=True)
 class Counters:
     """What the finisher has done since the start; `busy_ns` is device time, `finished_at` a monotonic moment.
 
     `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise.
+    `padding_saved` is how many tokens more the batches had if each were padded to its longest text.
     """
 
     batches: int = 0
@@ -57,9 +68,11 @@ class Counters:
     tokens: int = 0
     failed_texts: int = 0
     busy_ns: int = 0
+    padding_saved: int = 0
     finished_at: float = -float("inf")
     by_texts: list[int] = field(default_factory=lambda: [0] * _POWERS)
     by_tokens: list[int] = field(default_factory=lambda: [0] * _POWERS)
+    lanes: dict[Lane, LaneCounters] = field(default_factory=lambda: {lane: LaneCounters() for lane in Lane})
 
 
 class Finisher:
@@ -167,6 +180,7 @@ class Finisher:
         for job, row, error in rows:
             job.errors[row] = error
             job.remaining -= 1
+            self.counters.lanes[job.lane].expired += isinstance(error, DeadlineExceeded)
         self.counters.failed_texts += len(rows)
         return list(dict.fromkeys(job for job, _, _ in rows))
 
@@ -178,4 +192,9 @@ class Finisher:
         counters.texts += len(batch.entries)
         counters.tokens += batch.tokens
         counters.busy_ns += duration_ns
+        counters.padding_saved += len(batch.entries) * max(entry.length for entry in batch.entries) - batch.tokens
+        lane = counters.lanes[batch.entries[0].job.lane]  # a batch is of one lane
+        lane.batches += 1
+        lane.texts += len(batch.entries)
+        lane.tokens += batch.tokens
         counters.finished_at = time.monotonic()

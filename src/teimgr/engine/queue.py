@@ -72,6 +72,10 @@ class EntryQueue:
         """Tokens that wait in `lane`."""
         return self._shelves[lane].tokens
 
+    def texts(self, lane: Lane) -> int:
+        """Entries that wait in `lane`."""
+        return self._shelves[lane].texts
+
     def __len__(self) -> int:
         return sum(shelf.texts for shelf in self._shelves.values())
 

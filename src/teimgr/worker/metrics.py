@@ -1,27 +1,18 @@
-"""The `te_*` metrics of Text Embeddings Inference, with its names, labels and buckets.
-
-TEI's counters carry no `_total`, which prometheus-client would add; hence the text is written here. Format:
-https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
-"""
+"""The `te_*` metrics of Text Embeddings Inference, with its names, labels and buckets."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
+from teimgr import catalogue, exposition
 from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import Job, Output
 from teimgr.errors import Code, TeimgrError
+from teimgr.exposition import Page, Sample
 from teimgr.wire.frames import Timings
 from teimgr.worker.calls import Call
-
-DURATION_BOUNDS = tuple(1e-5 * 1.5**power for power in range(1, 36))
-LENGTH_BOUNDS = tuple(float(2**power) for power in range(20))
-BATCH_SIZE_BOUNDS = tuple(float(2**power) for power in range(13))
-BATCH_TOKENS_BOUNDS = tuple(float(2**power) for power in range(21))
-
-_PARTS = ("", "_tokenization", "_queue", "_inference")
 
 _FAILURES = {
     Code.EMPTY_INPUT: "tokenization",
@@ -39,7 +30,7 @@ _FAILURES = {
 
 
 class Histogram:
-    """Cumulative counts under fixed bounds."""
+    """Counts under fixed bounds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -59,27 +50,19 @@ class Histogram:
         histogram._sum = float(total)
         return histogram
 
-    def lines(self, name: str) -> Iterator[str]:
-        """The exposition lines under `name`; none before the first observation."""
-        if not any(self._counts):
-            return
-        running = 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            running += count
-            label = "+Inf" if bound == float("inf") else repr(bound)
-            yield f'{name}_bucket{{le="{label}"}} {running}'
-        yield f"{name}_sum {self._sum!r}"
-        yield f"{name}_count {running}"
+    def samples(self) -> list[Sample]:
+        """None before the first observation."""
+        return [*exposition.histogram(self._bounds, self._counts, self._sum)] if any(self._counts) else []
 
 
 class Items:
     """The inputs of one family of calls, `te_embed_*` or `te_predict_*`."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, families: catalogue.Items) -> None:
+        self._families = families
         self._count = 0
         self._success = 0
-        self._durations = Durations(name)
+        self._durations = Durations(families.durations)
 
     def finished(self, timings: Timings | None, count: int, served: int) -> None:
         """`served` of `count` inputs came out of the engine; `timings` where their call could be answered."""
@@ -88,18 +71,18 @@ class Items:
         if timings is not None:
             self._durations.observe(timings, served)
 
-    def lines(self) -> Iterator[str]:
-        """The exposition lines."""
-        for name, number in ((f"{self._name}_count", self._count), (f"{self._name}_success", self._success)):
-            yield from _family(name, "counter", [f"{name} {number}"] if number else [])
-        yield from self._durations.lines()
+    def page(self) -> Page:
+        """Its part of the page."""
+        numbers = ((self._families.count, self._count), (self._families.success, self._success))
+        return {family: _one(number) for family, number in numbers if number} | self._durations.page()
 
 
 class Durations:
     """Where the time went: in all, and the three parts of it."""
 
-    def __init__(self, name: str) -> None:
-        self._histograms = {f"{name}{part}_duration": Histogram(DURATION_BOUNDS) for part in _PARTS}
+    def __init__(self, families: catalogue.Durations) -> None:
+        parts = (families.total, families.tokenization, families.queue, families.inference)
+        self._histograms = {family: Histogram(family.bounds) for family in parts}
 
     def observe(self, timings: Timings, times: int = 1) -> None:
         """Count `timings`, `times` over."""
@@ -107,10 +90,9 @@ class Durations:
         for histogram, nanoseconds in zip(self._histograms.values(), spent_ns, strict=True):
             histogram.observe(nanoseconds / 1e9, times)
 
-    def lines(self) -> Iterator[str]:
-        """The exposition lines."""
-        for name, histogram in self._histograms.items():
-            yield from _family(name, "histogram", histogram.lines(name))
+    def page(self) -> Page:
+        """Its part of the page."""
+        return {family: histogram.samples() for family, histogram in self._histograms.items()}
 
 
 class TeiMetrics:
@@ -123,16 +105,16 @@ class TeiMetrics:
         self._requests: Counter[str] = Counter()
         self._successes: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
-        self._durations = Durations("te_request")
-        self._embeddings = Items("te_embed")
-        self._predictions = Items("te_predict")
-        self._lengths = Histogram(LENGTH_BOUNDS)
+        self._durations = Durations(catalogue.REQUEST_DURATIONS)
+        self._embeddings = Items(catalogue.EMBEDDINGS)
+        self._predictions = Items(catalogue.PREDICTIONS)
+        self._lengths = Histogram(catalogue.LENGTH_BOUNDS)
         self._stats: Callable[[], EngineStats] | None = None
 
     def attach(self, stats: Callable[[], EngineStats], max_input_length: int) -> None:
         """The model is known: inputs are at most `max_input_length` tokens, and `stats` tells of its queue."""
         self._stats = stats
-        self._lengths = Histogram([bound for bound in LENGTH_BOUNDS if bound <= max_input_length])
+        self._lengths = Histogram([bound for bound in catalogue.LENGTH_BOUNDS if bound <= max_input_length])
 
     def received(self, inputs: int) -> None:
         """A call about so many inputs came, and is no message of a stream."""
@@ -167,37 +149,43 @@ class TeiMetrics:
         """A call had more inputs than a client may send at once."""
         self._failures["batch_size"] += 1
 
-    def render(self) -> str:
-        """The exposition text. A series appears once something was counted."""
-        lines: list[str] = []
-        for name, label, counter in (
-            ("te_request_count", "method", self._requests),
-            ("te_request_success", "method", self._successes),
-            ("te_request_failure", "err", self._failures),
-        ):
-            lines += _family(name, "counter", (f'{name}{{{label}="{key}"}} {n}' for key, n in sorted(counter.items())))
+    def page(self) -> Page:
+        """Everything. A series appears once something was counted."""
+        page: Page = {
+            catalogue.REQUESTS: _by("method", self._requests),
+            catalogue.REQUEST_SUCCESS: _by("method", self._successes),
+            catalogue.REQUEST_FAILURE: _by("err", self._failures),
+        }
         for part in (self._durations, self._embeddings, self._predictions):
-            lines += part.lines()
-        lines += _family("te_request_input_length", "histogram", self._lengths.lines("te_request_input_length"))
-        lines += _engine_lines(self._stats() if self._stats is not None else None)
-        return "\n".join(lines) + "\n"
+            page |= part.page()
+        page[catalogue.INPUT_LENGTH] = self._lengths.samples()
+        page |= _engine_page(self._stats() if self._stats is not None else None)
+        return page
+
+    def render(self) -> str:
+        """The text that TEI would give."""
+        return exposition.text(self.page(), helps=False)
 
 
-def _engine_lines(stats: EngineStats | None) -> Iterator[str]:
+def _engine_page(stats: EngineStats | None) -> Page:
     """The queue and the batches formed of it; TEI counts a batch of 0 whenever it looks in vain, which is a defect."""
-    yield from _family("te_queue_size", "gauge", [f"te_queue_size {stats.queued_texts if stats else 0}"])
-    if stats is None:
-        return
-    sizes = Histogram.of_powers(BATCH_SIZE_BOUNDS, stats.by_texts, stats.texts)
-    tokens = Histogram.of_powers(BATCH_TOKENS_BOUNDS, stats.by_tokens, stats.tokens)
-    for name, histogram in (("te_batch_next_size", sizes), ("te_batch_next_tokens", tokens)):
-        yield from _family(name, "histogram", histogram.lines(name))
+    page: Page = {catalogue.QUEUE_SIZE: _one(stats.queued_texts if stats else 0)}
+    if stats is not None:
+        for family, counts, total in (
+            (catalogue.BATCH_SIZE, stats.by_texts, stats.texts),
+            (catalogue.BATCH_TOKENS, stats.by_tokens, stats.tokens),
+        ):
+            page[family] = Histogram.of_powers(family.bounds, counts, total).samples()
+    return page
+
+
+def _one(value: float) -> list[Sample]:
+    return [Sample("", {}, value)]
+
+
+def _by(label: str, counter: Counter[str]) -> list[Sample]:
+    return [Sample("", {label: key}, number) for key, number in sorted(counter.items())]
 
 
 def _method(inputs: int) -> str:
     return "single" if inputs == 1 else "batch"
-
-
-def _family(name: str, kind: str, samples: Iterator[str] | list[str]) -> list[str]:
-    found = list(samples)
-    return [f"# TYPE {name} {kind}", *found, ""] if found else []
