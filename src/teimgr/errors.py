@@ -19,6 +19,8 @@
     │   ├── InstanceExists         INSTANCE_EXISTS
     │   ├── AlreadyRunning         ALREADY_RUNNING
     │   ├── NotRunning             NOT_RUNNING
+    │   ├── UpdateInProgress       UPDATE_IN_PROGRESS
+    │   ├── UpdateFailed           UPDATE_FAILED
     │   ├── PortConflict           PORT_CONFLICT
     │   ├── Unsupported            UNIMPLEMENTED
     │   ├── AmbiguousInstance      AMBIGUOUS_INSTANCE
@@ -73,6 +75,8 @@ class Code(IntEnum):
     MODEL_BUSY = 18
     MODEL_IN_USE = 19
     AMBIGUOUS_INSTANCE = 20
+    UPDATE_IN_PROGRESS = 23
+    UPDATE_FAILED = 24
     UNAUTHENTICATED = 21
     FORBIDDEN = 22
     MAX_INSTANCES_REACHED = 32
@@ -242,6 +246,21 @@ class NotRunning(Refused):
 
     def __init__(self, name: str, status: str) -> None:
         super().__init__(f"Instance '{name}' is not running (status: {status})")
+
+
+class UpdateInProgress(Refused):
+    """An instance is changed while the change before is still under way."""
+
+    code = Code.UPDATE_IN_PROGRESS
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Instance '{name}' is being updated; ask again when that is done")
+
+
+class UpdateFailed(Refused):
+    """The workers of a change did not come up; the instance is as it was before."""
+
+    code = Code.UPDATE_FAILED
 
 
 class PortConflict(Refused):

@@ -10,7 +10,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -30,7 +30,21 @@ _H2_BEGINS = b"PRI * HTTP/2.0"
 _FIRST_BYTES_S = 20.0
 _OPEN_FILES = 65536  # where the system sets no limit
 
+_LAST_ANSWER = (b"connection", b"close")
+
 AsgiApp = Callable[..., Any]
+
+
+class H2Connection(Protocol):
+    """What a server asks of a connection of HTTP/2, beside what asyncio does."""
+
+    def leave(self) -> None:
+        """Send the client elsewhere with its next call."""
+
+    def shutdown(self) -> None:
+        """The server ends."""
+
+
 # From the server's books of its connections and tasks to the protocol of a new connection.
 H2Factory = Callable[[ServerState], asyncio.Protocol]
 
@@ -54,8 +68,37 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+class Listener:
+    """A server that listens."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+
+    @property
+    def connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._server.server_state.connections)
+
+    def leave(self) -> None:
+        """Leave the address to those who share the socket.
+
+        No connection is accepted any more, and each that there is ends with its next answer, which says so: a client
+        that keeps its connection is not cut off between two requests.
+        """
+        for server in self._server.servers:
+            server.close()
+        state = self._server.server_state
+        self._server.config.encoded_headers.append(_LAST_ANSWER)  # what uvicorn makes the list of the next second from
+        state.default_headers.append(_LAST_ANSWER)  # the list of this one, which requests in flight hold
+        for connection in tuple(state.connections):
+            if not isinstance(connection, HttpToolsProtocol | Doorman):
+                cast(H2Connection, connection).leave()
+
+
 @contextlib.asynccontextmanager
-async def serving(app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None, **tls: Any) -> AsyncIterator[None]:
+async def serving(
+    app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None, **tls: Any
+) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the body runs; calls in flight are answered before it ends. Closes the socket.
 
     `h2` makes the protocol of a connection that speaks HTTP/2 from its first byte; without it there are none. `tls` are
@@ -79,7 +122,7 @@ async def serving(app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await _listening(server, task, sock)
-        yield
+        yield Listener(server)
     finally:
         server.should_exit = True
         await _ended(task)

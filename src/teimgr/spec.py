@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from teimgr.errors import InvalidInstanceName
 
@@ -19,6 +19,9 @@ POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 KINDS = ("embedding", "sparse", "multi-vector", "reranker", "classifier")
 # The keys of an instance that take one word of several.
 SPEC_WORDS = {"dtype": DTYPES, "pooling": POOLINGS, "kind": KINDS}
+
+# What may happen to an instance, as events and webhooks call it.
+EVENTS = ("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy", "updated", "deleted")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -52,11 +55,12 @@ def check_name(name: str) -> str:
 class InstanceSpec:
     """What a user wants under one name. An edit is a new spec.
 
-    The keys are those of the contract's create body, seed and state file; `dtype`, `revision`, `threads`, `kind` and
-    `trust_remote_code` are teimgr's own. `port` and `prometheus_port` are resolved before a spec is stored; 0 and None
+    The keys are those of the contract's create body, seed and state file; `dtype`, `revision`, `threads`, `kind`,
+    `trust_remote_code` and `replicas` (a number of workers, or one per GPU) are teimgr's own. `port` and `prometheus_port` are resolved before a spec is stored; 0 and None
     ask for one.
     `max_batch_tokens` 0 asks for as many as the GPU's free memory allows. `tags` are for people and filters.
-    `wanted_running` is the user's last word: a stop survives a restart of the daemon. `seeded`: the configuration made it.
+    `wanted_running` is the user's last word: a stop survives a restart of the daemon. `seeded` is an instance that
+    the configuration made.
     """
 
     name: str
@@ -75,6 +79,7 @@ class InstanceSpec:
     threads: int | None = None
     kind: str | None = None
     trust_remote_code: bool = False
+    replicas: int | Literal["per-gpu"] = 1
     tags: Mapping[str, str] = field(default_factory=dict, hash=False)
     wanted_running: bool = True
     seeded: bool = False
@@ -84,12 +89,13 @@ class InstanceSpec:
 class WorkerSpec:
     """Everything one worker process is told, as the JSON object it is launched with.
 
-    `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID, so that NVML's and CUDA's orders cannot disagree)
+    `replica` tells the workers of one instance apart. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID, so that NVML's and CUDA's orders cannot disagree)
     or None for the CPU. Times are seconds.
     """
 
     name: str
     model_id: str
+    replica: int = 0
     revision: str | None = None
     served_model_name: str | None = None
     dtype: str = "auto"
@@ -182,6 +188,39 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A snapshot of one worker of an instance, for display.
+
+    `replica` counts from 0; while an update rolls, two workers have the same number. `role` is where it is in an
+    update: `serving` for those of the instance as it is, `joining` for those that are to take over, `leaving` for those
+    that serve only who has not heard yet. `gpu` is the card's UUID, None on the CPU.
+    """
+
+    replica: int
+    role: str
+    state: State
+    gpu: str | None = None
+    pid: int | None = None
+    incarnation: str | None = None
+    uptime_secs: int | None = None
+    restarts: int = 0
+    health_check_failures: int = 0
+    last_health_check: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateView:
+    """The last change of an instance: `rolling`, `done`, or `failed` for `reason`. `changes` are the keys it is about."""
+
+    state: str
+    changes: tuple[str, ...] = ()
+    reason: str | None = None
+    started_at: str = ""
+    finished_at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
     """A snapshot of one instance for display; it may inform a decision and never gates one.
 
@@ -198,3 +237,5 @@ class InstanceView:
     reason: str | None = None
     model: ModelInfo | None = None
     threads: int | None = None
+    workers: tuple[WorkerView, ...] = ()
+    update: UpdateView | None = None

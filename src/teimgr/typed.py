@@ -1,8 +1,8 @@
 """Plain values (TOML, environment) to frozen dataclasses, refused with the path of what is wrong.
 
 The dataclass is the only description: its annotations say the types, `Rule` in a field's metadata says the limits.
-Understood annotations: bool, int, float, str, Path, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, Literal of strings,
-and dataclasses.
+Understood annotations: bool, int, float, str, Path, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, dataclasses,
+and Literal of strings, also beside a number.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from teimgr.errors import InvalidConfig
 
 T = TypeVar("T")
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Fault(NamedTuple):
@@ -123,12 +124,16 @@ def read(
         rule = (rules or {}).get(name) or rule_of(known[name])
         return convert(value, hints[name], join(path, name), rule)
 
-    return _each(table.items(), one)
+    return each(table.items(), one)
 
 
-def _each(items: Iterable[tuple[K, object]], one: Callable[[K, object], Any]) -> dict[K, Any]:
-    """`one` of every item by its key, or all their faults together."""
-    values: dict[K, Any] = {}
+def each(items: Iterable[tuple[K, object]], one: Callable[[K, object], V]) -> dict[K, V]:
+    """`one` of every item, by its key.
+
+    Raises:
+        Faulty: `one` did, with the faults of all items.
+    """
+    values: dict[K, V] = {}
     faults: list[Fault] = []
     for key, value in items:
         try:
@@ -148,7 +153,7 @@ def convert(value: object, annotation: Any, path: str, rule: Rule = NO_RULE) -> 
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return convert(value, next(kind for kind in arguments if kind is not type(None)), path, rule)
+        return convert(value, _kind_for(value, [kind for kind in arguments if kind is not type(None)]), path, rule)
     if origin is tuple:
         return _sequence(value, arguments[0], path)
     if origin is Mapping:
@@ -193,6 +198,11 @@ def unknown(name: str, value: object, known: Collection[str]) -> str:
     return f"unknown key {name!r}; {nearest(name, known)}"
 
 
+def unknown_word(word: str, known: Collection[str]) -> str:
+    """The sentence that refuses one word of several and offers the nearest."""
+    return f"unknown {word!r}; {nearest(word, known) if known else 'there are none'}"
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """The known name that `name` may have meant, or all of them, as a clause."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -218,13 +228,19 @@ def said(value: object) -> str:
 def _sequence(value: object, item: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise Faulty(Fault(path, f"must be a list (got {said(value)})"))
-    return tuple(_each(enumerate(value), lambda index, element: convert(element, item, f"{path}[{index}]")).values())
+    return tuple(each(enumerate(value), lambda index, element: convert(element, item, f"{path}[{index}]")).values())
 
 
 def _table(value: object, item: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise Faulty(Fault(path, f"must be a table (got {said(value)})"))
-    return _each(value.items(), lambda name, element: convert(element, item, join(path, name)))
+    return each(value.items(), lambda name, element: convert(element, item, join(path, name)))
+
+
+def _kind_for(value: object, kinds: list[Any]) -> Any:
+    """The one of `kinds` that `value` is meant as: text is a word of a Literal, where there is one."""
+    words = next((kind for kind in kinds if get_origin(kind) is Literal), None)
+    return words if words is not None and isinstance(value, str) else kinds[0]
 
 
 def _choice(value: object, choices: tuple[Any, ...], path: str) -> Any:

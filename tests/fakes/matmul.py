@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 
-def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str) -> int:
+def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str) -> int:
     """Multiply large matrices with two threads; the threads used and the result's sum go to a file."""
     import torch
 

@@ -42,7 +42,7 @@ _FLAGS = {
 }
 
 
-def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str) -> int:
+def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str) -> int:
     """The entry the nursery runs."""
     spec = WorkerSpec.from_json(spec_json)
     flags = _flags(spec, Path(run_dir))

@@ -67,6 +67,7 @@ class Attempt:
         self._told_threads: int | None = None
         self._ready = asyncio.Event()
         self._grace_s: float | None = None
+        self._handover = False
         self._launching: asyncio.Task[WorkerHandle] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._stuck: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -89,9 +90,13 @@ class Attempt:
             exit = await self._abandoned(error)
         self._post(Exited(exit, random.random()))
 
-    def end(self, grace_s: float) -> None:
-        """Let the worker finish within `grace_s`, then end it. A later call with less time hurries."""
+    def end(self, grace_s: float, *, handover: bool = False) -> None:
+        """Let the worker finish within `grace_s`, then end it. A later call with less time hurries.
+
+        With `handover` it serves, for some of that time, those who do not know yet that others serve now.
+        """
         self._grace_s = grace_s
+        self._handover = handover
         if self._launching is not None:
             self._launching.cancel()
         elif self.handle is not None and self._tasks is not None:
@@ -162,7 +167,8 @@ class Attempt:
     # The ladder
 
     def _climb(self, handle: WorkerHandle, grace_s: float) -> None:
-        asked = grace_s > 0 and self._link is not None and self._link.tell(Method.DRAIN, grace_s=grace_s)
+        how = {"grace_s": grace_s, "handover": self._handover}
+        asked = grace_s > 0 and self._link is not None and self._link.tell(Method.DRAIN, **how)
         assert self._tasks is not None
         self._tasks.create_task(self._end(handle, grace_s, ask=not asked))
 

@@ -37,6 +37,11 @@ class Delete:
     """Have no worker, ever."""
 
 
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Have no worker, ever: others serve in its place."""
+
+
 # News: what the worker and the clock say.
 
 
@@ -95,7 +100,7 @@ class Tick:
     """Time passed; perhaps `wake_at` is over."""
 
 
-Command = Start | Adopt | Stop | Restart | Delete
+Command = Start | Adopt | Stop | Restart | Delete | Retire
 News = WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
 Event = Command | News
 
@@ -113,16 +118,21 @@ class Terminate:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """As `Terminate`, after the worker has served those who have not heard yet that others do now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """End the worker now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The deleted instance has no process any more: forget it."""
+    """There is no process any more and none will come: forget it."""
 
 
-Effect = Launch | Terminate | Kill | Gone
+Effect = Launch | Terminate | HandOver | Kill | Gone
 
 
 def explain(exit: Exit) -> Failure:

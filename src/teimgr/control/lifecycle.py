@@ -1,7 +1,7 @@
-"""What happens to one instance, as a pure function of events and time.
+"""What happens to one replica of an instance, as a pure function of events and time.
 
-`Life.step` is the only place where the state of an instance changes. It waits for nothing, reads no clock, starts
-nothing: events go in, effects come out, and the supervisor lets them happen. It does not know which instance it is.
+`Life.step` is the only place where its state changes. It waits for nothing, reads no clock, starts nothing: events go
+in, effects come out, and the supervisor lets them happen. It does not know which replica it is, nor of others.
 
 This drawing is the table itself. A command that meets `refused` raises; news that meets `-` comes from a worker that
 is gone already and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING and
@@ -23,12 +23,14 @@ from teimgr.control.events import (
     Exited,
     Failure,
     Gone,
+    HandOver,
     Kill,
     Launch,
     News,
     ProbeFailed,
     ProbeOk,
     Restart,
+    Retire,
     Start,
     Stop,
     Terminate,
@@ -49,6 +51,7 @@ Adopt             STARTING  refused           refused            refused        
 Stop              refused   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
 Restart           STARTING  REPLACING         REPLACING          REPLACING                STARTING          REPLACING  STARTING
 Delete            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+Retire            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
 WorkerReady       -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
 WorkerFailed      -         STARTING          REPLACING          REPLACING                -                 STOPPING   -
 WorkerDownloading -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
@@ -64,7 +67,7 @@ LAST_WORDS_LIMIT_S = 5.0
 
 
 class Phase(Enum):
-    """Where in its life an instance is; finer than the state that REST shows."""
+    """Where in its life a replica is; finer than the state that REST shows."""
 
     STOPPED = State.STOPPED  # no process, none wanted
     STARTING = State.STARTING, "loading"  # a process that has not proved itself yet
@@ -102,7 +105,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One instance's state. Times are those of the clock that `step` is given.
+    """One replica's state. Times are those of the clock that `step` is given.
 
     `wake_at` is when a Tick is due. `verdict` is why the present worker is doomed, `reason` what to tell users: why
     there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between.
@@ -121,7 +124,7 @@ class Life:
 
     @classmethod
     def failed(cls, policy: Policy, reason: str) -> Life:
-        """The life of an instance that cannot even be tried; a user may start it once the reason is mended."""
+        """The life of a replica that cannot even be tried; a user may start it once the reason is mended."""
         return cls(policy=policy, phase=Phase.FAILED, reason=reason)
 
     @property
@@ -141,7 +144,7 @@ class Life:
             CommandRefused: the command makes no sense now.
         """
         allowed = TRANSITIONS[type(event)][self.phase]
-        refused = not allowed or (self.deleted and not isinstance(event, Delete))
+        refused = not allowed or (self.deleted and not isinstance(event, Delete | Retire))
         if isinstance(event, Command) and refused:
             raise CommandRefused
         life, effects = self._take(event, now) if allowed else (self, [])
@@ -160,6 +163,8 @@ class Life:
                 return self._restart(now)
             case Delete():
                 return replace(self, deleted=True)._stop()
+            case Retire():
+                return replace(self, deleted=True)._retire()
             case WorkerReady():
                 return self._ready(now), []
             case WorkerFailed(failure):
@@ -198,6 +203,10 @@ class Life:
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             return replace(calm, phase=Phase.STOPPING), [Terminate()]
         return replace(calm, phase=Phase.STOPPED), [Gone()] if self.deleted else []
+
+    def _retire(self) -> tuple[Life, list[Effect]]:
+        life, effects = self._stop()
+        return life, [HandOver()] if self.phase is Phase.RUNNING else effects
 
     def _restart(self, now: float) -> tuple[Life, list[Effect]]:
         fresh = replace(self, streak=0, reason=None, verdict=None)

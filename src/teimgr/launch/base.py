@@ -96,7 +96,7 @@ class Launcher(Protocol):
         """
 
     async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
-        """The live workers of an earlier daemon whose spec `accepts`, at most one per name.
+        """The live workers of an earlier daemon whose spec `accepts`, at most one per replica of an instance.
 
         All others are ended, and what dead ones left is removed.
         """

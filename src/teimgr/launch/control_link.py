@@ -60,9 +60,7 @@ class ControlLink(FrameProtocol):
         self._ids = count(_WATCH_ID + 1)
 
     @classmethod
-    async def open(
-        cls, socket: Path, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]
-    ) -> Self:
+    async def open(cls, socket: Path, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> Self:
         """Connect to the worker's socket and watch it.
 
         Raises:

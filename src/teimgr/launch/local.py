@@ -8,10 +8,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from teimgr.errors import InvalidConfig
 from teimgr.launch import nursery
@@ -22,6 +23,7 @@ from teimgr.launch.logfile import open_log, shrink
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.processes import open_pidfd
 from teimgr.launch.runfile import RunFile, Traces, all_traces, make_private, new_incarnation, socket_fits
+from teimgr.launch.shared_ports import borrow
 from teimgr.spec import WorkerSpec
 
 IDENTITY_LIMIT_S = 5.0
@@ -54,6 +56,7 @@ class LocalLauncher:
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
         self._handles: set[LocalHandle] = set()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lock: int | None = None
         self._log_keeper: asyncio.Task[None] | None = None
 
@@ -83,13 +86,26 @@ class LocalLauncher:
             raise
 
     async def _make(self, spec: WorkerSpec) -> LocalHandle:
-        try:
-            return await self._make_once(spec)
-        except NurseryDied:  # a fresh nursery may do better; under a new name, for nothing of this try may be met again
-            return await self._make_once(spec)
+        async with self._turns.setdefault(spec.name, asyncio.Lock()):  # the first binds the ports, the others share
+            ports = await self._shared_ports(spec)
+            with ExitStack() as held:
+                for sock in ports.values():
+                    held.enter_context(sock)
+                numbers = {number: sock.fileno() for number, sock in ports.items()}
+                try:
+                    return await self._make_once(spec, numbers)
+                except NurseryDied:  # a fresh one may do better; under a new name: nothing of this try may be met again
+                    return await self._make_once(spec, numbers)
 
-    async def _make_once(self, spec: WorkerSpec) -> LocalHandle:
-        """Bind the socket, fork, hand the socket over."""
+    async def _shared_ports(self, spec: WorkerSpec) -> dict[int, socket.socket]:
+        """The sockets of the instance's ports, if another worker of it has them."""
+        for handle in [handle for handle in self._handles if handle.spec.name == spec.name]:
+            if ports := await borrow(handle.socket):
+                return ports
+        return {}
+
+    async def _make_once(self, spec: WorkerSpec, ports: Mapping[int, int]) -> LocalHandle:
+        """Bind the socket, fork, hand the sockets over."""
         traces = Traces(self._run_dir, new_incarnation())
         request = {"incarnation": traces.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
         log_path = self.log_path(spec.name)
@@ -98,7 +114,7 @@ class LocalLauncher:
             with ExitStack() as held:
                 held.callback(os.close, log_fd)
                 listener = held.enter_context(_listen(traces.socket))
-                forked = await self.nursery.fork(request, listener.fileno(), log_fd)
+                forked = await self.nursery.fork(request, listener.fileno(), log_fd, ports)
         except OSError as error:
             traces.remove()
             raise LaunchFailed(str(error)) from error
@@ -121,20 +137,18 @@ class LocalLauncher:
 
     async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """See who lives, keep whom we want, end the others."""
-        wanted: dict[str, LocalHandle] = {}
-        others = []
+        alive = []
         for traces, handle in [(traces, self._find(traces)) for traces in all_traces(self._run_dir)]:
             if handle is None:
                 traces.remove()
-            elif handle.spec.name not in wanted and accepts(handle.spec):
-                wanted[handle.spec.name] = handle
             else:
-                others.append(handle)
-        said = await asyncio.gather(*map(_ask_identity, wanted.values()))
-        adopted = [Adopted(handle, status) for handle, status in zip(wanted.values(), said, strict=True) if status]
+                alive.append(handle)
+        wanted = [handle for handle in alive if accepts(handle.spec)]
+        said = await asyncio.gather(*map(_ask_identity, wanted))
+        answered = [Adopted(handle, status) for handle, status in zip(wanted, said, strict=True) if status]
+        adopted = _best_of_each(answered)
         kept = {each.handle for each in adopted}
-        others += [handle for handle in wanted.values() if handle not in kept]
-        await asyncio.gather(*map(_end_leftover, others))
+        await asyncio.gather(*(_end_leftover(handle) for handle in alive if handle not in kept))
         return adopted
 
     def log_path(self, name: str) -> Path:
@@ -179,6 +193,17 @@ class LocalLauncher:
                     await asyncio.to_thread(shrink, path, limit_bytes, keep)
                 except OSError as error:
                     log.warning("log not rotated", extra={"path": str(path), "reason": str(error)})
+
+
+def _best_of_each(found: Iterable[Adopted]) -> list[Adopted]:
+    """One worker for each replica. A daemon that died in a rolling restart left two that were told the same.
+
+    Multiplexers send their calls to one that is ready; of two, to the older: the younger was not announced yet.
+    """
+    best: dict[tuple[str, int], Adopted] = {}
+    for each in sorted(found, key=lambda each: (each.status.state != "ready", each.handle.started_at)):
+        best.setdefault((each.handle.spec.name, each.handle.spec.replica), each)
+    return list(best.values())
 
 
 async def _ask_identity(handle: LocalHandle) -> WorkerStatus | None:

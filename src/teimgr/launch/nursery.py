@@ -6,7 +6,9 @@ It imports and forks, and does nothing else: one thread, no tensor op (a paralle
 child believes in and does not have), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
 per message:
 
-    in    {"id", "incarnation", "run_dir", "spec"}   with two descriptors: the worker's listener, its log
+    in    {"id", "incarnation", "run_dir", "spec", "ports"}
+                                                     with descriptors: the worker's listener, its log, the socket of
+                                                     each of `ports` that another worker shares
     out   {"threads", "missing"}                     once, when the imports are done
           {"id", "pid"}                              with one descriptor: a pidfd of the new worker
           {"id", "error"}
@@ -34,13 +36,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from teimgr.launch.processes import boot_id, look_up, thread_count
 from teimgr.launch.runfile import RunFile, Traces
 from teimgr.spec import WorkerSpec
 
 MESSAGE_LIMIT_BYTES = 128 * 1024
+PORTS_LIMIT = 8
 ENTRY = "teimgr.worker.process:main"
 PRELOAD = (
     "torch",
@@ -60,8 +63,8 @@ NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # Memory runs out: better the one worker whose weights are loaded again than the daemon or the multiplexer.
 _OOM_SCORE_ADJ = "300"
 
-Entry = Callable[[int, str, str, str], int]
-"""Listener descriptor, incarnation, run directory, spec as JSON → exit status."""
+Entry = Callable[[int, str, str, str, str], int]
+"""Listener descriptor, incarnation, run directory, spec as JSON, shared ports as JSON → exit status."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -126,13 +129,13 @@ class Nursery:
         return True
 
     def _answer(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 2)
+        message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 2 + PORTS_LIMIT)
         if not message:
             return False
         request = json.loads(message)
         try:
-            listener, log = descriptors
-            self._fork(request, listener, log)
+            listener, log, *ports = descriptors
+            self._fork(request, listener, log, dict(zip(request["ports"], ports, strict=True)))
         except (OSError, ValueError) as error:
             self._say({"id": request["id"], "error": f"fork: {error}"})
         finally:
@@ -140,19 +143,19 @@ class Nursery:
                 os.close(descriptor)
         return True
 
-    def _fork(self, request: dict[str, str], listener: int, log: int) -> None:
+    def _fork(self, request: dict[str, Any], listener: int, log: int, ports: dict[int, int]) -> None:
         known, make_known = os.pipe()
         try:
             pid = os.fork()
             if pid == 0:
                 os.close(make_known)
-                self._become_worker(request, listener, log, known)
+                self._become_worker(request, listener, log, known, ports)
             self._keep(request, pid, make_known)
         finally:
             os.close(known)
             os.close(make_known)
 
-    def _keep(self, request: dict[str, str], pid: int, make_known: int) -> None:
+    def _keep(self, request: dict[str, Any], pid: int, make_known: int) -> None:
         """Watch the child and let it go on, or end it: what cannot be watched or found again is no worker."""
         # Nobody reaps the child but us, so its number is its own until `_reap`.
         try:
@@ -186,7 +189,9 @@ class Nursery:
     def _say(self, message: dict[str, object], *descriptors: int) -> None:
         socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
 
-    def _become_worker(self, request: dict[str, str], listener: int, log: int, known: int) -> NoReturn:
+    def _become_worker(
+        self, request: dict[str, Any], listener: int, log: int, known: int, ports: dict[int, int]
+    ) -> NoReturn:
         """In the child: leave the nursery behind, run the entry, end. At once, when the nursery dies before `known`."""
         status = 1
         try:
@@ -195,10 +200,11 @@ class Nursery:
             self._control.close()
             self._selector.close()
             spec = WorkerSpec.from_json(request["spec"])
-            settle(spec, listener, log)
-            told = (request["incarnation"], request["run_dir"], request["spec"])
+            kept = (listener, *ports.values())
+            settle(spec, kept, log)
+            told = (request["incarnation"], request["run_dir"], request["spec"], json.dumps(ports))
             if self._threads > 1:
-                start_afresh(self._entry, listener, *told)
+                start_afresh(self._entry, kept, *told)
             status = self._entry(listener, *told)
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -210,13 +216,13 @@ class Nursery:
             os._exit(status)  # the nursery's own clean-up is none of the worker's business
 
 
-def settle(spec: WorkerSpec, listener: int, log: int) -> None:
+def settle(spec: WorkerSpec, kept: Sequence[int], log: int) -> None:
     """Make the forked process a worker's: session, signals, streams, descriptors, device, priority."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _wire_streams(log)
-    _close_all_but(listener)
+    _close_all_but(kept)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu or ""
     if spec.nice > 0:
         os.nice(spec.nice)
@@ -227,15 +233,19 @@ def settle(spec: WorkerSpec, listener: int, log: int) -> None:
     faulthandler.enable()
 
 
-def start_afresh(entry: Entry, listener: int, *told: str) -> NoReturn:
-    """Run the entry in a new interpreter: seconds slower, and right where a fork of several threads is not."""
+def start_afresh(entry: Entry, kept: Sequence[int], *told: str) -> NoReturn:
+    """Run the entry in a new interpreter: seconds slower, and right where a fork of several threads is not.
+
+    `kept` are the descriptors it goes on with, the listener's first.
+    """
     imports = f"import sys; from {entry.__module__} import {entry.__name__} as entry"
     code = f"{imports}; sys.exit(entry(int(sys.argv[1]), *sys.argv[2:]))"
-    os.set_inheritable(listener, True)
-    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(listener), *told])
+    for descriptor in kept:
+        os.set_inheritable(descriptor, True)
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(kept[0]), *told])
 
 
-def write_run_file(request: dict[str, str], pid: int) -> None:
+def write_run_file(request: dict[str, Any], pid: int) -> None:
     """Say in the run directory which process the worker is; nothing, when it has ended already."""
     process = look_up(pid)
     if process is None:
@@ -262,9 +272,9 @@ def _wire_streams(log: int) -> None:
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # a log that is read while it grows
 
 
-def _close_all_but(listener: int) -> None:
+def _close_all_but(kept: Sequence[int]) -> None:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  names are enough
-        if int(name) > 2 and int(name) != listener:
+        if int(name) > 2 and int(name) not in kept:
             with suppress(OSError):
                 os.close(int(name))
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,15 +77,15 @@ class NurseryLink:
         """
         await self._living().ready()
 
-    async def fork(self, request: dict[str, str], listener: int, log_fd: int) -> Forked:
-        """A worker that owns copies of both descriptors.
+    async def fork(self, request: dict[str, str], listener: int, log_fd: int, ports: Mapping[int, int]) -> Forked:
+        """A worker that owns copies of the descriptors; `ports` are those of shared sockets, by number.
 
         Raises:
             NurseryDied: before it answered; when there is a worker all the same, its run file says which.
             LaunchFailed: the nursery could not make it.
         """
         async with self._turn:
-            return await self._living().fork(request, listener, log_fd)
+            return await self._living().fork(request, listener, log_fd, ports)
 
     def _living(self) -> _Life:
         if self._closed:
@@ -169,16 +169,16 @@ class _Life:
             self.process.kill()
             raise LaunchFailed("the nursery's imports do not end") from None
 
-    async def fork(self, request: dict[str, str], listener: int, log_fd: int) -> Forked:
+    async def fork(self, request: dict[str, str], listener: int, log_fd: int, ports: Mapping[int, int]) -> Forked:
         """As `NurseryLink.fork`; one at a time."""
         await self.ready()
         try:
             self._request += 1
             self._reply = self._loop.create_future()
-            message = json.dumps({"id": self._request, **request}).encode()
+            message = json.dumps({"id": self._request, **request, "ports": [*ports]}).encode()
             if len(message) > MESSAGE_LIMIT_BYTES:
                 raise LaunchFailed(f"the spec is {len(message)} bytes long, over {MESSAGE_LIMIT_BYTES}")
-            socket.send_fds(self._control, [message], [listener, log_fd])
+            socket.send_fds(self._control, [message], [listener, log_fd, *ports.values()])
             return await asyncio.wait_for(self._reply, FORK_LIMIT_S)
         except TimeoutError:
             await self._kill()

@@ -55,11 +55,14 @@ class Method(IntEnum):
     EMBED_SPARSE_ARROW = 11  # tei_multiplexer.v1.EmbedSparseArrowRequest → EmbedSparseArrowResponse
     RERANK_STREAM = 12  # teimgr.v1.RerankPairs → tei.v1.RerankResponse
     INFER_ARROW = 13  # teimgr.v1.ArrowRequest → teimgr.v1.ArrowResponse
+    HTTP = 14  # a request of an HTTP dialect → its response, both as `wire/http_frames.py` says
     WATCH = 64  # empty → one JSON object per event, its "state": loading, downloading, ready, draining or failed
     PROBE = 65  # empty → empty, after the known text went through the device
     STATS = 66  # empty → JSON object of counters
     THREADS = 67  # JSON {"threads": n} → empty
-    DRAIN = 68  # JSON {"grace_s": x} → empty; the worker finishes what it has and exits 0
+    DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes what it has and exits 0
+    SHARE_PORTS = 69  # empty → JSON [port, …], and beside it a copy of the socket of each
+    METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as `teimgr/exposition.py` packs it
 
 
 class Flag(IntFlag):

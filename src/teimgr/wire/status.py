@@ -51,6 +51,8 @@ STATUS: dict[Code, Status] = {
     Code.INSTANCE_EXISTS: Status(409, ALREADY_EXISTS, "Validation"),
     Code.ALREADY_RUNNING: Status(409, FAILED_PRECONDITION, "Validation"),
     Code.NOT_RUNNING: Status(409, FAILED_PRECONDITION, "Validation"),
+    Code.UPDATE_IN_PROGRESS: Status(409, FAILED_PRECONDITION, "Validation"),
+    Code.UPDATE_FAILED: Status(409, FAILED_PRECONDITION, "Validation"),
     Code.PORT_CONFLICT: Status(422, ALREADY_EXISTS, "Validation"),
     Code.UNIMPLEMENTED: Status(501, UNIMPLEMENTED, "Backend"),
     Code.AMBIGUOUS_INSTANCE: Status(400, FAILED_PRECONDITION, "Validation"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from teimgr.errors import Cancelled, InvalidInput, TeimgrError
-from teimgr.wire.frames import Flag, FrameType, Header, Method, pack_error
+from teimgr.wire.frames import Flag, FrameType, Header, Method, pack_error, pack_header
 from teimgr.wire.stream import FrameProtocol
 from teimgr.worker.calls import LinkCall
 from teimgr.worker.desk import Desk, masked
@@ -30,6 +32,7 @@ class Links:
     """All links of one worker, the watchers among them, and the commands the daemon may give.
 
     `controls` maps a control method to what carries it out: JSON bytes and a limit in seconds in, JSON bytes out.
+    `ports` are the sockets that a worker of the same instance may have copies of, by number.
     """
 
     def __init__(self, desk: Desk, service: Service, controls: dict[Method, Control]) -> None:
@@ -38,6 +41,8 @@ class Links:
         self.controls = controls
         self.max_frame_bytes = desk.spec.max_message_bytes + FRAME_SLACK_BYTES
         self.open: set[Link] = set()
+        self.ports: dict[int, socket.socket] = {}
+        self.has_shared_ports = False
         self.watched = asyncio.Event()
         self.unwatched = asyncio.Event()
         self.unwatched.set()
@@ -53,6 +58,11 @@ class Links:
     def is_watched(self) -> bool:
         """Whether a daemon is looking."""
         return bool(self._watchers)
+
+    @property
+    def has_callers(self) -> bool:
+        """Whether anybody but daemons is connected."""
+        return len(self.open) > len(self._watchers)
 
     def announce(self, facts: dict[str, Any]) -> None:
         """Tell every watcher, and each later one first thing."""
@@ -124,6 +134,8 @@ class Link(FrameProtocol):
             log.warning("a peer sent a frame of type %d, which only workers send", header.type)
         elif header.method == Method.WATCH:
             self._links.watch(self, header.id)
+        elif header.method == Method.SHARE_PORTS:
+            self._share_ports(header)
         elif header.method in self._links.controls:
             self._control(header, payload)
         else:
@@ -141,6 +153,19 @@ class Link(FrameProtocol):
         call = self._unanswered.pop(id, None)
         if call is not None:
             self._links.desk.cancel(call)
+
+    def _share_ports(self, header: Header) -> None:
+        """Answer on the connection's own socket: descriptors travel beside bytes, and a transport sends bytes alone.
+
+        Who asks does so first thing on a new connection, so nothing is on its way that this could come before.
+        """
+        assert self._transport is not None
+        numbers = json.dumps([*self._links.ports]).encode()
+        frame = pack_header(len(numbers), FrameType.REPLY, header.method, header.id) + numbers
+        descriptors = [port.fileno() for port in self._links.ports.values()]
+        self._links.has_shared_ports |= bool(descriptors)
+        with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as own:
+            socket.send_fds(own, [frame], descriptors)
 
     def _control(self, header: Header, payload: bytes) -> None:
         task = asyncio.get_running_loop().create_task(self._obey(header, payload))

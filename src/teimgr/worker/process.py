@@ -2,6 +2,7 @@
 
 It is forked from the nursery (or exec'd as `python -m teimgr.worker`) with a listening unix socket and one line of
 JSON; from there on everything it hears and says goes over that socket, but for what the instance port serves.
+Workers of one instance share the sockets of its ports: each is given those of one that was there before it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,12 @@ import uvloop
 from teimgr import hub, logs
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.errors import Broken, Internal, OutOfDeviceMemory, PortConflict, Refused, TeimgrError
-from teimgr.listening import bind, serving
+from teimgr.exposition import pack
+from teimgr.listening import Listener, bind, serving
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 from teimgr.worker.desk import Desk
+from teimgr.worker.figures import engine_page, process_page
 from teimgr.worker.instance_port import create_app, metrics_app
 from teimgr.worker.links import Control, Links
 from teimgr.worker.loading import in_background
@@ -46,38 +49,47 @@ _DOWNLOADING_NEWS_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
 _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
+# Routers hear in milliseconds that another worker took over; until then they may still open links to this one.
+_NEWS_TRAVEL_S = 1.0
+_LEFT_CHECK_S = 0.05
 # Failures to load that the same files and flags will meet again, and those among them that may pass by themselves.
 _LASTING = (Refused, Broken, OutOfDeviceMemory)
 _PASSING = (PortConflict, Internal)
 
 
-def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str) -> int:
+def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str = "{}") -> int:
     """Serve one model until told to stop; the result is the exit status.
 
+    `ports` is a JSON object: number of a port → descriptor of its socket, bound by another worker of the instance.
     The process has to end at once with it: a thread may still be loading a model that nobody wants any more.
     """
     spec = WorkerSpec.from_json(spec_json)
     logs.setup(spec.log_level, spec.log_format)
     listener = socket.socket(fileno=listener_fd)
     listener.setblocking(False)
-    return uvloop.run(_live(spec, incarnation, Path(run_dir), listener))
+    shared = {int(number): socket.socket(fileno=descriptor) for number, descriptor in json.loads(ports).items()}
+    return uvloop.run(_live(spec, incarnation, Path(run_dir), listener, shared))
 
 
-async def _live(spec: WorkerSpec, incarnation: str, run_dir: Path, listener: socket.socket) -> int:
-    return await Worker(spec, incarnation, run_dir).run(listener)
+async def _live(
+    spec: WorkerSpec, incarnation: str, run_dir: Path, listener: socket.socket, shared: Mapping[int, socket.socket]
+) -> int:
+    return await Worker(spec, incarnation, run_dir, shared).run(listener)
 
 
 class Worker:
     """One process's worth of state. Everything happens on the loop's thread unless it says otherwise."""
 
-    def __init__(self, spec: WorkerSpec, incarnation: str, run_dir: Path) -> None:
+    def __init__(self, spec: WorkerSpec, incarnation: str, run_dir: Path, shared: Mapping[int, socket.socket]) -> None:
         self.spec = spec
         self.incarnation = incarnation
         self.run_dir = run_dir
+        self._shared = shared
         self._desk = Desk(spec)
         self._service = Service(self._desk)
         self._links = Links(self._desk, self._service, self._controls())
         self._stop = asyncio.Event()
+        self._others_serve = False
         self._signalled = False
         self._hurry = asyncio.Event()
         self._grace_s = _DRAIN_ON_SIGNAL_S
@@ -108,25 +120,32 @@ class Worker:
         spec = self.spec
         async with contextlib.AsyncExitStack() as listening:
             # The ports are taken before the slow part: a conflict shows early.
-            port = listening.enter_context(contextlib.closing(bind(spec.instance_host, spec.port)))
+            port = listening.enter_context(contextlib.closing(self._bound(spec.port)))
             scraped = [
-                listening.enter_context(contextlib.closing(bind(spec.instance_host, number)))
+                listening.enter_context(contextlib.closing(self._bound(number)))
                 for number in filter(None, (spec.prometheus_port,))
             ]
             engine = await self._load()
             if engine is None:
                 return EXIT_DONE
-            for sock in scraped:
-                await listening.enter_async_context(serving(metrics_app(self._desk.metrics), sock))
+            metrics = metrics_app(self._desk.metrics)
+            listeners = [await listening.enter_async_context(serving(metrics, sock)) for sock in scraped]
             grpc = self._grpc_port()
-            async with serving(create_app(self._desk), port, grpc.protocol):
+            async with serving(create_app(self._desk), port, grpc.protocol) as instance_port:
                 self._announce("ready")
                 log.info("worker ready", extra=self._named | engine.info.to_dict())
                 await self._until_stopped()
+                await self._leave_ports([instance_port, *listeners])
                 grpc.stop()
                 await self._drain_calls()
         await asyncio.to_thread(engine.close, _ENGINE_CLOSE_S)
         return EXIT_DONE
+
+    def _bound(self, number: int) -> socket.socket:
+        """The socket of a port: the one that all workers of the instance share, or the first of them."""
+        sock = self._shared.get(number) or bind(self.spec.instance_host, number)
+        self._links.ports[sock.getsockname()[1]] = sock
+        return sock
 
     def _grpc_port(self) -> GrpcPort:
         """Imported here, so that the nursery does without it."""
@@ -190,6 +209,24 @@ class Worker:
                 log.warning("no daemon for %g s: stopping", self.spec.orphan_grace_s, extra=self._named)
                 return
 
+    async def _leave_ports(self, listeners: Sequence[Listener]) -> None:
+        """Accept nothing more where others do, and go on for those who have not heard yet that others serve now.
+
+        Routers close their links once they have; clients of the ports are told with their next answer. Half of the
+        grace is for this, the other half for finishing the calls of those who stay.
+        """
+        self._links.ports.clear()
+        if self._shared or self._links.has_shared_ports:
+            for listener in listeners:
+                listener.leave()
+        if self._others_serve:
+            await _any_of(self._all_left(listeners), self._hurry.wait(), limit_s=self._grace_s / 2)
+
+    async def _all_left(self, listeners: Sequence[Listener]) -> None:
+        await asyncio.sleep(_NEWS_TRAVEL_S)
+        while self._links.has_callers or any(listener.connections for listener in listeners):  # noqa: ASYNC110
+            await asyncio.sleep(_LEFT_CHECK_S)
+
     async def _drain_calls(self) -> None:
         """Refuse new calls, finish those that came, at most for the grace, or until somebody insists."""
         self._desk.close_door()
@@ -241,6 +278,7 @@ class Worker:
         return {
             Method.PROBE: self._probe,
             Method.STATS: self._stats,
+            Method.METRICS: self._metrics,
             Method.THREADS: self._set_threads,
             Method.DRAIN: self._drain,
         }
@@ -253,6 +291,12 @@ class Worker:
         figures = asdict(self._engine.stats()) if self._engine else {}
         return json.dumps({"calls": self._desk.calls, **figures}).encode()
 
+    async def _metrics(self, _: bytes, limit_s: float) -> bytes:
+        page = self._desk.metrics.page() | await asyncio.to_thread(process_page, self._desk.calls)
+        if self._engine is not None:
+            page |= engine_page(self._engine.stats())
+        return json.dumps(pack(page)).encode()
+
     async def _set_threads(self, payload: bytes, limit_s: float) -> bytes:
         self._threads = min(max(1, int(json.loads(payload)["threads"])), os.cpu_count() or 1)
         if self._engine is not None:
@@ -261,8 +305,11 @@ class Worker:
         return b""
 
     async def _drain(self, payload: bytes, limit_s: float) -> bytes:
-        self._grace_s = float(json.loads(payload)["grace_s"])
-        self._desk.close_door()  # before the answer: who has it knows that nothing more is let in
+        asked = json.loads(payload)
+        self._grace_s = float(asked["grace_s"])
+        self._others_serve = bool(asked.get("handover"))
+        if not self._others_serve:
+            self._desk.close_door()  # before the answer: who has it knows that nothing more is let in
         self._stop.set()
         return b""
 

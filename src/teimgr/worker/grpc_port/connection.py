@@ -58,6 +58,7 @@ class Connection(H2Protocol, AbstractHandler):
         self._books = books
         self._calls: dict[Stream, tuple[Exchange, asyncio.Task[None]]] = {}
         self._stopping: Unavailable | None = None
+        self._said_goaway = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say the limits."""
@@ -80,16 +81,22 @@ class Connection(H2Protocol, AbstractHandler):
         self._books.connections.discard(cast(Any, self))
         super().connection_lost(exc)
 
-    def shutdown(self) -> None:
-        """Finish the calls that were asked, take no more, close."""
-        if self._stopping is None and not self.connection.is_closing():
-            self._stopping = Unavailable("the instance is stopping")
+    def leave(self) -> None:
+        """Take no more calls: the client asks them elsewhere. Those that were asked go on, then the connection ends."""
+        if not self._said_goaway and not self.connection.is_closing():
+            self._said_goaway = True
             # h2 has only a GOAWAY that ends the connection with it.
             goaway = GoAwayFrame(0, last_stream_id=self._h2.highest_inbound_stream_id)
             self._transport.write(goaway.serialize())
+        self._close_when_idle()
+
+    def shutdown(self) -> None:
+        """Finish what has come of the calls, take no more, close."""
+        if self._stopping is None and not self.connection.is_closing():
+            self._stopping = Unavailable("the instance is stopping")
             for exchange, _ in self._calls.values():
                 exchange.stop(self._stopping)
-        self._close_when_idle()
+        self.leave()
 
     # What grpclib calls.
 
@@ -99,8 +106,8 @@ class Connection(H2Protocol, AbstractHandler):
         inbox = Inbox(partial(self.connection.ack, stream.id))
         stream.buffer = cast(Any, inbox)
         exchange = Exchange(stream, inbox, headers, self._max_message_bytes)
-        if self._stopping is not None:
-            exchange.stop(self._stopping)
+        if self._said_goaway:  # the client has not read it yet, and will not look at this answer
+            exchange.stop(self._stopping or Unavailable("the connection is ending"))
         task = asyncio.get_running_loop().create_task(self._run(exchange))
         self._calls[stream] = exchange, task
         self._books.tasks.add(task)
@@ -136,7 +143,7 @@ class Connection(H2Protocol, AbstractHandler):
         release_stream()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a call failed", exc_info=error)
-        if self._stopping is not None:
+        if self._said_goaway:
             self._close_when_idle()
 
     def _close_when_idle(self) -> None:
