@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from teimgr import __version__, model_arguments
+from teimgr import __version__, config_arguments, model_arguments
 
 COMMANDS = ("serve", "config", "models", "quickstart")
 
@@ -27,31 +27,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the daemon until it is asked to stop."""
-    from teimgr.control.admission import check_seeds
-    from teimgr.settings import load, unheard
+    from teimgr.configuration import Source, read, unheard
+    from teimgr.control.admission import seed_faults
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
-    settings = load(options.config, overrides=keys)
-    check_seeds(settings)
+    source = Source(file=options.config, overrides=keys)
+    settings = read(source, seed_faults).settings
     for warning in unheard():
         print(f"teimgr: warning: {warning}", file=sys.stderr)
     # The daemon imports much; a mistake in a setting is answered before that.
     from teimgr.daemon import main as run
 
-    return run(settings)
-
-
-def config_check(options: argparse.Namespace) -> int:
-    """Say what is wrong in a configuration, and where; or that it is good."""
-    from teimgr.control.admission import check_seeds
-    from teimgr.settings import load
-
-    settings = load(options.file)
-    check_seeds(settings)
-    for warning in settings.warnings():
-        print(f"{options.file}: warning: {warning}")
-    print(f"{options.file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")
-    return 0
+    return run(settings, source)
 
 
 def quickstart(options: argparse.Namespace) -> int:
@@ -74,10 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=f"teimgr {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands)
-    check = commands.add_parser("config", help="look at a configuration").add_subparsers(metavar="WHAT", required=True)
-    checking = check.add_parser("check", help="say what is wrong in a file, and where")
-    checking.add_argument("file", type=Path, metavar="FILE")
-    checking.set_defaults(run=config_check)
+    config_arguments.add_to(commands)
     models = commands.add_parser("models", help="the models of a running daemon")
     model_arguments.add_to(models.add_subparsers(metavar="VERB", required=True))
     quick = commands.add_parser("quickstart", help="a daemon with one ready instance of a real small model")

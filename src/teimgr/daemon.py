@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import uvloop
 
 from teimgr import __version__, logs
+from teimgr.configuration import Source
 from teimgr.control.gpus import GpuInventory
 from teimgr.control.manager import Manager
 from teimgr.control.registry.registry import Registry
@@ -18,6 +19,9 @@ from teimgr.control.store import Store
 from teimgr.directory import Directory
 from teimgr.errors import TeimgrError
 from teimgr.front.app import create_app
+from teimgr.front.gpus import GpuBoard
+from teimgr.front.inference import InferenceDoor
+from teimgr.front.scrape import Scraper
 from teimgr.front.tls import uvicorn_options
 from teimgr.launch.local import LocalLauncher, LocalOptions
 from teimgr.listening import bind, serving
@@ -30,21 +34,22 @@ log = logging.getLogger(__name__)
 EXIT_REFUSED = 1
 
 
-def main(settings: Settings) -> int:
+def main(settings: Settings, source: Source) -> int:
     """Run the daemon until a signal ends it; the result is the exit status."""
     logs.setup(settings.log_level, settings.log_format)
     try:
-        return uvloop.run(Daemon(settings).run())
+        return uvloop.run(Daemon(settings, source).run())
     except TeimgrError as error:
         log.critical("cannot start: %s", error.message, extra={"code": error.code.name})
         return EXIT_REFUSED
 
 
 class Daemon:
-    """All parts of one daemon. Setting `stopping` ends it."""
+    """All parts of one daemon, told by `settings`; a reload reads `source` again. Setting `stopping` ends it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, source: Source) -> None:
         self.settings = settings
+        self.source = source
         self.metrics = Metrics()
         self.directory = Directory()
         self.launcher = LocalLauncher(
@@ -62,6 +67,10 @@ class Daemon:
         self.models = Registry(
             settings, self.launcher, gpus, self.metrics, self.manager.list, booted=self.manager.booted
         )
+        self.inference = InferenceDoor(settings, self.directory, self.metrics)
+        self.board = GpuBoard(gpus, self.manager.list)
+        self.scraper = Scraper(self.directory)
+        self.metrics.sources += (self.scraper.page, self.board.page)
 
     async def run(self) -> int:
         """Start, serve, stop."""
@@ -70,7 +79,14 @@ class Daemon:
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
         app = create_app(
-            self.manager, self.settings, self.metrics, self.alarms, self.manager.booted.is_set, self.models
+            self.manager,
+            self.settings,
+            self.metrics,
+            self.alarms,
+            self.manager.booted.is_set,
+            self.models,
+            self.inference,
+            self.board,
         )
         with self._signals():
             try:
@@ -103,6 +119,8 @@ class Daemon:
         grace_s = self.settings.graceful_shutdown_timeout_secs
         log.info("stopping", extra={"grace_s": grace_s})
         await self.models.close()
+        await self.inference.close()
+        await self.scraper.close()
         await self.muxes.stop(grace_s)
         await self.manager.shutdown()
         await self.launcher.close()

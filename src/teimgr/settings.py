@@ -1,8 +1,7 @@
 """Every setting of the daemon, in one screen each: name, default, meaning, limits.
 
-Precedence: built-in default < TOML file < environment < command line. A scalar key `k` is read from the environment
-as `TEIMGR_K`, and under the name tei-manager gave it where it had one; `TEIMGR_` wins. Nothing changes after the start.
-Times are seconds, sizes bytes unless the name says otherwise; relative paths are taken from the working directory.
+Where the values come from is said in `configuration.py`, what must hold between them in `rules.py`. Times are seconds,
+sizes bytes unless the name says otherwise; relative paths are taken from the working directory.
 """
 
 # ruff: noqa: RUF009  `key` is dataclasses.field with a meaning; it makes a new field at every call
@@ -10,17 +9,16 @@ Times are seconds, sizes bytes unless the name says otherwise; relative paths ar
 from __future__ import annotations
 
 import ipaddress
-import os
-import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from teimgr import rules, typed
+from teimgr import typed
+from teimgr.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec
+from teimgr.tls_files import TlsFiles
 
 U16 = 2**16 - 1
 U32 = 2**32 - 1
@@ -30,14 +28,15 @@ TEI_BINARY = "text-embeddings-router"
 
 SPEC_RULES: Mapping[str, typed.Rule] = {
     "port": typed.Rule("port of the instance; 0 or absent: a free one of the range", 0, U16),
-    "max_batch_tokens": typed.Rule("token budget of one batch", 1, U32),
+    "max_batch_tokens": typed.Rule("token budget of one batch; 0: from the free GPU memory", 0, U32),
     "max_concurrent_requests": typed.Rule(
         "calls inside a worker; four times as many wait before one is refused", 1, U32
     ),
     "gpu_id": typed.Rule("index of the GPU; absent: the one with most free memory, or the CPU", 0, U32),
     "prometheus_port": typed.Rule("port of the instance's te_* metrics; absent: a free one from 9100", 0, U16),
     "startup_timeout_secs": typed.Rule("limit of a start; absent: the daemon's", 1, I64),
-    "threads": typed.Rule("CPU threads of the worker; absent: a fair share", 1, 4096),
+    "threads": typed.Rule("CPU threads of each worker; absent: a fair share", 1, 4096),
+    "replicas": typed.Rule("workers of the instance, or 'per-gpu': one on each GPU", 1, 256),
 }
 
 
@@ -49,39 +48,18 @@ def key(
     high: float | None = None,
     label: str = "",
     also: str = "",
+    live: bool = False,
+    secret: bool = False,
 ) -> Any:
     """A dataclass field that carries its meaning and limits; `also` is tei-manager's environment variable for it.
 
-    `default` may be a type, such as dict, that makes a new value each time.
+    `default` may be a type, such as dict, that makes a new value each time. A `live` key changes with a reload, all
+    others with the next start. A `secret` one is never shown.
     """
-    metadata = {"rule": typed.Rule(meaning, low, high, label), "also": also}
+    metadata = {"rule": typed.Rule(meaning, low, high, label), "also": also, "live": live, "secret": secret}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mtls:
-    """`[auth.mtls]`: PEM files of the two TLS listeners, and whom they let in."""
-
-    ca_cert: Path = field(metadata={"rule": typed.Rule("certificate authority of the clients")})
-    server_cert: Path = field(metadata={"rule": typed.Rule("certificate of this server")})
-    server_key: Path = field(metadata={"rule": typed.Rule("private key of this server")})
-    allow_self_signed: bool = key(False, "accepted and ignored: a client's chain to ca_cert is always verified")
-    verify_subject: bool = key(True, "let in only the subjects of allowed_subjects, where that list is not empty")
-    allowed_subjects: tuple[str, ...] = key((), "parts of a subject such as 'CN=indexer'; one must occur in it")
-    verify_san: bool = key(False, "let in only the names of allowed_sans, where that list is not empty")
-    allowed_sans: tuple[str, ...] = key((), "subject alternative names, 'indexer.local' or 'DNS:indexer.local'")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Auth:
-    """`[auth]`: who may call. Off by default."""
-
-    enabled: bool = key(False, "verify callers by the providers below")
-    providers: tuple[str, ...] = key((), "the only provider is 'mtls'")
-    require_cert_headers: bool = key(False, "must stay false: a certificate in a header proves nothing")
-    mtls: Mtls | None = key(None, "the table of the provider mtls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +70,17 @@ class Otel:
     service_name: str = key("tei-manager", "service.name of the traces")
     sample_ratio: float = key(1.0, "share of the traces begun here that is kept", low=0, high=1)
     deployment_environment: str = key("", "deployment.environment.name of the traces; empty: none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Webhook:
+    """`[[webhooks]]`: who is told of the events of instances, by POST."""
+
+    url: str = field(metadata={"rule": typed.Rule("where the events are posted")})
+    events: tuple[str, ...] = key((), "kinds of events that are told; empty: all")
+    secret: str = key("", "signs each body with HMAC-SHA256 in X-Teimgr-Signature; empty: unsigned", secret=True)
+    timeout_secs: float = key(10.0, "limit of one POST", low=0.1, high=600)
+    max_attempts: int = key(5, "tries of one event, with growing pauses, before it is given up", low=1, high=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +104,11 @@ class Settings:
     grpc_request_timeout_secs: int = key(30, "limit of a unary call; 0: none", low=0, high=I64)
     mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
     arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies that ask for none")
+
+    inference_max_body_mb: int = key(
+        32, "largest body of an inference request over HTTP, MiB; at most the gRPC limit counts", low=1, high=2047
+    )
+    inference_timeout_secs: int = key(300, "limit of an inference request over HTTP; 0: none", low=0, high=I64)
 
     instance_host: str = key("127.0.0.1", "address of the instances' own ports")
     instance_port_start: int = key(
@@ -149,6 +143,14 @@ class Settings:
     )
     restart_backoff_secs: float = key(0.2, "wait before the first restart; doubles each time", low=0, high=86400)
     restart_backoff_max_secs: float = key(30.0, "longest wait between two restarts", low=0, high=86400)
+    auto_max_batch_tokens_per_gib: int = key(
+        2048,
+        'tokens for each GiB of free GPU memory, where max_batch_tokens is 0 or "auto"',
+        low=1,
+        high=U32,
+        live=True,
+    )
+    gpu_preflight: Literal["warn", "fail"] = key("warn", "what to do about a GPU that this build of torch cannot use")
     cpu_worker_nice: int = key(10, "niceness of CPU workers, below the multiplexer", low=0, high=19)
     tei_binary_path: str = key(
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
@@ -156,8 +158,15 @@ class Settings:
 
     models: tuple[str, ...] = key((), "models that the registry knows from the start: hub ids or directories")
     model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
-    instances: tuple[InstanceSpec, ...] = key((), "seeds: instances created where the state does not know their name")
-    aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id")
+    templates: Mapping[str, Mapping[str, Any]] = key(
+        dict, "keys of instances by name, for seeds and requests that name one", live=True
+    )
+    instances: tuple[InstanceSpec, ...] = key(
+        (), "seeds: instances created where the state does not know their name", live=True
+    )
+    prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration wanted", live=True)
+    aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
+    webhooks: tuple[Webhook, ...] = key((), "who is told of the events of instances", live=True)
     auth: Auth | None = key(None, "who may call; absent: everybody")
     otel: Otel = key(Otel, "where traces go")
 
@@ -169,7 +178,12 @@ class Settings:
     @property
     def mtls(self) -> Mtls | None:
         """The certificates of both listeners, where mutual TLS is on."""
-        return self.auth.mtls if self.auth and self.auth.enabled else None
+        return self.auth.mtls if self.auth and self.auth.asks_for(MTLS) else None
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The certificates of both listeners, where they speak TLS."""
+        return self.auth.files() if self.auth else None
 
     @property
     def grpc_max_message_bytes(self) -> int:
@@ -180,15 +194,16 @@ class Settings:
         """What is allowed and should be said loudly at the start."""
         if self.tei_binary_path != TEI_BINARY:
             yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
-        if self.auth and self.auth.mtls and self.auth.mtls.allow_self_signed:
-            yield "auth.mtls.allow_self_signed is ignored: clients must present a chain to ca_cert"
-        if self.grpc_enabled and self.mtls and (self.mtls.allowed_subjects or self.mtls.allowed_sans):
-            yield "auth.mtls.allowed_…: REST asks for them; gRPC lets in whom ca_cert certified"
+        if self.auth:
+            yield from self.auth.warnings()
+        verified = self.auth is not None and any(map(self.auth.asks_for, PROVIDERS))
         for name in ("api_host", "grpc_host", "instance_host"):
             host = getattr(self, name)
             # TLS covers the two shared listeners, never the instances' own ports.
-            if not is_loopback(host) and (self.mtls is None or name == "instance_host"):
+            if not is_loopback(host) and (not verified or name == "instance_host"):
                 yield f"{name} = {host!r}: anybody who reaches this address may call, nothing verifies them"
+            elif not is_loopback(host) and self.tls_files is None:
+                yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
 
     def prepare_folders(self) -> None:
         """Make the folders of state, logs and run files; the last is for this user alone.
@@ -213,118 +228,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def load(
-    config_path: str | Path | None = None,
-    environ: Mapping[str, str] = os.environ,
-    overrides: Mapping[str, object] | None = None,
-) -> Settings:
-    """The settings that file, environment and command line say together, checked.
-
-    `overrides` are keys from the command line; those that are None were not given.
-
-    Raises:
-        InvalidConfig: the message names the file or variable, the key's path, and what is wrong with it.
-    """
-    given = {name: value for name, value in (overrides or {}).items() if value is not None}
-    values = _from_file(config_path)
-    for (*table, name), value in _from_environment(environ):
-        # The one table with variables is [otel], and one that is given whole in the file is changed in a key.
-        values |= {table[0]: replace(values.get(table[0], Otel()), **{name: value})} if table else {name: value}
-    settings = Settings(**values | typed.read(Settings, given))
-    with _naming(config_path):
-        rules.check(settings)
-    return settings
-
-
-class Scalar(NamedTuple):
-    """One key that an environment variable can say; of the `variables` the last one wins."""
-
-    path: tuple[str, ...]
-    annotation: Any
-    variables: tuple[str, ...]
-
-
-def scalars() -> Iterator[Scalar]:
-    """Each key that one environment variable can say: those of the top level, and those of `[otel]`."""
-    yield from _scalars(Settings, ())
-    yield from _scalars(Otel, ("otel",))
-
-
-def _scalars(kind: type[Any], table: tuple[str, ...]) -> Iterator[Scalar]:
-    hints = get_type_hints(kind)
-    for item in fields(kind):
-        annotation = hints[item.name]
-        if get_origin(annotation) in (tuple, Mapping) or any(map(is_dataclass, (annotation, *get_args(annotation)))):
-            continue
-        path = (*table, item.name)
-        names = (item.metadata["also"], f"TEIMGR_{'_'.join(path).upper()}")
-        yield Scalar(path, annotation, tuple(filter(None, names)))
-
-
-def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A sentence for each `TEIMGR_…` variable that no key reads, most likely a slip of the pen."""
-    known = [variable for scalar in scalars() for variable in scalar.variables]
-    for variable in sorted(environ):
-        if variable.startswith("TEIMGR_") and variable not in known:
-            yield f"the environment variable {variable} is not read; {typed.nearest(variable, known)}"
-
-
-def _from_file(path: str | Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidConfig(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # TOML syntax, or bytes that are no UTF-8
-        raise InvalidConfig(f"{path}: {error}") from error
-    with _naming(path):
-        seeds = table.pop("instances", [])
-        return typed.read(Settings, table) | {"instances": _seeds(seeds)}
-
-
-def _seeds(tables: object) -> tuple[InstanceSpec, ...]:
-    if not isinstance(tables, list):
-        raise InvalidConfig(f"instances: must be a list of tables, [[instances]] (got {typed.said(tables)})")
-    return tuple(seed(table, f"instances[{index}]") for index, table in enumerate(tables))
-
-
-def seed(table: object, path: str) -> InstanceSpec:
-    """The spec that one `[[instances]]` table asks for.
-
-    Raises:
-        InvalidConfig: a key is unknown, missing, of a wrong type or out of its limits; the message starts with `path`.
-    """
-    return typed.build(InstanceSpec, table, path, rules=SPEC_RULES, hidden=("wanted_running", "seeded"))
-
-
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for scalar in scalars():
-        for variable in scalar.variables:
-            if variable in environ:
-                yield scalar.path, _variable(variable, environ[variable], scalar)
-
-
-def _variable(variable: str, text: str, scalar: Scalar) -> Any:
-    kind = Otel if len(scalar.path) > 1 else Settings
-    name = scalar.path[-1]
-    try:
-        plain = typed.from_text(text, scalar.annotation)
-        return typed.read(kind, {name: plain})[name]
-    except ValueError as error:
-        raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
-    except InvalidConfig as error:
-        raise InvalidConfig(f"Invalid {variable} value {text!r}: {error.message}") from error
-
-
-@contextmanager
-def _naming(path: str | Path | None) -> Iterator[None]:
-    """Put the file's name before what is wrong in it."""
-    try:
-        yield
-    except InvalidConfig as error:
-        if path is None:
-            raise
-        raise InvalidConfig(f"{path}: {error.message}") from error

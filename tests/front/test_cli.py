@@ -47,7 +47,7 @@ def test_a_bad_configuration_is_refused_with_file_and_key(tmp_path: Path) -> Non
     file.write_text("api_prot = 1\n")
     done = teimgr("config", "check", file)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"teimgr: {file}: api_prot: unknown key 'api_prot'; did you mean 'api_port'?\n"
+    assert done.stderr == f"teimgr: {file}:1: api_prot: unknown key 'api_prot'; did you mean 'api_port'?\n"
 
 
 def test_a_check_judges_the_environment_too_and_warns() -> None:

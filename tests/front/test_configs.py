@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from teimgr.settings import Auth, Mtls, Otel, Settings, load
+from teimgr.configuration import load
+from teimgr.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.spec import InstanceSpec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -20,7 +21,9 @@ COMMENTED = re.compile(r"^# (\w+) = ([^#\n]+)", re.MULTILINE)
 
 def commented(table: str) -> dict[str, Any]:
     """The keys of a table that the full file shows behind comment signs; "" is the top level."""
-    section = FULL.partition(f"# {table}\n")[2].partition("\n\n")[0] if table else FULL.partition("# ---- Seeds")[0]
+    section = (
+        re.split(r"\n(?:#)?\n", FULL.partition(f"# {table}\n")[2])[0] if table else FULL.partition("# ---- Seeds")[0]
+    )
     return tomllib.loads("\n".join(f"{key} = {value}" for key, value in COMMENTED.findall(section)))
 
 
@@ -41,7 +44,7 @@ def test_the_full_file_changes_nothing() -> None:
 
 def test_the_full_file_shows_every_key_with_its_default() -> None:
     given = tomllib.loads(FULL)
-    tables = {"auth", "instances", "aliases", "otel"}
+    tables = {"auth", "instances", "aliases", "otel", "templates", "webhooks"}
     assert given.keys() - tables | commented("").keys() == {field.name for field in fields(Settings)} - tables
     defaults = Settings()
     assert {key: value for key, value in given.items() if key not in tables} == {
@@ -52,10 +55,15 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
 
 @pytest.mark.parametrize(
     ("table", "kind", "hidden"),
-    [("[[instances]]", InstanceSpec, {"wanted_running", "seeded"}), ("[auth.mtls]", Mtls, set())],
+    [
+        ("[[instances]]", InstanceSpec, {"wanted_running", "seeded"}),
+        ("[auth.mtls]", Mtls, set()),
+        ("[[webhooks]]", Webhook, set()),
+    ],
 )
 def test_the_full_file_shows_every_key_of_its_tables(table: str, kind: type[Any], hidden: set[str]) -> None:
     values = commented(table)
+    values.pop("template", None)  # of a seed, which the template's keys replace
     assert set(values) == {field.name for field in fields(kind)} - hidden
     defaults = {field.name: plain(field.default) for field in fields(kind)} | {"tags": {}}
     assert shown(kind, values) == {key: defaults[key] for key in shown(kind, values)}

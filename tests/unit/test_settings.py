@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from dataclasses import fields
 from pathlib import Path
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teimgr import typed
+from teimgr.configuration import Source, load, read, scalars, unheard
+from teimgr.effective import effective
 from teimgr.errors import InvalidConfig
-from teimgr.settings import Auth, Mtls, Otel, Settings, load, scalars, unheard
+from teimgr.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.spec import InstanceSpec
 
 SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
@@ -30,9 +33,10 @@ def refused(file: Path, text: str) -> str:
     file.write_text(text)
     with pytest.raises(InvalidConfig) as caught:
         load(file, {})
-    prefix = f"{file}: "
-    assert caught.value.message.startswith(prefix)
-    return caught.value.message.removeprefix(prefix)
+    place = re.compile(rf"{re.escape(str(file))}(:\d+)?: ")
+    lines = caught.value.message.split("\n")
+    assert all(place.match(line) for line in lines)
+    return "\n".join(place.sub("", line) for line in lines)
 
 
 def certificates(folder: Path) -> str:
@@ -95,7 +99,7 @@ def test_variables_are_read_as_the_type_of_their_key(variable: str, text: str, k
 
 
 def test_every_scalar_key_has_its_variable() -> None:
-    tables = {"instances", "models", "auth", "aliases", "otel"}
+    tables = {"instances", "models", "auth", "aliases", "otel", "templates", "webhooks"}
     top = {field.name for field in fields(Settings)} - tables
     assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}
 
@@ -187,6 +191,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: 
         ("aliases = {a = 'm'}\n" + SEED, "aliases.a: is the name of an instance"),
         ("[otel]\nsample_ratio = 1.5", "otel.sample_ratio: must be <= 1 (got 1.5)"),
         ("[otel]\nendpont = 'x'", "otel.endpont: unknown key 'endpont'; did you mean 'endpoint'?"),
+        ("templates = 3", "templates: must be a table of tables"),
+        ("templates = {a = 3}", "templates.a: must be a table (got integer 3)"),
+        ("[[webhooks]]\nevents = []", "webhooks[0].url: is required"),
+        ("[[webhooks]]\nurl = 'x'", "webhooks[0].url: must begin with http:// or https://"),
+        (
+            "[[webhooks]]\nurl = 'http://x'\nevents = ['run']",
+            "webhooks[0].events[0]: unknown 'run'; did you mean 'running'",
+        ),
         ("arrow_output_dtype = 'f64'", "arrow_output_dtype: must be one of 'f32', 'f16' (got text 'f64')"),
         ("log_level = 'loud'", "log_level: no level 'loud'"),
         ("api_port = 65536", "api_port: API port must be <= 65535 (got 65536)"),
@@ -195,7 +207,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: 
         ("cpu_worker_nice = 20", "cpu_worker_nice: must be <= 19 (got 20)"),
         ("grpc_max_message_size_mb = 2048", "grpc_max_message_size_mb: must be <= 2047"),
         ("mux_processes = 0", "mux_processes: must be >= 1"),
-        (SEED + "max_batch_tokens = 0", "instances[0].max_batch_tokens: must be >= 1 (got 0)"),
+        (SEED + "max_batch_tokens = -1", "instances[0].max_batch_tokens: must be >= 0 (got -1)"),
         (SEED + "gpu_id = -1", "instances[0].gpu_id: must be >= 0 (got -1)"),
         ("[[instances]]\nname = 'a'", "instances[0].model_id: is required"),
         ("[[instances]]\nmodel_id = 'm'", "instances[0].name: is required"),
@@ -270,7 +282,6 @@ def test_mutual_tls_is_on_when_enabled_and_whole(file: Path, tmp_path: Path) -> 
     )
     warnings = "\n".join(settings.warnings())
     assert "allow_self_signed is ignored" in warnings
-    assert "gRPC lets in whom ca_cert certified" in warnings
 
 
 def test_authentication_that_is_off_is_not_judged(file: Path) -> None:
@@ -296,8 +307,9 @@ def test_a_whole_seed_becomes_a_spec(file: Path) -> None:
             threads=2,
             kind="sparse",
             trust_remote_code=True,
+            seeded=True,
         ),
-        InstanceSpec(name="b", model_id="m"),
+        InstanceSpec(name="b", model_id="m", seeded=True),
     )
 
 
@@ -325,8 +337,76 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         Settings(state_file=tmp_path / "file" / "state.toml").prepare_folders()
 
 
+def test_every_fault_is_told_with_its_line(file: Path) -> None:
+    file.write_text(
+        "api_prot = 1\n\nmodels = [\n  'm',\n]\n[[instances]]\nname = 'a'\n# no model\nport = 'x'\n"
+        "[[instances]]\nname = 'b'\nmodel_id = 'm'\ntags = {a = 1}\n[auth.mtls]\nca_cert = 'x'\n[templates.t]\nnme = 1\n"
+    )
+    with pytest.raises(InvalidConfig) as caught:
+        load(file, {})
+    assert [line.removeprefix(str(file)).split(" ")[0] for line in caught.value.message.split("\n")] == [
+        ":1:",
+        ":14:",
+        ":14:",
+        ":17:",
+        ":9:",
+        ":6:",
+        ":13:",
+    ]
+    assert "templates.t.nme: unknown key 'nme'; known: " in caught.value.message
+
+
+def test_every_broken_rule_is_told(file: Path) -> None:
+    told = refused(
+        file, "grpc_port = 9000\nlog_level = 'loud'\n" + SEED + "port = 9000\n" + SECOND.replace('"b"', '"a"')
+    )
+    assert [line.split(":")[0] for line in told.split("\n")] == [
+        "grpc_port",
+        "log_level",
+        "instances[0].port",
+        "instances[0].port",
+        "instances[1].name",
+    ]
+
+
+def test_seeds_take_from_templates_what_they_do_not_say(file: Path) -> None:
+    file.write_text(
+        "[templates.big]\nmodel_id = 't'\nmax_batch_tokens = 9\ntags = {a = '1', b = '1'}\n"
+        "[[instances]]\nname = 'x'\ntemplate = 'big'\n"
+        "[[instances]]\nname = 'y'\ntemplate = 'big'\nmodel_id = 'm'\ntags = {b = '2'}\n"
+    )
+    settings = load(file, {})
+    assert settings.templates == {"big": {"model_id": "t", "max_batch_tokens": 9, "tags": {"a": "1", "b": "1"}}}
+    assert settings.instances == (
+        InstanceSpec(name="x", model_id="t", max_batch_tokens=9, tags={"a": "1", "b": "1"}, seeded=True),
+        InstanceSpec(name="y", model_id="m", max_batch_tokens=9, tags={"a": "1", "b": "2"}, seeded=True),
+    )
+    says = refused(file, "[templates.big]\n[[instances]]\nname = 'x'\nmodel_id = 'm'\ntemplate = 'bit'\n")
+    assert says == "instances[0].template: unknown 'bit'; did you mean 'big'?"
+    assert "templates.t.name: unknown key" in refused(file, "[templates.t]\nname = 'x'\n")
+
+
+def test_who_said_what_is_known(file: Path) -> None:
+    file.write_text("grpc_port = 7002\n" + SEED + "[otel]\nendpoint = 'x'\n")
+    source = Source(file=file, environ={"TEIMGR_API_PORT": "7001"}, overrides={"log_level": "warn", "api_port": None})
+    said = {each.path: each.source for each in effective(read(source))}
+    assert said["api_port"] == "environment TEIMGR_API_PORT"
+    assert said["grpc_port"] == f"{file}:1"
+    assert said["log_level"] == "command line"
+    assert said["instances[0].name"] == f"{file}:3"
+    assert said["otel.endpoint"] == f"{file}:6"
+    assert said["instances[0].port"] == said["otel.sample_ratio"] == said["state_file"] == "default"
+
+
+def test_secrets_are_not_shown(file: Path) -> None:
+    file.write_text("[[webhooks]]\nurl = 'http://x'\nsecret = 'hush'\n")
+    shown = {each.path: each.value for each in effective(read(Source(file=file, environ={})))}
+    assert shown["webhooks[0].secret"] == "***"
+    assert "hush" not in str(shown)
+
+
 def test_every_key_says_what_it_means() -> None:
-    for kind in (Settings, Auth, Mtls, Otel):
+    for kind in (Settings, Auth, Mtls, Otel, Webhook):
         assert [field.name for field in fields(kind) if not typed.rule_of(field).meaning] == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from teimgr.control.extra_args import parse
@@ -10,6 +10,7 @@ from teimgr.control.ports import Ports
 from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, TeimgrError, ValidationError
 from teimgr.settings import SPEC_RULES, Settings
 from teimgr.spec import SPEC_WORDS, InstanceSpec, check_name
+from teimgr.typed import Fault
 
 
 class Admission:
@@ -83,20 +84,16 @@ def check_fields(spec: InstanceSpec) -> None:
     parse(spec.extra_args)
 
 
-def check_seeds(settings: Settings) -> None:
-    """Judge the seeds as a create would be, before anything of them is stored.
-
-    Raises:
-        InvalidConfig: the message starts with the seed's path in the file.
-    """
+def seed_faults(settings: Settings) -> Iterator[Fault]:
+    """What is wrong with the seeds as a create would judge them, before anything of them is stored."""
     for index, seed in enumerate(settings.instances):
         try:
             check_fields(seed)
         except TeimgrError as error:
-            raise InvalidConfig(f"instances[{index}]: {error.message}") from error
+            yield Fault(f"instances[{index}]", error.message)
     most = settings.max_instances
     if most is not None and len(settings.instances) > most:
-        raise InvalidConfig(f"instances: {len(settings.instances)} seeds, but max_instances is {most}")
+        yield Fault("instances", f"{len(settings.instances)} seeds, but max_instances is {most}")
 
 
 def _holders(present: Sequence[InstanceSpec]) -> dict[int, str]:
