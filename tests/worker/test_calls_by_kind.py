@@ -25,10 +25,11 @@ from models import (
 )
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
-from real_worker import Answer, Connect, WorkerLink, WorkerProcess
+from real_worker import Answer, Connect, WorkerLink, WorkerProcess, arrow
 
 from teimgr.errors import Code
 from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.wire.frames import Flag, Method
 
@@ -299,6 +300,17 @@ async def test_tokens_are_as_many_as_were_counted_and_their_mean_is_the_vector(l
     assert np.linalg.norm(vector(pooled)) != pytest.approx(1.0, abs=1e-2)
 
 
+async def test_more_token_vectors_than_there_is_room_for_are_made_one_call_after_the_other(links: Links) -> None:
+    """60 tokens of 128 bytes each: a few such calls fill the eight messages of 8 KiB that may be held."""
+    link = links["embedding"]
+    posted = [link.post(Method.EMBED_ALL, every("fog " * 58), flags=Flag.WAIT | Flag.BULK) for _ in range(40)]
+    link.cancel(posted[20])
+
+    answers = await link.answers([call for call in posted if call != posted[20]])
+    assert {matrix(answer).shape for answer in answers} == {(60, WIDTH)}
+    await link.emptied()
+
+
 async def test_late_interaction_gives_unit_vectors_of_its_own_width(links: Links) -> None:
     vectors = matrix(await links["multi-vector"].ask(Method.EMBED_ALL, every("The quick brown fox")))
 
@@ -481,12 +493,16 @@ async def test_metrics_count_calls_items_and_batches_of_every_kind(
     workers: dict[str, WorkerProcess], links: Links
 ) -> None:
     before = {kind: await _samples(workers[kind]) for kind in ("reranker", "sparse")}
-    await links["reranker"].ask(Method.RERANK, rerank("fog", "dog", "rain"))
+    await links["reranker"].ask(Method.RERANK, rerank("fog", "dog", "rain"), flags=Flag.WAIT)  # as both ports ask it
     await links["reranker"].ask(Method.PREDICT_PAIR, pair())
     await links["reranker"].ask(Method.RERANK_STREAM, stream(message("dog", "fog"), message("dog", "rain")))
     await links["reranker"].ask(Method.RERANK, rerank(*["fog"] * 9))
     await links["reranker"].ask(Method.EMBED, embed())
     await links["sparse"].ask(Method.EMBED_SPARSE, sparse())
+    await links["sparse"].ask(Method.EMBED_SPARSE, sparse(), flags=Flag.WAIT)  # a message of a stream
+    ipc = multiplexer_pb2.EmbedArrowRequest.FromString(arrow(["fog", "dog"])).arrow_ipc
+    request = multiplexer_pb2.EmbedSparseArrowRequest(arrow_ipc=ipc)
+    await links["sparse"].ask(Method.EMBED_SPARSE_ARROW, request.SerializeToString(), flags=Flag.WAIT | Flag.BULK)
     after = {kind: await _samples(workers[kind]) for kind in before}
     grown = {
         kind: {key: value - before[kind].get(key, 0) for key, value in samples.items()}
@@ -506,7 +522,8 @@ async def test_metrics_count_calls_items_and_batches_of_every_kind(
     assert 3 <= scores["te_batch_next_size_count", ""] == scores["te_batch_next_tokens_count", ""] <= 6
     assert ("te_embed_count", "") not in scores
     assert entries["te_request_count", "single"] == entries["te_request_success", "single"] == 1
-    assert entries["te_embed_count", ""] == entries["te_embed_inference_duration_count", ""] == 1
+    assert entries["te_request_count", "batch"] == entries["te_request_success", "batch"] == 1
+    assert entries["te_embed_count", ""] == entries["te_embed_inference_duration_count", ""] == 4
     assert after["sparse"]["te_queue_size", ""] == 0
 
 

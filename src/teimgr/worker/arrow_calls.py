@@ -19,6 +19,7 @@ from teimgr.worker import arrow_messages, arrow_results, convert
 from teimgr.worker.arrow_messages import Form, Table
 from teimgr.worker.calls import Handler, MethodCall, Reply
 from teimgr.worker.desk import Desk
+from teimgr.worker.room import most_token_bytes
 
 # A table may decode to this multiple of the message limit, whatever a compressed body claims; and so much may the
 # engine hold of vectors per token until they are a reply.
@@ -80,6 +81,7 @@ class ArrowCalls:
         self, call: MethodCall, options: InferOptions, form: Form, read: Callable[[], Asked], noop: bool = False
     ) -> None:
         """The way of every Arrow call; `read` runs on a codec thread, and `noop` leaves out the model."""
+        call.streamed = False  # a table is a request of its own, of a stream too
 
         async def run() -> None:
             self._desk.engine.check(options)
@@ -104,7 +106,7 @@ class ArrowCalls:
             check_rows=self._check_rows(options, form),
         )
         inputs = [_input(item) for item in batches.inputs]
-        self._check_held(arrow_results.most_token_bytes(model, options.outputs, inputs))
+        self._check_held(most_token_bytes(model, options.outputs, inputs))
 
         def write(job: Job) -> memoryview:
             columns = arrow_results.columns(model, form, job, job.errors | batches.refused)

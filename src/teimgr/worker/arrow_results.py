@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.job import InferOptions, Input, Job, Output, SparseVector, characters
+from teimgr.engine.job import InferOptions, Job, Output, SparseVector
 from teimgr.errors import TeimgrError
 from teimgr.spec import ModelInfo
 from teimgr.wire.arrow_columns import (
@@ -24,11 +24,10 @@ from teimgr.wire.arrow_columns import (
 from teimgr.wire.precision import Precision
 from teimgr.worker.arrow_messages import Form
 from teimgr.worker.kinds import RERANKER
+from teimgr.worker.room import token_width
 
 _ORDER = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS, Output.SCORES)
 _OFFSET_BYTES = _NUMBER_BYTES = 4
-# Tokens that an input may have beyond its characters: special ones, a prompt, those that fill up a query.
-_MORE_TOKENS = 64
 # tei-manager's own, from row to row one further.
 _NOOP_INDICES = np.array([0, 100, 200], np.uint32)
 _NOOP_VALUES = np.array([1.0, 0.5, 0.25], np.float32)
@@ -55,18 +54,6 @@ def least_row_bytes(model: ModelInfo, options: InferOptions, form: Form) -> int:
         Output.SCORES: _NUMBER_BYTES * max(len(model.labels), 1),
     }
     return sum(least[output] for output in options.outputs)
-
-
-def most_token_bytes(model: ModelInfo, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
-    """What the float32 vectors per token of `inputs` may take until they are a reply.
-
-    Rather too much: a text seldom has as many tokens as characters.
-    """
-    width = sum(_token_width(model, output) for output in outputs)
-    if not width:
-        return 0
-    tokens = sum(min(characters(item) + _MORE_TOKENS, model.max_input_length) for item in inputs)
-    return tokens * width * _NUMBER_BYTES
 
 
 def ragged_bytes(model: ModelInfo, form: Form, job: Job) -> int:
@@ -107,7 +94,7 @@ def _column(output: Output, model: ModelInfo, form: Form, job: Job, failed: NDAr
     if output is Output.SCORES:
         return _scores(name, model, job.scores, failed)
     matrices = job.multi_vectors if output is Output.MULTI_VECTOR else job.tokens_of
-    width = _token_width(model, output)
+    width = token_width(model, output)
     return matrix_column(name, matrices, width, form.token, _described(form.token, width))
 
 
@@ -119,12 +106,6 @@ def _scores(name: str, model: ModelInfo, scores: NDArray[np.float32], failed: ND
 
 def _described(precision: Precision, width: int) -> dict[str, str]:
     return {"precision": precision.value, "width": str(width)}
-
-
-def _token_width(model: ModelInfo, output: Output) -> int:
-    if output is Output.MULTI_VECTOR:
-        return model.multi_vector_dimension
-    return model.token_dimension if output is Output.TOKENS else 0
 
 
 def _name(output: Output) -> str:

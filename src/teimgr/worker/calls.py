@@ -19,6 +19,12 @@ class Reply(NamedTuple):
     timings: Timings | None = None
 
 
+class Unwritten(NamedTuple):
+    """A reply so large that other answers need not wait for it: `write` makes it, on a thread of its own."""
+
+    write: Callable[[], Reply]
+
+
 class Call:
     """What a caller is owed. `deadline` is a `time.monotonic` value or None; `size_bytes` is that of its request.
 

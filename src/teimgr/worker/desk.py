@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from teimgr.engine.engine import Engine
@@ -13,8 +14,9 @@ from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
 from teimgr.spec import WorkerSpec
 from teimgr.worker.admission import Admission
-from teimgr.worker.calls import Call, Reply
+from teimgr.worker.calls import Call, Reply, Unwritten
 from teimgr.worker.metrics import TeiMetrics
+from teimgr.worker.room import Room, most_token_bytes
 from teimgr.worker.work import Encode, Part, Work
 
 log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ _MAX_PAYLOADS = 8
 _MAX_WAITING = 65536
 
 ResultT = TypeVar("ResultT")
-Outcome = tuple[Call, Job, Reply | TeimgrError]
+Outcome = tuple[Call, Job, Reply | Unwritten | TeimgrError]
 
 
 class Desk:
@@ -47,9 +49,11 @@ class Desk:
             max_waiting=_MAX_WAITING,
             max_waiting_bytes=self.max_bytes,
         )
+        self._room = Room(self.max_bytes)
         self._work: dict[Call, Work] = {}
         self._codec = ThreadPoolExecutor(2, "codec")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._attended: dict[Call, asyncio.Task[None]] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -72,7 +76,7 @@ class Desk:
     @property
     def calls(self) -> int:
         """Calls not answered yet."""
-        return len(self._admission)
+        return len(self._admission) + len(self._attended)
 
     def enter(self, call: Call, proceed: Callable[[], None]) -> None:
         """Let `call` in, then `proceed`; whatever goes wrong on the way answers it, here too."""
@@ -89,6 +93,15 @@ class Desk:
     def enter_async(self, call: Call, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """As `enter`, for what has to await something first."""
         self.enter(call, lambda: self._spawn(call, proceed()))
+
+    def attend(self, call: Call, answering: Coroutine[Any, Any, None]) -> None:
+        """Let a coroutine answer `call`, with calls of its own at the desk; who cancels `call` cancels it.
+
+        It takes no room by itself. A draining worker waits for it.
+        """
+        self._empty.clear()
+        task = self._attended[call] = self._loop.create_task(answering)
+        task.add_done_callback(lambda _: self._attended_to(call))
 
     def serve(self, call: Call, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
         """The whole way of a call whose inputs are known: counted, weighed against the model, let in, inferred.
@@ -135,6 +148,8 @@ class Desk:
         """The caller went away: what has not started will not."""
         if (work := self._work.get(call)) is not None:
             work.cancel()
+        if (task := self._attended.get(call)) is not None:
+            task.cancel()
         if self._leave(call):
             self.metrics.dropped()
 
@@ -158,23 +173,43 @@ class Desk:
         if work.call not in self._admission:
             return
         self._work[work.call] = work
+        size_bytes = sum(most_token_bytes(self.engine.info, job.options.outputs, job.inputs) for job in work.jobs)
+        self._room.enter(work.call, size_bytes, lambda: self._guarded(work.call, partial(self._start, work)))
+
+    def _start(self, work: Work) -> None:
         for job in work.jobs:
             self.engine.submit(job)
 
     def _leave(self, call: Call) -> bool:
         self._work.pop(call, None)
+        self._room.leave(call)
         left = self._admission.leave(call)
         self._note_if_empty()
         return left
 
+    def _attended_to(self, call: Call) -> None:
+        del self._attended[call]
+        self._note_if_empty()
+
     def _note_if_empty(self) -> None:
-        if not len(self._admission):
+        if not self.calls:
             self._empty.set()
 
     def _answer_all(self, outcomes: list[Outcome]) -> None:
         for call, job, outcome in outcomes:
-            if self.answer(call, outcome):
-                self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
+            if isinstance(outcome, Unwritten):
+                self._spawn(call, self._write(call, job, outcome))
+            else:
+                self._finish(call, job, outcome)
+
+    async def _write(self, call: Call, job: Job, unwritten: Unwritten) -> None:
+        """The call stays inside: its answer takes more memory now than ever before."""
+        if call in self._admission:
+            self._finish(call, job, await self.off_loop(unwritten.write))
+
+    def _finish(self, call: Call, job: Job, outcome: Reply | TeimgrError) -> None:
+        if self.answer(call, outcome):
+            self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
 
     def _guarded(self, call: Call, proceed: Callable[[], None]) -> None:
         try:

@@ -46,6 +46,8 @@ class ScoringCalls:
         self._desk.serve(call, [item], options, partial(_predictions, call, self._desk.engine.info.labels))
 
     def _rerank(self, call: MethodCall) -> None:
+        call.streamed = False  # it comes alone, and waits as TEI lets it, where other unary calls are refused at once
+        call.may_wait = True
         message = convert.parse(tei_pb2.RerankRequest, call.payload)
         options = convert.score_options(message)
         if not message.texts:
@@ -57,7 +59,6 @@ class ScoringCalls:
             self._desk.metrics.batch_too_large()
             call.fail(InvalidInput(f"batch size {len(pairs)} > maximum allowed batch size {limit}"))
             return
-        call.may_wait = True  # as TEI does, where only the other unary calls are refused at once
         self._desk.serve(call, pairs, options, self._ranks(call, pairs, message.return_text))
 
     def _rerank_stream(self, call: MethodCall) -> None:

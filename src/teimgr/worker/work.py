@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from teimgr.engine.job import InferOptions, Input, Job
-from teimgr.worker.calls import Call, Reply
+from teimgr.worker.calls import Call, Reply, Unwritten
 
-Encode = Callable[[Job], Reply]
+Encode = Callable[[Job], Reply | Unwritten]
 
 
 class Part(NamedTuple):
