@@ -1,7 +1,7 @@
 """Every metric by name: what it counts, its labels, its buckets. The only place that says a name.
 
-`tei_manager_…` are tei-manager's names and `te_…` those of Text Embeddings Inference, so that their dashboards keep working;
-docs/metrics.md is made of this by `python -m teimgr.catalogue`.
+`tei_manager_…` are tei-manager's names and `te_…` those of Text Embeddings Inference, so that their dashboards keep
+working; docs/metrics.md is made of this by `python -m teimgr.catalogue`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,22 @@ REST_REQUESTS = _daemon(
     "status",
     bounds=_MS_TO_30_S,
 )
+INFERENCE = _daemon(
+    "teimgr_inference_seconds",
+    "histogram",
+    "Inference over HTTP on the daemon's port, from the head of the request to the head of the answer",
+    "dialect",
+    "route",
+    "status",
+    bounds=(*_MS_TO_30_S, 60.0),
+)
+INFERENCE_BYTES = _daemon(
+    "teimgr_inference_bytes_total",
+    "counter",
+    "Bytes of the bodies of inference over HTTP on the daemon's port",
+    "dialect",
+    "direction",
+)
 DOWNLOADS = _daemon("teimgr_model_downloads_total", "counter", "Downloads by the registry, by outcome", "outcome")
 DOWNLOAD_BYTES = _daemon("teimgr_model_download_bytes_total", "counter", "Bytes of models that came over the network")
 TRIALS = _daemon("teimgr_model_trials_total", "counter", "Trials of models, by outcome", "outcome")
@@ -101,9 +117,9 @@ MUX_SECONDS = _mux(
     "teimgr_mux_call_seconds", "histogram", "Duration of calls", "method", "instance", bounds=_MS_TO_30_S
 )
 MUX_MEMORY = _mux("teimgr_mux_resident_bytes", "gauge", "Memory of the mux that lies in RAM")
-LINK_IN_FLIGHT = _mux("teimgr_link_in_flight", "gauge", "Requests on the links to workers without an answer", "instance")
+LINK_IN_FLIGHT = _mux("teimgr_link_in_flight", "gauge", "Requests over the links that have no answer yet", "instance")
 LINK_IN_FLIGHT_BYTES = _mux(
-    "teimgr_link_in_flight_bytes", "gauge", "Bytes of the requests on the links without an answer", "instance"
+    "teimgr_link_in_flight_bytes", "gauge", "Bytes of the requests over the links that have no answer yet", "instance"
 )
 LINK_REQUESTS = _mux("teimgr_link_requests_total", "counter", "Requests sent over the links to workers", "instance")
 LINK_SENT = _mux("teimgr_link_sent_bytes_total", "counter", "Bytes of requests over the links", "instance")
@@ -140,7 +156,7 @@ MODEL_BYTES = _worker("teimgr_model_bytes", "gauge", "Weights and buffers of the
 DEVICE_BYTES = _worker(
     "teimgr_worker_device_bytes", "gauge", "Device memory that the worker's allocator holds, none on the CPU"
 )
-RESIDENT = _worker("teimgr_worker_resident_bytes", "gauge", "Memory of the worker that lies in RAM, shared parts included")
+RESIDENT = _worker("teimgr_worker_resident_bytes", "gauge", "Memory of the worker in RAM, shared parts included")
 UNIQUE = _worker("teimgr_worker_unique_bytes", "gauge", "Memory that would be free again without the worker")
 CPU_SECONDS = _worker("teimgr_worker_cpu_seconds_total", "counter", "Processor time of the worker")
 
@@ -202,7 +218,7 @@ PREDICTIONS = _items("te_predict", "classified or scored")
 
 GPU_MEMORY_TOTAL = _gpu("teimgr_gpu_memory_total_bytes", "gauge", "Memory of the card", "gpu", "uuid", "name")
 GPU_MEMORY_USED = _gpu("teimgr_gpu_memory_used_bytes", "gauge", "Memory of the card in use, by whomever", "gpu")
-GPU_UTILIZATION = _gpu("teimgr_gpu_utilization_ratio", "gauge", "Share of the last moments with a kernel running", "gpu")
+GPU_UTILIZATION = _gpu("teimgr_gpu_utilization_ratio", "gauge", "Share of time with a kernel running", "gpu")
 GPU_TEMPERATURE = _gpu("teimgr_gpu_temperature_celsius", "gauge", "Temperature of the card", "gpu")
 GPU_POWER = _gpu("teimgr_gpu_power_watts", "gauge", "Power that the card draws", "gpu")
 GPU_INSTANCE_MEMORY = _gpu(

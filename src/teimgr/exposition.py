@@ -1,7 +1,7 @@
 """Samples of metrics, and the text that Prometheus reads of them.
 
-The format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format. prometheus-client would not do
-for TEI's names: it gives every counter the ending `_total`, which TEI's have not.
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format. prometheus-client would not
+do for TEI's names: it gives every counter the ending `_total`, which TEI's have not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Page = dict[Family, list[Sample]]
 def histogram(
     bounds: Sequence[float], counts: Sequence[int], total: float, labels: Mapping[str, str] | None = None
 ) -> Iterator[Sample]:
-    """A histogram of `counts` under each bound (not cumulative, the last one beyond all) whose values add up to `total`."""
+    """A histogram of values that add up to `total`; `counts` are those under each bound alone, the last beyond all."""
     labels = labels or {}
     limits = (*(repr(float(bound)) for bound in bounds), "+Inf")
     running = list(accumulate(counts))

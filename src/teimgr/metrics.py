@@ -1,167 +1,182 @@
-"""Every metric of the daemon by name, and what each method of `Metrics` says happened.
+"""What the daemon counts, and the whole page of metrics: its own numbers and those it is given by others.
 
-The names that start with `tei_manager_` are tei-manager's, so that its dashboards keep working.
+Names, labels and buckets are those of `catalogue.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
+from bisect import bisect_left
 from collections import Counter as Count
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-
+from teimgr import catalogue
+from teimgr.catalogue import Family
+from teimgr.exposition import Page, Sample, histogram, text
+from teimgr.memory import resident_bytes
 from teimgr.spec import InstanceSpec, InstanceView, State
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-START_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-
-# Its companion `…_created` of every counter doubles the page and says nothing that Prometheus asks for.
-disable_created_metrics()  # type: ignore[no-untyped-call]
+Labels = tuple[str, ...]
 
 
 class Metrics:
-    """The daemon's registry; each daemon, and each test, has its own.
+    """The daemon's numbers; each daemon, and each test, has its own. `sources` give more pages when one is made.
 
     The per-instance counters of a deleted instance stay, as Prometheus expects of counters.
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._created = Counter(
-            "tei_manager_instances_created", "Instances created", ("instance", "model"), registry=self.registry
-        )
-        self._deleted = Counter(
-            "tei_manager_instances_deleted", "Instances deleted", ("instance",), registry=self.registry
-        )
-        self._restarts = Counter(
-            "tei_manager_instance_restarts", "Restarts that the daemon decided", ("instance",), registry=self.registry
-        )
-        self._probe_failures = Counter(
-            "tei_manager_health_check_failures", "Failed health probes", ("instance",), registry=self.registry
-        )
-        self._count = Gauge("tei_manager_instances_count", "Instances known", registry=self.registry)
-        self._by_state = Gauge("teimgr_instances", "Instances by state", ("state",), registry=self.registry)
-        self._start = Histogram(
-            "teimgr_worker_start_seconds",
-            "From the launch of a worker to its proof of readiness",
-            ("instance",),
-            buckets=START_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._requests = Histogram(
-            "teimgr_rest_request_seconds",
-            "REST requests, by route and status",
-            ("method", "route", "status"),
-            buckets=REQUEST_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._fetches = Counter(
-            "teimgr_model_downloads",
-            "Downloads by the registry, by outcome",
-            ("outcome",),
-            registry=self.registry,
-        )
-        self._fetched_bytes = Counter(
-            "teimgr_model_download_bytes", "Bytes of models that came over the network", registry=self.registry
-        )
-        self._trials = Counter(
-            "teimgr_model_trials", "Trials of models, by outcome", ("outcome",), registry=self.registry
-        )
-        self._alarms = Gauge("teimgr_alarms", "Alarms that /health shows", registry=self.registry)
-        self._mux = MuxFigures()
-        self.registry.register(self._mux)
+        self.sources: list[Callable[[], Awaitable[Page]]] = []
+        self._numbers: dict[Family, dict[Labels, float]] = {}
+        self._histograms: dict[Family, dict[Labels, _Histogram]] = {}
+        self._muxes: dict[str, Mapping[str, Any]] = {}
         self.fleet(())
+        self.alarms(0)
 
     def instance_created(self, spec: InstanceSpec) -> None:
         """A user created an instance."""
-        self._created.labels(spec.name, spec.model_id).inc()
+        self.count(catalogue.CREATED, spec.name, spec.model_id)
 
     def instance_deleted(self, name: str) -> None:
         """A user deleted an instance."""
-        self._deleted.labels(name).inc()
+        self.count(catalogue.DELETED, name)
 
     def instance_restarted(self, name: str) -> None:
         """The daemon, not a user, decided to restart an instance."""
-        self._restarts.labels(name).inc()
+        self.count(catalogue.RESTARTS, name)
 
     def health_check_failed(self, name: str) -> None:
         """A probe of an instance failed or timed out."""
-        self._probe_failures.labels(name).inc()
+        self.count(catalogue.PROBE_FAILURES, name)
 
     def worker_started(self, name: str, seconds: float) -> None:
         """A worker proved that it is ready, `seconds` after its launch."""
-        self._start.labels(name).observe(seconds)
+        self.observe(catalogue.WORKER_START, seconds, name)
 
     def model_fetched(self, outcome: str, size_bytes: int) -> None:
         """A download of the model registry ended (`done` or `failed`) after so many bytes."""
-        self._fetches.labels(outcome).inc()
-        self._fetched_bytes.inc(size_bytes)
+        self.count(catalogue.DOWNLOADS, outcome)
+        self.count(catalogue.DOWNLOAD_BYTES, by=size_bytes)
 
     def model_tried(self, outcome: str) -> None:
         """A trial of a model ended: `verified` or `failed`."""
-        self._trials.labels(outcome).inc()
+        self.count(catalogue.TRIALS, outcome)
 
     def fleet(self, views: Iterable[InstanceView]) -> None:
         """These are all the instances there are now."""
         states = Count(view.state for view in views)
-        self._count.set(states.total())
+        self.set(catalogue.INSTANCES, states.total())
         for state in State:
-            self._by_state.labels(state.value).set(states[state])
+            self.set(catalogue.BY_STATE, states[state], state.value)
 
     def rest_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """A REST request was answered; `route` is the route's template, never a caller's path."""
-        self._requests.labels(method, route, str(status)).observe(seconds)
+        self.observe(catalogue.REST_REQUESTS, seconds, method, route, str(status))
 
     def alarms(self, number: int) -> None:
         """So many alarms are on."""
-        self._alarms.set(number)
+        self.set(catalogue.ALARMS, number)
 
     def mux_stats(self, mux: str, figures: Mapping[str, Any]) -> None:
         """The counters that one multiplexer process answers to `stats`, as they are now."""
-        self._mux.latest[mux] = figures
+        self._muxes[mux] = figures
 
     def mux_gone(self, mux: str) -> None:
         """A multiplexer process ended; its figures are no longer shown."""
-        self._mux.latest.pop(mux, None)
+        self._muxes.pop(mux, None)
+
+    async def page(self) -> Page:
+        """Everything, that of `sources` included, in the order of the catalogue."""
+        self.set(catalogue.DAEMON_MEMORY, resident_bytes())
+        pages = [self._own(), mux_page(self._muxes), *await asyncio.gather(*(source() for source in self.sources))]
+        whole = {family: samples for page in pages for family, samples in page.items()}
+        return {family: whole[family] for family in catalogue.FAMILIES.values() if family in whole}
 
     def render(self) -> bytes:
-        """All of it, in Prometheus' text format (`CONTENT_TYPE`)."""
-        return generate_latest(self.registry)
+        """What this process counts and the muxes said, as text, without `sources`."""
+        return text(self._own() | mux_page(self._muxes)).encode()
+
+    def _own(self) -> Page:
+        numbers: Page = {
+            family: [Sample("", dict(zip(family.labels, labels, strict=True)), value) for labels, value in rows.items()]
+            for family, rows in self._numbers.items()
+        }
+        histograms: Page = {
+            family: [
+                sample
+                for labels, row in rows.items()
+                for sample in row.samples(family, dict(zip(family.labels, labels, strict=True)))
+            ]
+            for family, rows in self._histograms.items()
+        }
+        return numbers | histograms
+
+    def count(self, family: Family, *labels: str, by: float = 1) -> None:
+        """`by` more of a counter; `labels` in the order of the catalogue."""
+        rows = self._numbers.setdefault(family, {})
+        rows[labels] = rows.get(labels, 0) + by
+
+    def set(self, family: Family, value: float, *labels: str) -> None:
+        """What a gauge is now."""
+        self._numbers.setdefault(family, {})[labels] = value
+
+    def observe(self, family: Family, value: float, *labels: str) -> None:
+        """One more value of a histogram."""
+        rows = self._histograms.setdefault(family, {})
+        if labels not in rows:
+            rows[labels] = _Histogram(family)
+        rows[labels].observe(family, value)
 
 
-class MuxFigures(Collector):
-    """What the multiplexer processes last said of themselves; the shape is that of their answer to `stats`."""
+class _Histogram:
+    """One series of a family with buckets."""
 
-    def __init__(self) -> None:
-        self.latest: dict[str, Mapping[str, Any]] = {}
+    __slots__ = ("_counts", "_sum")
 
-    def collect(self) -> Iterable[Metric]:
-        """Calls, messages, latency and load, labelled by process, method and instance."""
-        in_flight = GaugeMetricFamily("teimgr_mux_in_flight", "Calls that are running", labels=["mux"])
-        calls = CounterMetricFamily(
-            "teimgr_mux_calls", "Calls by gRPC status", labels=["mux", "method", "instance", "status"]
-        )
-        messages = CounterMetricFamily("teimgr_mux_messages", "Messages answered", labels=["mux", "method", "instance"])
-        seconds = HistogramMetricFamily(
-            "teimgr_mux_call_seconds", "Duration of calls", labels=["mux", "method", "instance"]
-        )
-        for mux, figures in sorted(self.latest.items()):
-            in_flight.add_metric([mux], figures.get("in_flight", 0))
-            for row in figures.get("calls", ()):
-                calls.add_metric([mux, row["method"], row["instance"], row["status"]], row["count"])
-            for row in figures.get("latency", ()):
-                labels = [mux, row["method"], row["instance"]]
-                messages.add_metric(labels, row["messages"])
-                seconds.add_metric(labels, _cumulative(figures["bounds_s"], row["buckets"]), row["sum_s"])
-        return in_flight, calls, messages, seconds
+    def __init__(self, family: Family) -> None:
+        self._counts = [0] * (len(family.bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, family: Family, value: float) -> None:
+        self._counts[bisect_left(family.bounds, value)] += 1
+        self._sum += value
+
+    def samples(self, family: Family, labels: Mapping[str, str]) -> Iterable[Sample]:
+        return histogram(family.bounds, self._counts, self._sum, labels)
 
 
-def _cumulative(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Counts per bucket, the last of them beyond every bound, as Prometheus wants them."""
-    limits = (*(str(float(bound)) for bound in bounds_s), "+Inf")
-    return list(zip(limits, accumulate(counts), strict=True))
+_OF_LINKS = {
+    catalogue.LINK_IN_FLIGHT: "in_flight",
+    catalogue.LINK_IN_FLIGHT_BYTES: "in_flight_bytes",
+    catalogue.LINK_REQUESTS: "requests",
+    catalogue.LINK_SENT: "sent_bytes",
+    catalogue.LINK_RECEIVED: "received_bytes",
+    catalogue.LINK_CONNECTS: "connects",
+    catalogue.LINK_LOST: "losses",
+    catalogue.LINK_EXPIRED: "expired",
+}
+
+
+def mux_page(muxes: Mapping[str, Mapping[str, Any]]) -> Page:
+    """What multiplexers last answered to `stats`, by their names."""
+    page: Page = {}
+
+    def add(family: Family, value: float, **labels: str) -> None:
+        page.setdefault(family, []).append(Sample("", labels, value))
+
+    for mux, figures in sorted(muxes.items()):
+        add(catalogue.MUX_IN_FLIGHT, figures.get("in_flight", 0), mux=mux)
+        add(catalogue.MUX_MEMORY, figures.get("resident_bytes", 0), mux=mux)
+        for row in figures.get("links", ()):
+            for family, key in _OF_LINKS.items():
+                add(family, row[key], mux=mux, instance=row["instance"])
+        for row in figures.get("calls", ()):
+            labels = {key: row[key] for key in ("method", "instance", "status")}
+            add(catalogue.MUX_CALLS, row["count"], mux=mux, **labels)
+        for row in figures.get("latency", ()):
+            labels = {"mux": mux, "method": row["method"], "instance": row["instance"]}
+            add(catalogue.MUX_MESSAGES, row["messages"], **labels)
+            buckets = histogram(figures["bounds_s"], row["buckets"], row["sum_s"], labels)
+            page.setdefault(catalogue.MUX_SECONDS, []).extend(buckets)
+    return page

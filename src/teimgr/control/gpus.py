@@ -9,7 +9,8 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pynvml
 
@@ -19,11 +20,21 @@ _FAILURE_AGE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. Free memory is in bytes, 0 where the card does not say."""
+    """One card. Free memory is in bytes, 0 where the card does not say; the other figures are None there.
+
+    `memory_of` is what the driver gave each process, by process id; empty where it does not tell, as inside containers.
+    """
 
     index: int
     uuid: str
     memory_free_bytes: int
+    name: str = ""
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    utilization: float | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    memory_of: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +103,30 @@ def _is_named(gpu: Gpu, name: str) -> bool:
 
 def _card(index: int) -> Gpu:
     device = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return Gpu(index, _text(pynvml.nvmlDeviceGetUUID(device)), _free_bytes(device))
+    memory = _told(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
+    load = _told(lambda: pynvml.nvmlDeviceGetUtilizationRates(device))
+    power_mw = _told(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
+    processes = _told(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(device))
+    return Gpu(
+        index,
+        _text(pynvml.nvmlDeviceGetUUID(device)),
+        int(memory.free) if memory else 0,
+        name=_text(_told(lambda: pynvml.nvmlDeviceGetName(device)) or ""),
+        memory_total_bytes=int(memory.total) if memory else None,
+        memory_used_bytes=int(memory.used) if memory else None,
+        utilization=load.gpu / 100 if load else None,
+        temperature_c=_told(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
+        power_w=None if power_mw is None else power_mw / 1000,
+        memory_of={each.pid: int(each.usedGpuMemory) for each in processes or () if each.usedGpuMemory is not None},
+    )
 
 
-def _free_bytes(device: object) -> int:
+def _told(ask: Callable[[], Any]) -> Any:
+    """What the driver answers; None where it does not support the question, as under MIG or with unified memory."""
     try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(device).free)
-    except pynvml.NVMLError:  # not supported under MIG, in some containers, on cards with unified memory
-        return 0
+        return ask()
+    except pynvml.NVMLError:
+        return None
 
 
 def _text(value: str | bytes) -> str:

@@ -13,7 +13,7 @@ _OURS = "teimgr.engine"
 
 
 def tensor_bytes(root: object) -> int:
-    """Bytes of all tensors that `root` holds, through our own objects, modules and containers; shared ones count once."""
+    """Bytes of all tensors that `root` holds, in our own objects, modules and containers; shared ones count once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     waiting: list[object] = [root]

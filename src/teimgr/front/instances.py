@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from teimgr.front.answers import answer
 from teimgr.front.bodies import read_json
+from teimgr.front.gpus import TheBoard, card_of
 from teimgr.front.manager import Manager
 from teimgr.front.schemas import CreateInstance, Failure, InstanceInfo, instance_info
 
@@ -41,9 +42,9 @@ TheManager = Annotated[Manager, Depends(manager_of)]
 
 
 @router.get("/instances", response_model=list[InstanceInfo])
-async def list_instances(manager: TheManager) -> Response:
+async def list_instances(manager: TheManager, board: TheBoard) -> Response:
     """All instances, in order of creation."""
-    return answer([instance_info(view) for view in manager.list()])
+    return answer([instance_info(view, await card_of(view, board)) for view in manager.list()])
 
 
 @router.post("/instances", status_code=201, response_model=InstanceInfo, responses=REFUSED, openapi_extra=CREATE_BODY)
@@ -54,9 +55,10 @@ async def create_instance(request: Request, manager: TheManager) -> Response:
 
 
 @router.get("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
-async def get_instance(name: str, manager: TheManager) -> Response:
+async def get_instance(name: str, manager: TheManager, board: TheBoard) -> Response:
     """One instance."""
-    return answer(instance_info(manager.get(name)))
+    view = manager.get(name)
+    return answer(instance_info(view, await card_of(view, board)))
 
 
 @router.delete("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)

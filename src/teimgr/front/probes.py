@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from teimgr import __version__
+from teimgr.exposition import CONTENT_TYPE, text, to_json
 from teimgr.front.answers import answer, now
 from teimgr.front.instances import TheManager
 from teimgr.front.manager import Manager
 from teimgr.front.schemas import Health, Readiness
-from teimgr.metrics import CONTENT_TYPE, Metrics
+from teimgr.metrics import Metrics
 from teimgr.spec import InstanceView, State
 
 router = APIRouter(tags=["probes"])
@@ -36,13 +38,20 @@ async def ready(request: Request, manager: TheManager) -> Response:
     return answer({"ready": serves, "timestamp": now(), "waiting": waiting}, 200 if serves else 503)
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-async def metrics(request: Request, manager: TheManager) -> Response:
-    """Prometheus' text format."""
+Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus' text, or JSON")]
+_BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "application/json": {}}}}
+
+
+@router.get("/metrics", response_class=Response, responses=_BOTH)
+async def metrics(request: Request, manager: TheManager, form: Form = "text") -> Response:
+    """Every number of the daemon, its muxes, its workers and its GPUs."""
     figures: Metrics = request.app.state.metrics
     figures.fleet(manager.list())
     figures.alarms(len(all_alarms(manager, request.app.state.alarms)))
-    return Response(figures.render(), headers={"Content-Type": CONTENT_TYPE})
+    page = await figures.page()
+    if form == "json":
+        return answer({"timestamp": now(), "families": to_json(page)})
+    return Response(text(page), headers={"Content-Type": CONTENT_TYPE})
 
 
 def all_alarms(manager: Manager, others: Alarms) -> list[str]:

@@ -92,6 +92,26 @@ class ModelFacts(BaseModel):
     commit: str | None = Field(description="the commit that the revision is")
 
 
+class Card(BaseModel):
+    """A GPU, as the driver sees it now; null where it does not say."""
+
+    index: int = Field(description="what `gpu_id` may be")
+    uuid: str
+    name: str
+    memory_total_bytes: int | None
+    memory_used_bytes: int | None = Field(description="by whomever")
+    memory_free_bytes: int
+    utilization: float | None = Field(description="share of time with a kernel running, 0 to 1")
+    temperature_c: int | None
+    power_w: float | None
+
+
+class CardOfInstance(Card):
+    """The GPU of an instance."""
+
+    instance_memory_bytes: int | None = Field(description="what the driver gave the instance")
+
+
 class InstanceInfo(BaseModel):
     """One instance. Every key is always there; null means none."""
 
@@ -122,6 +142,7 @@ class InstanceInfo(BaseModel):
     tags: dict[str, str]
     seeded: bool = Field(description="the configuration made it")
     model: ModelFacts | None = Field(description="null until the model is loaded")
+    gpu: CardOfInstance | None = Field(description="the card it is on; told by GET alone, null on the CPU")
 
 
 class LogSlice(BaseModel):
@@ -166,8 +187,8 @@ class Failure(BaseModel):
     timestamp: str
 
 
-def instance_info(view: InstanceView) -> dict[str, Any]:
-    """`InstanceInfo` of a view, as plain values."""
+def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`InstanceInfo` of a view, as plain values; `gpu` is the card it is on, where that was looked up."""
     spec, model = view.spec, view.model
     return {
         "name": spec.name,
@@ -197,4 +218,5 @@ def instance_info(view: InstanceView) -> dict[str, Any]:
         "tags": dict(spec.tags),
         "seeded": spec.seeded,
         "model": model.to_dict() if model else None,
+        "gpu": gpu,
     }

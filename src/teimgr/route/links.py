@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, TooLarge, Unavailable
 from teimgr.route.budget import ByteBudget
+from teimgr.route.traffic import Traffic
 from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, split_timings, unpack_error
 from teimgr.wire.stream import FrameProtocol, Payload
 
@@ -21,9 +22,13 @@ _BUSY_CALLS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLimits:
-    """Bounds of every link of one router. `max_message_bytes` holds for a payload in either direction."""
+    """Bounds of every link of one router.
+
+    `max_message_bytes` holds for a payload in either direction, unless `max_reply_bytes` says otherwise for replies.
+    """
 
     max_message_bytes: int = 40 * 1024 * 1024
+    max_reply_bytes: int | None = None
     max_inflight_bytes: int = 256 * 1024 * 1024
     connect_timeout_s: float = 5.0
 
@@ -71,11 +76,14 @@ class Call:
     def _expire(self) -> None:
         if self.link.forget(self):
             self.link.send(FrameType.CANCEL, self.method, self.id)
+            self.link.traffic.expired += 1
             self.finish(DeadlineExceeded())
 
 
 class LinkOwner(Protocol):
     """Who has the link, and keeps the books over all of a worker's links."""
+
+    traffic: Traffic
 
     def call_ended(self, cost_bytes: int) -> None:
         """A call is answered, given up or failed; called once for each."""
@@ -93,6 +101,7 @@ class Link(FrameProtocol):
     def __init__(self, owner: LinkOwner, limits: LinkLimits) -> None:
         super().__init__(_MAX_FRAME_BYTES)
         self.budget = ByteBudget(limits.max_inflight_bytes)
+        self.traffic = owner.traffic
         self.closed = asyncio.get_running_loop().create_future()
         self._owner = owner
         self._limits = limits
@@ -115,6 +124,8 @@ class Link(FrameProtocol):
             raise self._owner.unavailable()
         self._last_id += 1
         call = Call(self, self._last_id, method, cost_bytes, timeout_s)
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += len(payload)
         self._calls[call.id] = call
         deadline_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
         linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
@@ -136,6 +147,7 @@ class Link(FrameProtocol):
 
     def frame_received(self, header: Header, payload: bytes) -> None:
         """An answer; one whose call was given up is dropped."""
+        self.traffic.received_bytes += header.length
         call = self._calls.get(header.id)
         if call is None:
             return
@@ -148,8 +160,9 @@ class Link(FrameProtocol):
         timings = None
         if header.flags & Flag.TIMINGS:
             timings, payload = split_timings(payload)
-        if len(payload) > self._limits.max_message_bytes:
-            return too_large("Reply", len(payload), self._limits.max_message_bytes)
+        limit = self._limits.max_reply_bytes or self._limits.max_message_bytes
+        if len(payload) > limit:
+            return too_large("Reply", len(payload), limit)
         return Reply(payload, timings)
 
     def link_lost(self, error: Exception | None) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from teimgr.directory import Endpoint
 from teimgr.errors import DeadlineExceeded, Overloaded, Unavailable
 from teimgr.route.links import CALL_BYTES, Call, Link, LinkLimits, too_large
+from teimgr.route.traffic import Traffic
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.stream import Payload
 
@@ -23,8 +24,9 @@ class Replica:
     found its worker alive. A socket belongs to one incarnation, so what answers there is never another one.
     """
 
-    def __init__(self, instance: str, endpoint: Endpoint, limits: LinkLimits) -> None:
+    def __init__(self, instance: str, endpoint: Endpoint, limits: LinkLimits, traffic: Traffic | None = None) -> None:
         self.endpoint = endpoint
+        self.traffic = traffic or Traffic()
         self.outstanding_bytes = 0
         self.outstanding_calls = 0
         self.calls = 0
@@ -108,6 +110,7 @@ class Replica:
         """One link is gone, and with it, as far as we know, the worker: the other is closed too."""
         if not self.lost:
             self.lost = True
+            self.traffic.losses += not self.retired
             if asyncio.get_running_loop().time() - self._connected_at > SEARCH_MAX_S:
                 self._search_pause_s = SEARCH_FIRST_S  # one that keeps closing its links is asked less and less often
             for link in self._links:
@@ -175,6 +178,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         _, link = await loop.create_unix_connection(lambda: Link(self, self._limits), self.endpoint.socket)
         self._connected_at = loop.time()
+        self.traffic.connects += 1
         return link
 
     async def _find(self) -> None:

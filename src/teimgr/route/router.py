@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 from teimgr.directory import Endpoint, Entry, Snapshot
 from teimgr.errors import (
@@ -19,6 +20,7 @@ from teimgr.errors import (
 )
 from teimgr.route.links import Call, LinkLimits, Reply
 from teimgr.route.replica import Replica
+from teimgr.route.traffic import Traffic
 from teimgr.spec import State
 from teimgr.wire.fields import Target
 from teimgr.wire.frames import Flag, Method
@@ -113,12 +115,14 @@ class Router:
         self._by_name: dict[str, _Instance] = {}
         self._in_order: list[_Instance] = []
         self._retired: set[Replica] = set()
+        self._traffic: dict[str, Traffic] = {}
 
     def update(self, snapshot: Snapshot) -> None:
         """Take `snapshot` for the truth. Workers not in it answer what is in flight, then lose their links."""
         known = {replica.endpoint: replica for instance in self._in_order for replica in instance.replicas}
         self._in_order = [_Instance(entry, self._replicas(entry, known)) for entry in snapshot.entries]
         self._by_name = {instance.entry.name: instance for instance in self._in_order}
+        self._traffic = {name: traffic for name, traffic in self._traffic.items() if name in self._by_name}
         self.snapshot = snapshot
         self._retired = {replica for replica in self._retired if not replica.is_closed}
         for instance in self._in_order:
@@ -128,8 +132,10 @@ class Router:
             replica.retire()
             self._retired.add(replica)
 
-    def lease(self, target: Target) -> Lease:
+    def lease(self, target: Target, covers: Callable[[str], bool] = lambda name: True) -> Lease:
         """A lease on the replica with the fewest bytes under way, among those the target allows.
+
+        Of the instances of a model only those are taken whose name `covers` says yes to.
 
         Raises:
             InvalidInput: the target says nothing.
@@ -140,10 +146,22 @@ class Router:
         if target.instance_name is not None:
             instance = self._named(target.instance_name)
         elif target.model_id is not None:
-            return _least_busy(self._with_model(target.model_id))
+            return _least_busy(self._with_model(target.model_id, covers))
         else:
             instance = self._at(target.instance_index or 0)
         return _least_busy((instance.entry.name, replica) for replica in instance.usable())
+
+    def figures(self) -> list[dict[str, Any]]:
+        """What went over the links of each instance and what is under way, for JSON."""
+        return [
+            {
+                "instance": name,
+                "in_flight": sum(replica.outstanding_calls for replica in instance.replicas),
+                "in_flight_bytes": sum(replica.outstanding_bytes for replica in instance.replicas),
+                **self._traffic[name].to_dict(),
+            }
+            for name, instance in self._by_name.items()
+        ]
 
     def only_running(self) -> Target:
         """Whom a call is for that does not say: the one instance that runs.
@@ -151,11 +169,7 @@ class Router:
         Raises:
             AmbiguousInstance: none runs, or several do; the text names them.
         """
-        names = [entry.name for entry in self.snapshot.entries if entry.state is State.RUNNING]
-        if len(names) == 1:
-            return Target(instance_name=names[0])
-        choices = ", ".join(f"'{name}'" for name in names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
-        raise AmbiguousInstance(f"the running ones are {choices}" if names else "no instance is running")
+        return only_running(self.snapshot)
 
     async def close(self) -> None:
         """Close every link at once; calls in flight fail as unavailable."""
@@ -164,8 +178,9 @@ class Router:
 
     def _replicas(self, entry: Entry, known: dict[Endpoint, Replica]) -> tuple[Replica, ...]:
         """The entry's replicas; those already there are taken out of `known`."""
+        traffic = self._traffic.setdefault(entry.name, Traffic())
         return tuple(
-            known.pop(endpoint) if endpoint in known else Replica(entry.name, endpoint, self.limits)
+            known.pop(endpoint) if endpoint in known else Replica(entry.name, endpoint, self.limits, traffic)
             for endpoint in entry.endpoints
         )
 
@@ -180,17 +195,26 @@ class Router:
             raise _not_found(f"Instance index {index} not found: there are {len(self._in_order)} instances")
         return self._in_order[index]
 
-    def _with_model(self, model_id: str) -> list[tuple[str, Replica]]:
+    def _with_model(self, model_id: str, covers: Callable[[str], bool]) -> list[tuple[str, Replica]]:
         found = [
             (instance.entry.name, replica)
             for instance in self._in_order
-            if instance.entry.model_id == model_id and instance.entry.state is State.RUNNING
+            if instance.entry.model_id == model_id and instance.entry.state is State.RUNNING and covers(instance.entry.name)
             for replica in instance.replicas
             if replica.usable
         ]
         if not found:
             raise ModelNotFound(f"No running instance of model '{model_id}' found")
         return found
+
+
+def only_running(snapshot: Snapshot) -> Target:
+    """As `Router.only_running`, of any snapshot."""
+    names = [entry.name for entry in snapshot.entries if entry.state is State.RUNNING]
+    if len(names) == 1:
+        return Target(instance_name=names[0])
+    choices = ", ".join(f"'{name}'" for name in names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+    raise AmbiguousInstance(f"the running ones are {choices}" if names else "no instance is running")
 
 
 def check_target(target: Target) -> None:
