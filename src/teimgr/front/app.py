@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from teimgr import __version__
 from teimgr.control.registry.registry import Registry
 from teimgr.front import answers, docs_page, instances, logs_route, models, probes
+from teimgr.front.inference import InferenceDoor
 from teimgr.front.manager import Manager
 from teimgr.front.middleware import HeadAsGet, Observe, WholeNames
 from teimgr.front.probes import Alarms
@@ -28,8 +29,9 @@ def create_app(
     alarms: Alarms = tuple,
     booted: Callable[[], bool] = lambda: True,
     registry: Registry | None = None,
+    inference: InferenceDoor | None = None,
 ) -> FastAPI:
-    """The application over `manager`, and over `registry`, which has no routes where it is absent.
+    """The application over `manager`, and over `registry`, which has no routes where it is absent, nor has `inference`.
 
     `alarms` gives the alarms of everything but the store; until `booted`, when the manager knows all its instances, the
     answer of /ready is no. More routers may be included afterwards; failures they raise get the same shape.
@@ -48,6 +50,8 @@ def create_app(
     app.state.models = registry
     for router in (*ROUTERS, *((models.router,) if registry is not None else ())):
         app.include_router(router)
+    if inference is not None:
+        app.router.routes.extend(inference.routes())
     answers.install(app)
     _surround(app, settings, metrics)
     return app

@@ -6,6 +6,7 @@ from teimgr.errors import Internal, TeimgrError
 from teimgr.worker.arrow_calls import ArrowCalls
 from teimgr.worker.calls import Handler, MethodCall
 from teimgr.worker.desk import Desk, masked
+from teimgr.worker.dialects.calls import DialectCalls
 from teimgr.worker.embedding_calls import EmbeddingCalls
 from teimgr.worker.plain_calls import PlainCalls
 from teimgr.worker.scoring_calls import ScoringCalls
@@ -21,6 +22,7 @@ class Service:
             **EmbeddingCalls(desk).handlers,
             **ScoringCalls(desk).handlers,
             **ArrowCalls(desk).handlers,
+            **DialectCalls(desk).handlers,
         }
 
     def handle(self, call: MethodCall) -> None:

@@ -87,7 +87,7 @@ def expect_json(content_type: str) -> None:
         raise BodyRefused(415, f"Expected request with `Content-Type: {JSON}`")
 
 
-def parse(kind: type[BodyT], body: bytes) -> BodyT:
+def parse(kind: type[BodyT], body: bytes | bytearray | memoryview) -> BodyT:
     """The request's body as a `kind`.
 
     Raises:

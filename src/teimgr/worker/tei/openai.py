@@ -1,4 +1,4 @@
-"""The OpenAI form of embeddings, as TEI speaks it: its own error body, tokens counted, floats or base64."""
+"""The OpenAI form of embeddings, as TEI speaks it: tokens counted, floats or base64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pydantic import Field
 from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Output
-from teimgr.errors import TeimgrError
-from teimgr.wire.status import STATUS
 from teimgr.worker.tei.answers import to_json
 from teimgr.worker.tei.fields import U32, Input, engine_inputs
 from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
@@ -57,12 +55,6 @@ def embedding_list(model: str, in_base64: bool, job: Job) -> bytes:
             "usage": {"prompt_tokens": job.tokens, "total_tokens": job.tokens},
         }
     )
-
-
-def error_body(error: TeimgrError) -> bytes:
-    """TEI's error on the OpenAI routes: flat, and the status again as `code`."""
-    status = STATUS[error.code]
-    return to_json({"message": error.message, "code": status.http, "type": status.tei})
 
 
 def _floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:

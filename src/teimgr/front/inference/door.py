@@ -1,0 +1,125 @@
+"""The way of an inference request through the daemon: read, named, sent to a worker, its answer passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from teimgr.directory import Directory
+from teimgr.errors import Cancelled, Internal, TeimgrError
+from teimgr.front.inference.bodies import SMALL_BYTES, Bodies, SlowClient
+from teimgr.front.inference.dialects import CHOICE, DialectPath, paths
+from teimgr.front.inference.naming import Naming
+from teimgr.metrics import Metrics
+from teimgr.route.links import LinkLimits
+from teimgr.route.router import Lease, Router
+from teimgr.settings import Settings
+from teimgr.wire.error_bodies import failure, refusal
+from teimgr.wire.frames import Flag, Method
+from teimgr.wire.http_frames import MAX_HEAD_BYTES, HttpReply, HttpRequest, read_reply, request_head
+from teimgr.wire.json_peek import text_of
+
+log = logging.getLogger(__name__)
+
+# The headers that a dialect may look at.
+_HEADERS = ("content-type", "accept", CHOICE)
+# Looking for the model in a body beyond this size takes long enough for a thread.
+_LONG_LOOK_BYTES = 256 * 1024
+# Vectors as JSON are four times the size of what gRPC carries.
+_MAX_REPLY_BYTES = 256 * 2**20
+
+
+class InferenceDoor:
+    """Where HTTP clients' inference enters. Follows `directory` by itself; `close` it at the end."""
+
+    def __init__(self, settings: Settings, directory: Directory, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._timeout_s = float(settings.inference_timeout_secs) or None
+        limit_bytes = min(settings.inference_max_body_mb * 2**20, settings.grpc_max_message_bytes)
+        self._bodies = Bodies(limit_bytes)
+        self._router = Router(
+            LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES)
+        )
+        self.naming = Naming(self._router, lambda: getattr(settings, "aliases", {}))
+        self._unsubscribe = directory.subscribe(self._router.update)
+
+    def routes(self) -> list[Route]:
+        """A route for each path of each dialect."""
+        return [Route(one.path, partial(self.answer, one), methods=["POST"]) for one in paths()]
+
+    async def answer(self, path: DialectPath, request: Request) -> Response:
+        """The worker's answer, or why there is none, in the words of the dialect."""
+        reply = await self._told(path, request)
+        return Response(reply.body, reply.status, dict(reply.headers))
+
+    async def close(self) -> None:
+        """Close the links to the workers; what is in flight fails."""
+        self._unsubscribe()
+        await self._router.close()
+
+    async def _told(self, path: DialectPath, request: Request) -> HttpReply:
+        try:
+            return await self._forwarded(path, request)
+        except TeimgrError as error:
+            return failure(path.dialect, error)
+        except SlowClient:
+            return refusal(path.dialect, 408, "The request body did not come in time")
+        except ClientDisconnect:
+            return failure(path.dialect, Cancelled("the client hung up"))
+        except Exception:
+            log.exception("an inference request failed", extra={"path": path.path})
+            return failure(path.dialect, Internal("Internal error: the log of the daemon says more"))
+
+    async def _forwarded(self, path: DialectPath, request: Request) -> HttpReply:
+        headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
+        head = request_head(HttpRequest(path.dialect, request.method, path.inner, request.url.query, headers))
+        async with self._bodies.read(request, head) as payload:
+            with await self._lease(path, request, payload, len(head)) as lease:
+                return await _unless_hung_up(self._call(lease, payload), request)
+
+    async def _lease(self, path: DialectPath, request: Request, payload: bytearray, start: int) -> Lease:
+        named: dict[str, str] = request.path_params
+        if "name" in named:
+            return self.naming.instance(named["name"])
+        if "model" in named:
+            return self.naming.lease(named["model"])
+        look = partial(text_of, "model", payload, start)
+        return self.naming.lease(await asyncio.to_thread(look) if len(payload) > _LONG_LOOK_BYTES else look())
+
+    async def _call(self, lease: Lease, payload: bytearray) -> HttpReply:
+        flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
+        reply = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
+        return read_reply(reply.payload)
+
+
+async def _unless_hung_up(calling: Coroutine[Any, Any, HttpReply], request: Request) -> HttpReply:
+    """The reply, unless the client of `request` hangs up first: then its call is cancelled.
+
+    Raises:
+        ClientDisconnect: nobody will read the answer.
+        TeimgrError: as `calling` does.
+    """
+    called = asyncio.ensure_future(calling)
+    hung_up = asyncio.ensure_future(_hung_up(request))
+    either: set[asyncio.Future[Any]] = {called, hung_up}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if called.done():
+            return called.result()
+        raise ClientDisconnect
+    finally:
+        for one in either:
+            one.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    """Return when the client of a request whose body was read is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
