@@ -9,7 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from teimgr import __version__
 from teimgr.control.registry.registry import Registry
-from teimgr.front import answers, docs_page, instances, logs_route, models, probes
+from teimgr.front import answers, docs_page, gpus, instances, logs_route, models, probes
+from teimgr.front.gpus import GpuBoard
 from teimgr.front.inference import InferenceDoor
 from teimgr.front.manager import Manager
 from teimgr.front.middleware import HeadAsGet, Observe, WholeNames
@@ -30,8 +31,9 @@ def create_app(
     booted: Callable[[], bool] = lambda: True,
     registry: Registry | None = None,
     inference: InferenceDoor | None = None,
+    board: GpuBoard | None = None,
 ) -> FastAPI:
-    """The application over `manager`, and over `registry`, which has no routes where it is absent, nor has `inference`.
+    """The application over `manager`; `registry`, `inference` and `board` have no routes where they are absent.
 
     `alarms` gives the alarms of everything but the store; until `booted`, when the manager knows all its instances, the
     answer of /ready is no. More routers may be included afterwards; failures they raise get the same shape.
@@ -47,9 +49,12 @@ def create_app(
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted
-    app.state.models = registry
-    for router in (*ROUTERS, *((models.router,) if registry is not None else ())):
+    app.state.models, app.state.gpus = registry, board
+    for router in ROUTERS:
         app.include_router(router)
+    for router, behind in ((models.router, registry), (gpus.router, board)):
+        if behind is not None:
+            app.include_router(router)
     if inference is not None:
         app.router.routes.extend(inference.routes())
     answers.install(app)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from teimgr.engine.job import Job, Lane
 from teimgr.errors import InvalidInput, TeimgrError
-from teimgr.worker.calls import Call, Reply, raise_first
+from teimgr.worker.calls import Call, Reply, Unwritten, raise_first
 from teimgr.worker.desk import Desk
 from teimgr.worker.tei import answers
 from teimgr.worker.tei.inference import Inference, Served
@@ -26,7 +26,7 @@ Asking = Callable[[Served], Inference]
 class HttpCall(Call):
     """An inference that an HTTP request asks for, answered through a future.
 
-    `late` is the finished job of a call whose answer is large: it is written on a codec thread, after the call.
+    `late` is the finished job of a call whose answer is made by whoever asked.
     """
 
     __slots__ = ("future", "late")
@@ -59,7 +59,7 @@ class Terms(NamedTuple):
     deadline: float | None = None
 
 
-Encode = Callable[[HttpCall, Inference, Job], Reply]
+Encode = Callable[[HttpCall, Inference, Job], Reply | Unwritten]
 
 
 class Exchange:
@@ -89,9 +89,7 @@ class Exchange:
             TeimgrError: why the first that failed did; the others are given up.
         """
         with self._entered(asked, terms, _reply) as entered:
-            replies = [await call.future for _, call in entered]
-            pairs = zip(entered, replies, strict=True)
-            return [await self._written(inference, call, reply) for (inference, call), reply in pairs]
+            return [await call.future for _, call in entered]
 
     async def jobs(self, asked: Sequence[Asking], terms: Terms) -> list[Job]:
         """The finished jobs of `asked` themselves, for an answer that is made of several; errors as `infer`."""
@@ -136,19 +134,16 @@ class Exchange:
         self._desk.enter(call, lambda: self._desk.infer(call, inputs, inference.options, kept))
         return call
 
-    async def _written(self, inference: Inference, call: HttpCall, reply: Reply) -> Reply:
-        if call.late is None:
-            return reply
-        return reply._replace(payload=await self._desk.off_loop(inference.answer, call.late))
 
-
-def _reply(call: HttpCall, inference: Inference, job: Job) -> Reply:
+def _reply(call: HttpCall, inference: Inference, job: Job) -> Reply | Unwritten:
     """Finisher thread: the answer, unless it is a large one."""
     raise_first(job)
-    if answers.values(job) <= _LARGE_ANSWER:
-        return Reply(inference.answer(job), call.timings(job))
-    call.late = job
-    return Reply(b"", call.timings(job))
+    written = partial(_written, call, inference, job)
+    return Unwritten(written) if answers.values(job) > _LARGE_ANSWER else written()
+
+
+def _written(call: HttpCall, inference: Inference, job: Job) -> Reply:
+    return Reply(inference.answer(job), call.timings(job))
 
 
 def _kept(call: HttpCall, inference: Inference, job: Job) -> Reply:

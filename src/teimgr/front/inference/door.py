@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from teimgr.directory import Directory
 from teimgr.errors import Cancelled, Internal, TeimgrError
 from teimgr.front.inference.bodies import SMALL_BYTES, Bodies, SlowClient
 from teimgr.front.inference.dialects import CHOICE, DialectPath, paths
+from teimgr.front.inference.figures import InferenceFigures
 from teimgr.front.inference.naming import Naming
 from teimgr.metrics import Metrics
 from teimgr.route.links import LinkLimits
@@ -40,7 +42,7 @@ class InferenceDoor:
     """Where HTTP clients' inference enters. Follows `directory` by itself; `close` it at the end."""
 
     def __init__(self, settings: Settings, directory: Directory, metrics: Metrics) -> None:
-        self._metrics = metrics
+        self._figures = InferenceFigures(metrics)
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb * 2**20, settings.grpc_max_message_bytes)
         self._bodies = Bodies(limit_bytes)
@@ -56,7 +58,9 @@ class InferenceDoor:
 
     async def answer(self, path: DialectPath, request: Request) -> Response:
         """The worker's answer, or why there is none, in the words of the dialect."""
+        began = time.perf_counter()
         reply = await self._told(path, request)
+        self._figures.answered(path.dialect, path.inner, reply.status, time.perf_counter() - began)
         return Response(reply.body, reply.status, dict(reply.headers))
 
     async def close(self) -> None:
@@ -82,7 +86,9 @@ class InferenceDoor:
         head = request_head(HttpRequest(path.dialect, request.method, path.inner, request.url.query, headers))
         async with self._bodies.read(request, head) as payload:
             with await self._lease(path, request, payload, len(head)) as lease:
-                return await _unless_hung_up(self._call(lease, payload), request)
+                reply = await _unless_hung_up(self._call(lease, payload), request)
+            self._figures.carried(path.dialect, len(payload) - len(head), len(reply.body))
+            return reply
 
     async def _lease(self, path: DialectPath, request: Request, payload: bytearray, start: int) -> Lease:
         named: dict[str, str] = request.path_params
