@@ -46,6 +46,14 @@ async def test_create_answers_201_with_what_was_asked_and_what_was_chosen(front:
     assert info["extra_args"] == ["--dtype", "float32"]
 
 
+async def test_the_key_of_an_instance_is_nowhere_shown(front: Front) -> None:
+    made = await front.create("a", extra_args=["--api-key", "s3cret", "--dtype=auto"])
+    listed = await front.call("GET", "/instances", 200)
+    one = await front.call("GET", "/instances/a", 200)
+
+    assert made["extra_args"] == one["extra_args"] == listed[0]["extra_args"] == ["--api-key", "***", "--dtype=auto"]
+
+
 async def test_what_a_model_is_and_may_run_is_kept_and_shown(front: Front) -> None:
     info = await front.create("a", kind="reranker", trust_remote_code=True)
     assert (info["kind"], info["trust_remote_code"]) == ("reranker", True)

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from teimgr.control.extra_args import FLAGS, LENGTH_LIMIT_CHARS, parse
+from teimgr.control.extra_args import FLAGS, HIDDEN, LENGTH_LIMIT_CHARS, parse, shown
 from teimgr.errors import InvalidConfig
 from teimgr.spec import WorkerSpec
 
@@ -75,6 +75,7 @@ def test_a_value_may_look_like_a_flag() -> None:
         (["--default-prompt", "a", "--default-prompt-name", "b"], "exclude each other"),
         (["--port", "80"], "--port is not taken here: the port is the instance's own field"),
         (["--hf-token=secret"], "set HF_TOKEN in the daemon's environment"),
+        (["--api-key", HIDDEN], "--api-key must be the key itself"),
         (["--default-prompt", "x" * LENGTH_LIMIT_CHARS], "longer than"),
     ],
 )
@@ -90,3 +91,16 @@ def test_a_key_and_origins_are_the_workers() -> None:
     told = parse(["--api-key", "s3cret", "--cors-allow-origin=https://a.example", "--cors-allow-origin", "*"])
 
     assert told == {"api_key": "s3cret", "cors_allow_origin": ("https://a.example", "*")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "seen"),
+    [
+        (["--dtype", "auto", "--api-key", "s3cret", "--kind", "sparse"], "--dtype auto --api-key *** --kind sparse"),
+        (["--api-key=s3=cret", "--dtype=auto"], "--api-key=*** --dtype=auto"),
+        (["--api-key", "--api-key", "--dtype"], "--api-key *** --dtype"),
+        (["--api-key"], "--api-key"),
+    ],
+)
+def test_a_key_is_not_shown(flags: list[str], seen: str) -> None:
+    assert " ".join(shown(flags)) == seen

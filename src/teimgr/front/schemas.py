@@ -5,12 +5,18 @@ Requests are strict: no unknown field, no text where a number is meant. `null` i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from teimgr.settings import SPEC_RULES
+from teimgr.configuration import with_template
+from teimgr.control.extra_args import shown
+from teimgr.errors import ValidationError
+from teimgr.settings import SPEC_RULES, U32
 from teimgr.spec import DTYPES, KINDS, POOLINGS, InstanceSpec, InstanceView, State
+from teimgr.typed import Faulty
 
 Text = Annotated[str, Field(max_length=4096)]
 TagText = Annotated[str, Field(max_length=256)]
@@ -42,10 +48,15 @@ class CreateInstance(BaseModel):
     )
 
     name: Text = Field(description="a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -")
-    model_id: Text = Field(min_length=1, description="id on the model hub, or a local directory")
+    template: Text | None = Field(None, description="a template of the configuration, for what is not said here")
+    model_id: Annotated[Text, Field(min_length=1)] | None = Field(
+        None, description="id on the model hub, or a local directory; needed unless the template has one"
+    )
     revision: Text | None = Field(None, description="branch, tag or commit on the hub")
     port: int | None = _number("port")
-    max_batch_tokens: int | None = _number("max_batch_tokens", 16384)
+    max_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=U32)] | None = Field(
+        None, description="token budget of one batch (default 16384); auto or 0: from the free GPU memory"
+    )
     max_concurrent_requests: int | None = _number("max_concurrent_requests", 512)
     pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(
         None, description=f"{', '.join(POOLINGS)}; absent: what the model says"
@@ -64,10 +75,33 @@ class CreateInstance(BaseModel):
     )
     extra_args: list[Text] | None = Field(None, max_length=256, description="flags of TEI, such as --revision main")
 
-    def spec(self) -> InstanceSpec:
-        """The instance that is asked for; its name and ports are not judged yet."""
-        given = self.model_dump(exclude_none=True)
+    @model_validator(mode="after")
+    def _has_a_model(self) -> Self:
+        if self.model_id is None and self.template is None:
+            raise PydanticCustomError("no_model", "missing field `model_id`")
+        return self
+
+    def spec(self, templates: Mapping[str, Mapping[str, Any]] | None = None) -> InstanceSpec:
+        """The instance that is asked for, with what its template adds; its name and ports are not judged yet.
+
+        Raises:
+            ValidationError: there is no such template, or nobody says which model.
+        """
+        given = self.model_dump(exclude_none=True, exclude={"template"})
+        if given.get("max_batch_tokens") == "auto":
+            given["max_batch_tokens"] = 0
+        if self.template is not None:
+            given = self._filled(given, templates or {})
         return InstanceSpec(**given | {"extra_args": tuple(given.get("extra_args", ()))})
+
+    def _filled(self, given: dict[str, Any], templates: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        try:
+            filled = with_template(given, self.template, templates)
+        except Faulty as error:
+            raise ValidationError(error.message) from error
+        if not filled.get("model_id"):
+            raise ValidationError(f"missing field `model_id`, which the template {self.template!r} has not either")
+        return filled
 
 
 class ModelFacts(BaseModel):
@@ -138,7 +172,7 @@ class InstanceInfo(BaseModel):
     max_batch_tokens: int
     max_concurrent_requests: int
     startup_timeout_secs: int | None
-    extra_args: list[str]
+    extra_args: list[str] = Field(description="as they were given, but for the value of --api-key")
     tags: dict[str, str]
     seeded: bool = Field(description="the configuration made it")
     model: ModelFacts | None = Field(description="null until the model is loaded")
@@ -161,6 +195,7 @@ class Health(BaseModel):
     timestamp: str
     version: str
     alarms: list[str]
+    notices: list[str] = Field(description="what is worth knowing and needs nobody")
 
 
 class Waiting(BaseModel):
@@ -214,7 +249,7 @@ def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict
         "max_batch_tokens": spec.max_batch_tokens,
         "max_concurrent_requests": spec.max_concurrent_requests,
         "startup_timeout_secs": spec.startup_timeout_secs,
-        "extra_args": list(spec.extra_args),
+        "extra_args": shown(spec.extra_args),
         "tags": dict(spec.tags),
         "seeded": spec.seeded,
         "model": model.to_dict() if model else None,
