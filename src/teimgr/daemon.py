@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import uvloop
 
 from teimgr import __version__, logs
+from teimgr.access import PolicyInForce
+from teimgr.auth import policy_of
 from teimgr.configuration import Source
 from teimgr.control.gpus import GpuInventory
 from teimgr.control.manager import Manager
@@ -22,9 +24,9 @@ from teimgr.front.app import create_app
 from teimgr.front.gpus import GpuBoard
 from teimgr.front.inference import InferenceDoor
 from teimgr.front.scrape import Scraper
-from teimgr.front.tls import uvicorn_options
+from teimgr.front.tls import RestTls
 from teimgr.launch.local import LocalLauncher, LocalOptions
-from teimgr.listening import bind, serving
+from teimgr.listening import bind
 from teimgr.metrics import Metrics
 from teimgr.muxes import Muxes
 from teimgr.settings import Settings
@@ -61,7 +63,9 @@ class Daemon:
             )
         )
         self.stopping = asyncio.Event()
-        self.muxes = Muxes(settings, self.directory, self.metrics)
+        self.policy = PolicyInForce(policy_of(settings.auth))
+        self.tls = RestTls(settings.tls_files)
+        self.muxes = Muxes(settings, self.directory, self.metrics, self.policy)
         gpus = GpuInventory()
         self.manager = Manager(settings, self.launcher, self.directory, Store(settings.state_file), gpus, self.metrics)
         self.models = Registry(
@@ -87,12 +91,13 @@ class Daemon:
             self.models,
             self.inference,
             self.board,
+            self.policy,
         )
         with self._signals():
             try:
                 await self.manager.restore()
                 await self.models.start()
-                async with serving(app, listener, **uvicorn_options(self.settings.mtls)):
+                async with self.tls.serving(app, listener):
                     await self.manager.boot()
                     # They are fed only now: a mux of an earlier daemon serves what it knows until adoption is over.
                     async with self.muxes.running():
@@ -105,7 +110,7 @@ class Daemon:
 
     def alarms(self) -> Sequence[str]:
         """What needs a person, but for what the manager says itself."""
-        return (*self.muxes.alarms(), *self.models.alarms())
+        return (*self.tls.alarms(), *self.muxes.alarms(), *self.models.alarms())
 
     def addresses(self) -> dict[str, str]:
         """Where it listens."""

@@ -8,6 +8,7 @@ import errno
 import re
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, cast
@@ -78,6 +79,24 @@ class Listener:
     def connections(self) -> int:
         """How many clients are connected."""
         return len(self._server.server_state.connections)
+
+    async def secure(self, context: ssl.SSLContext) -> None:
+        """Use `context` for every connection from now on; those that there are keep theirs.
+
+        A new server on the same listening socket, because the authorities of a context in use can only be added to, and
+        clients would resume sessions that the former ones let in.
+        """
+        server, config = self._server, self._server.config
+        kind: Any = config.http_protocol_class
+        protocol = partial(kind, config=config, server_state=server.server_state, app_state=server.lifespan.state)
+        loop = asyncio.get_running_loop()
+        former = self._server.servers
+        sockets = [sock.dup() for server in former for sock in server.sockets]
+        self._server.servers = [
+            await loop.create_server(protocol, sock=sock, ssl=context, backlog=config.backlog) for sock in sockets
+        ]
+        for server in former:
+            server.close()
 
     def leave(self) -> None:
         """Leave the address to those who share the socket.

@@ -51,7 +51,7 @@ async def listening(
     metrics, alarms, instances = Metrics(), [], Fleet(settings, **fleet)
     models = registry(instances, metrics) if registry else None
     app = create_app(instances, settings, metrics, lambda: alarms, registry=models)
-    options = {"http": "httptools"} | uvicorn_options(settings.mtls)
+    options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

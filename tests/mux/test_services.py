@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from mux_process import Control, client, running
 
+from teimgr.access import Policy, PolicyInForce
 from teimgr.directory import Entry
 from teimgr.front.grpc_health import Health
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
@@ -145,7 +146,7 @@ async def test_a_watch_hears_of_the_end_and_does_not_hold_it_up(start_mux: Any) 
 
 
 async def test_a_watch_hears_of_an_end_that_comes_while_it_speaks() -> None:
-    health = Health()
+    health = Health(PolicyInForce(Policy()))
     said = []
 
     class StoppedMeanwhile:

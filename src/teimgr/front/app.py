@@ -8,15 +8,17 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from teimgr import __version__
+from teimgr.access import PolicyInForce
+from teimgr.auth import policy_of
 from teimgr.control.registry.registry import Registry
 from teimgr.front import answers, docs_page, gpus, instances, logs_route, models, probes
+from teimgr.front.gate import Gate
 from teimgr.front.gpus import GpuBoard
 from teimgr.front.inference import InferenceDoor
 from teimgr.front.manager import Manager
 from teimgr.front.middleware import HeadAsGet, Observe, WholeNames
 from teimgr.front.probes import Alarms
 from teimgr.front.schemas import Failure
-from teimgr.front.tls import CertifiedCallers
 from teimgr.metrics import Metrics
 from teimgr.settings import Settings
 
@@ -32,9 +34,11 @@ def create_app(
     registry: Registry | None = None,
     inference: InferenceDoor | None = None,
     board: GpuBoard | None = None,
+    policy: PolicyInForce | None = None,
 ) -> FastAPI:
     """The application over `manager`; `registry`, `inference` and `board` have no routes where they are absent.
 
+    `policy` says who may call; where it is absent, the settings do.
     `alarms` gives the alarms of everything but the store; until `booted`, when the manager knows all its instances, the
     answer of /ready is no. More routers may be included afterwards; failures they raise get the same shape.
     """
@@ -58,16 +62,15 @@ def create_app(
     if inference is not None:
         app.router.routes.extend(inference.routes())
     answers.install(app)
-    _surround(app, settings, metrics)
+    _surround(app, metrics, policy or PolicyInForce(policy_of(settings.auth)))
     return app
 
 
-def _surround(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
+def _surround(app: FastAPI, metrics: Metrics, policy: PolicyInForce) -> None:
     """Add the middleware, innermost first."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(WholeNames)
-    if settings.mtls is not None:
-        app.add_middleware(CertifiedCallers, mtls=settings.mtls)
+    app.add_middleware(Gate, policy=policy, routes=app.router.routes)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )

@@ -1,33 +1,65 @@
-"""Which certified callers are let in: the rule of every listener with mutual TLS.
-
-A subject is text such as `O=Search, CN=indexer`; alternative names carry their kind, `DNS:indexer.local`. Nothing here
-knows a server, so that the REST and the gRPC listener judge by the same lines.
-"""
+"""Who an HTTP request is from: what its connection and its headers say, put before the policy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
-from teimgr.settings import Mtls
+from teimgr.access import ANYBODY, Caller, Certified, Policy, key_in, san
+from teimgr.errors import Unauthenticated
+
+# ASGI's scope of a request, and where in it there is the caller once it was let in, and what its connection certified.
+Scope = MutableMapping[str, Any]
+CALLER, CERTIFIED = "teimgr.caller", "teimgr.certified"
+
+NOT_LISTED = "the client certificate names nobody who is let in"
+_NOBODY = Certified()
+
+# How getpeercert() calls the attributes whose short names OpenSSL, and so gRPC, prints.
+_SHORT = {
+    "commonName": "CN",
+    "organizationName": "O",
+    "organizationalUnitName": "OU",
+    "countryName": "C",
+    "stateOrProvinceName": "ST",
+    "localityName": "L",
+    "domainComponent": "DC",
+    "userId": "UID",
+    "surname": "SN",
+    "givenName": "GN",
+    "streetAddress": "street",
+}
 
 
-def permitted(mtls: Mtls, subject: str, sans: Sequence[str]) -> bool:
-    """Whether a caller with this certificate may come in.
+def caller_of(scope: Scope) -> Caller:
+    """Who asks, of a request that was let in; anybody where nobody is asked."""
+    caller: Caller = scope.get(CALLER, ANYBODY)
+    return caller
 
-    One of `allowed_subjects` must occur in `subject`; one of `allowed_sans` must equal an alternative name, with or
-    without its kind (`DNS:x` or `x`). A list that is empty, or whose `verify_` key is off, asks for nothing.
+
+def caller_of_request(policy: Policy, scope: Scope) -> Caller:
+    """Who sends a request.
+
+    Raises:
+        Unauthenticated: the certificate is none of those let in, or the key none of those known.
     """
-    if asks_for_subject(mtls) and not any(part in subject for part in mtls.allowed_subjects):
-        return False
-    names = {*sans, *(san.partition(":")[2] for san in sans)}
-    return not asks_for_san(mtls) or not names.isdisjoint(mtls.allowed_sans)
+    if not policy.certificates.admit(scope.get(CERTIFIED, _NOBODY)):
+        raise Unauthenticated(NOT_LISTED)
+    authorization, x_api_key = (_header(scope, name) for name in (b"authorization", b"x-api-key"))
+    caller = policy.caller(key_in(authorization, x_api_key))
+    if caller is None:
+        raise Unauthenticated("send a valid API key, `Authorization: Bearer KEY`")
+    return caller
 
 
-def asks_for_subject(mtls: Mtls) -> bool:
-    """Whether a caller's subject matters."""
-    return mtls.verify_subject and bool(mtls.allowed_subjects)
+def certified_by_tls(certificate: Mapping[str, Any]) -> Certified:
+    """The names in a certificate as `SSLSocket.getpeercert()` gives it."""
+    pairs = (pair for relative in certificate.get("subject", ()) for pair in relative)
+    return Certified(
+        frozenset(f"{_SHORT.get(kind, kind)}={value}" for kind, value in pairs),
+        frozenset(san(kind, value) for kind, value in certificate.get("subjectAltName", ())),
+    )
 
 
-def asks_for_san(mtls: Mtls) -> bool:
-    """Whether a caller's alternative names matter."""
-    return mtls.verify_san and bool(mtls.allowed_sans)
+def _header(scope: Scope, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)

@@ -9,7 +9,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from teimgr.access import PolicyInForce, Right
 from teimgr.directory import Snapshot
+from teimgr.errors import TeimgrError
+from teimgr.front.mux_callers import caller_of_call, grpc_status
 from teimgr.spec import State
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -21,10 +24,12 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class Health:
     """Answers Check, List and Watch; follows the directory. An instance serves when it is running.
 
-    `own` are the service names that are up as long as the process is, besides "".
+    Check and Watch are for everybody whom the handshake let in, as /health is: those who watch have no keys, and have
+    to know a name to ask for it. List tells the names, so it asks `policy` for the right to read. `own` are the service names that are up as long as the process is, besides "".
     """
 
-    def __init__(self, *own: str) -> None:
+    def __init__(self, policy: PolicyInForce, *own: str) -> None:
+        self._policy = policy
         self._own = dict.fromkeys(("", *own), _SERVING)
         self._statuses = dict(self._own)
         self._changed = asyncio.Event()
@@ -70,8 +75,14 @@ class Health:
         return health_pb2.HealthCheckResponse(status=status)
 
     async def _list(self, request: Any, context: Any) -> Any:
+        try:
+            caller = caller_of_call(self._policy.now, context)
+            caller.require(frozenset({Right.READ}))
+        except TeimgrError as error:
+            await context.abort(grpc_status(error), error.message)
+        shown = {name: each for name, each in self._statuses.items() if name in self._own or caller.covers(name)}
         return health_pb2.HealthListResponse(
-            statuses={name: health_pb2.HealthCheckResponse(status=each) for name, each in self._statuses.items()}
+            statuses={name: health_pb2.HealthCheckResponse(status=each) for name, each in shown.items()}
         )
 
     async def _watch(self, request: Any, context: Any) -> None:

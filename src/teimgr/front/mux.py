@@ -22,14 +22,17 @@ import grpc.aio
 import uvloop
 
 from teimgr import logs
+from teimgr.access import Policy, PolicyInForce
 from teimgr.directory import Snapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.front.grpc_health import Health
-from teimgr.front.mux_config import MuxConfig, MuxTls
+from teimgr.front.mux_config import MuxConfig
 from teimgr.front.mux_control import MuxControl
 from teimgr.front.mux_counters import Counters
 from teimgr.front.mux_handlers import MuxHandlers
+from teimgr.front.mux_tls import GrpcCertificates
 from teimgr.front.reflection import reflection_handlers
+from teimgr.memory import resident_bytes
 from teimgr.route.links import LinkLimits
 from teimgr.route.router import Router
 from teimgr.wire.rpc import SERVICES
@@ -47,7 +50,9 @@ class Mux:
         self._config = config
         self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
         self._counters = Counters()
-        self._health = Health(*SERVICES)
+        self._policy = PolicyInForce(Policy())
+        self._health = Health(self._policy, *SERVICES)
+        self._certificates = None if config.tls is None else GrpcCertificates(config.tls.files())
         self._woken = asyncio.Event()  # there is a directory, or no need of one any more
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
@@ -58,6 +63,7 @@ class Mux:
         self._control = MuxControl(
             Path(config.control_socket),
             config.orphan_grace_s,
+            on_policy=self._policy.swap,
             on_snapshot=self._take,
             on_stop=self._stop,
             on_orphaned=self._orphaned,
@@ -73,6 +79,7 @@ class Mux:
         self._port = self._listen()
         self._capture_signals()
         await self._open_control()
+        watching = asyncio.create_task(self._certificates.watch.run()) if self._certificates else None
         _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
         await self._woken.wait()
         if not self._stopping.is_set():
@@ -81,6 +88,8 @@ class Mux:
             await self._server.start()
             _log.info("mux serves", extra={"host": self._config.host, "port": self._port})
         await self._stopping.wait()
+        if watching is not None:
+            watching.cancel()
         await self._shut_down()
 
     async def _shut_down(self) -> None:
@@ -105,6 +114,7 @@ class Mux:
             self._counters,
             request_timeout_s=self._config.request_timeout_s,
             window=self._config.max_parallel_streams,
+            policy=self._policy,
         )
         server.add_generic_rpc_handlers(
             (*handlers.generic_handlers(), self._health.generic_handler(), *reflection_handlers())
@@ -115,10 +125,10 @@ class Mux:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         address = f"{host}:{self._config.port}"
         try:
-            if self._config.tls is None:
+            if self._certificates is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, server_credentials(self._config.tls))
+                port = self._server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on {address}: {error}") from error
         if not port:
@@ -160,10 +170,13 @@ class Mux:
     def _stats(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "alarm": self._certificates.watch.alarm if self._certificates else None,
             "config_hash": self._config.hash,
             "port": self._port,
             "uptime_s": round(time.monotonic() - self._began_s, 3),
             "instances": len(self._router.snapshot.entries),
+            "resident_bytes": resident_bytes(),
+            "links": self._router.figures(),
             **self._counters.to_dict(),
         }
 
@@ -180,12 +193,6 @@ def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     )
-
-
-def server_credentials(tls: MuxTls) -> Any:
-    """Credentials that demand a client certificate."""
-    pair = (Path(tls.key).read_bytes(), Path(tls.cert).read_bytes())
-    return grpc.ssl_server_credentials([pair], Path(tls.ca).read_bytes(), require_client_auth=True)
 
 
 async def serve(config: MuxConfig) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from teimgr.errors import AmbiguousInstance, InvalidInput, TeimgrError, Unsupported
 from teimgr.front.mux_counters import Note
 from teimgr.route.links import Reply
-from teimgr.route.router import Lease, Router, check_target
+from teimgr.route.router import Lease, check_target
+from teimgr.route.seen import Seen
 from teimgr.wire.arrow_limits import read_outline
 from teimgr.wire.fields import Envelope, Target, read_envelope, read_target
 from teimgr.wire.frames import Method
@@ -19,7 +20,7 @@ INSTANCE_KEY = "x-teimgr-instance"
 
 
 async def answer_one(
-    rpc: Rpc, router: Router, message: bytes, named: Target | None, timeout_s: float | None, note: Note
+    rpc: Rpc, router: Seen, message: bytes, named: Target | None, timeout_s: float | None, note: Note
 ) -> Reply:
     """The worker's answer to a unary message; `named` is whom it is for where it does not say so itself.
 
@@ -36,7 +37,7 @@ async def answer_one(
         return await lease.call(method_of(rpc), envelope.inner, flags=rpc.lane, timeout_s=timeout_s)
 
 
-def named_target(rpc: Rpc, router: Router, name: str | None) -> Target | None:
+def named_target(rpc: Rpc, router: Seen, name: str | None) -> Target | None:
     """Whom a call is for by its metadata, in which `name` stands under `INSTANCE_KEY`; None where its messages say it.
 
     Raises:
@@ -69,7 +70,7 @@ def open_message(rpc: Rpc, message: bytes) -> Envelope:
     return Envelope(envelope.target, message if rpc.payload is Payload.WHOLE else b"")
 
 
-def lease_for(rpc: Rpc, router: Router, target: Target, message: bytes) -> Lease:
+def lease_for(rpc: Rpc, router: Seen, target: Target, message: bytes) -> Lease:
     """A lease for `message`. Where there is none to be had, bad Arrow is said first: no other target would help it.
 
     Raises:

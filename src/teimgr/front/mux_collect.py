@@ -9,7 +9,7 @@ from teimgr.errors import DeadlineExceeded, InvalidInput
 from teimgr.front.mux_calls import lease_for, method_of, open_message, target_of
 from teimgr.front.mux_counters import Note
 from teimgr.route.links import Reply
-from teimgr.route.router import Router
+from teimgr.route.seen import Seen
 from teimgr.wire.fields import Target
 from teimgr.wire.pairs import Pairs
 from teimgr.wire.rpc import Rpc
@@ -22,7 +22,7 @@ class Collection:
     come within `pause_s` (None = whenever it likes): what was said before lies in memory meanwhile.
     """
 
-    def __init__(self, rpc: Rpc, router: Router, named: Target | None, pause_s: float | None, note: Note) -> None:
+    def __init__(self, rpc: Rpc, router: Seen, named: Target | None, pause_s: float | None, note: Note) -> None:
         self._rpc = rpc
         self._router = router
         self._target = named

@@ -9,15 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig
+from teimgr.tls_files import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuxTls:
-    """Paths of PEM files; clients must show a certificate signed by `ca`."""
+    """Paths of PEM files; with `ca`, clients must show a certificate signed by it."""
 
     cert: str
     key: str
-    ca: str
+    ca: str | None = None
+
+    @classmethod
+    def of(cls, files: TlsFiles) -> MuxTls:
+        """These files, for JSON."""
+        return cls(cert=str(files.cert), key=str(files.key), ca=None if files.ca is None else str(files.ca))
+
+    def files(self) -> TlsFiles:
+        """The same as paths."""
+        return TlsFiles(Path(self.cert), Path(self.key), None if self.ca is None else Path(self.ca))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

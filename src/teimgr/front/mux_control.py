@@ -1,5 +1,6 @@
 """The mux's control socket: a line of JSON per message, from whichever daemon is connected.
 
+    {"policy": {…}}            who may call, from now on; no answer
     {"snapshot": [entry, …]}   take this for the directory; no answer
     {"stats": true}            answered by one line of counters
     {"stop": grace_s}          finish within `grace_s` seconds and exit; no answer
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from teimgr.access import Policy
 from teimgr.directory import Snapshot
 
 _log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class MuxControl:
         path: Path,
         orphan_grace_s: float,
         *,
+        on_policy: Callable[[Policy], None],
         on_snapshot: Callable[[Snapshot], None],
         on_stop: Callable[[float], None],
         on_orphaned: Callable[[], None],
@@ -37,6 +40,7 @@ class MuxControl:
     ) -> None:
         self._path = path
         self._orphan_grace_s = orphan_grace_s
+        self._on_policy = on_policy
         self._on_snapshot = on_snapshot
         self._on_stop = on_stop
         self._on_orphaned = on_orphaned
@@ -95,6 +99,8 @@ class MuxControl:
 
     async def _obey(self, line: bytes, writer: asyncio.StreamWriter) -> None:
         message = json.loads(line)
+        if "policy" in message:  # before a snapshot, which opens the door
+            self._on_policy(Policy.from_json(json.dumps(message["policy"])))
         if "snapshot" in message:
             self._on_snapshot(Snapshot.from_json(json.dumps(message["snapshot"])))
         if message.get("stats"):

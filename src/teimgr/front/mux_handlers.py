@@ -10,19 +10,20 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from teimgr.access import PolicyInForce, Right
 from teimgr.errors import TeimgrError
+from teimgr.front.mux_callers import caller_of_call, grpc_status
 from teimgr.front.mux_calls import INSTANCE_KEY, answer_one, named_target
 from teimgr.front.mux_collect import Collection
 from teimgr.front.mux_counters import Counters, Note
 from teimgr.front.mux_stream import StreamRelay
 from teimgr.route.links import Reply
 from teimgr.route.router import Router
+from teimgr.route.seen import Seen, seen_by
 from teimgr.wire.fields import Target
 from teimgr.wire.rpc import RPCS, SERVICES, Rpc, Shape
-from teimgr.wire.status import STATUS
 
 _log = logging.getLogger(__name__)
-_STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 # Statuses travel in trailers, which clients bound at a few kilobytes.
 _MESSAGE_CHARS = 2000
@@ -30,19 +31,32 @@ _MESSAGE_CHARS = 2000
 # Trailing metadata with the name of our code, for clients that tell more failures apart than gRPC does.
 CODE_KEY = "x-teimgr-code"
 
+# Every RPC of the table asks a model something.
+_NEEDED = frozenset({Right.INFERENCE})
+
 # grpcio carries no types of its own.
 Context = Any
-Body = Callable[[Rpc, Any, Context, Note], Coroutine[Any, Any, bytes | None]]
+Body = Callable[[Rpc, Seen, Any, Context, Note], Coroutine[Any, Any, bytes | None]]
 
 
 class MuxHandlers:
     """Every service of the table over a router.
 
-    `request_timeout_s` limits single calls (0 = no limit); `window` is how many messages of a stream may be in flight.
+    `request_timeout_s` limits single calls (0 = no limit); `window` is how many messages of a stream may be in flight;
+    `policy` says who may call, which every call is judged by before its first message is looked at.
     """
 
-    def __init__(self, router: Router, counters: Counters, *, request_timeout_s: float, window: int) -> None:
+    def __init__(
+        self,
+        router: Router,
+        counters: Counters,
+        *,
+        request_timeout_s: float,
+        window: int,
+        policy: PolicyInForce,
+    ) -> None:
         self._router = router
+        self._policy = policy
         self._counters = counters
         self._request_timeout_s = request_timeout_s or None
         self._window = window
@@ -70,11 +84,13 @@ class MuxHandlers:
             note = self._counters.begin(rpc.name)
             status = grpc.StatusCode.CANCELLED
             try:
-                answer = await body(rpc, request, context, note)
+                caller = caller_of_call(self._policy.now, context)
+                caller.require(_NEEDED)
+                answer = await body(rpc, seen_by(caller, self._router), request, context, note)
                 status = grpc.StatusCode.OK
                 return answer
             except TeimgrError as error:
-                status = _STATUS_BY_NUMBER[STATUS[error.code].grpc]
+                status = grpc_status(error)
                 code = ((CODE_KEY, error.code.name),)
                 await context.abort(status, error.message[:_MESSAGE_CHARS], code)
             except Exception:
@@ -87,13 +103,13 @@ class MuxHandlers:
 
         return handle
 
-    async def _unary(self, rpc: Rpc, message: bytes, context: Context, note: Note) -> bytes:
-        named = self._named(rpc, context)
-        reply = await answer_one(rpc, self._router, message, named, self._timeout_s(rpc, context), note)
+    async def _unary(self, rpc: Rpc, router: Seen, message: bytes, context: Context, note: Note) -> bytes:
+        named = self._named(rpc, router, context)
+        reply = await answer_one(rpc, router, message, named, self._timeout_s(rpc, context), note)
         return await _told(rpc, reply, context)
 
-    async def _bidi(self, rpc: Rpc, messages: Any, context: Context, note: Note) -> None:
-        relay = StreamRelay(rpc, self._router, self._named(rpc, context), self._window, note)
+    async def _bidi(self, rpc: Rpc, router: Seen, messages: Any, context: Context, note: Note) -> None:
+        relay = StreamRelay(rpc, router, self._named(rpc, router, context), self._window, note)
         reader = asyncio.create_task(_read(relay, aiter(messages)))
         try:
             await _write(relay, context)
@@ -102,16 +118,16 @@ class MuxHandlers:
             await asyncio.wait((reader,))
             relay.close()
 
-    async def _client_stream(self, rpc: Rpc, messages: Any, context: Context, note: Note) -> bytes:
-        collection = Collection(rpc, self._router, self._named(rpc, context), self._request_timeout_s, note)
+    async def _client_stream(self, rpc: Rpc, router: Seen, messages: Any, context: Context, note: Note) -> bytes:
+        collection = Collection(rpc, router, self._named(rpc, router, context), self._request_timeout_s, note)
         return await _told(rpc, await collection.answer(aiter(messages), context.time_remaining()), context)
 
-    def _named(self, rpc: Rpc, context: Context) -> Target | None:
+    def _named(self, rpc: Rpc, router: Seen, context: Context) -> Target | None:
         """Whom the metadata says the call is for; not read where the messages say it."""
         if rpc.has_target:
             return None
         metadata = dict(context.invocation_metadata() or ())
-        return named_target(rpc, self._router, metadata.get(INSTANCE_KEY))
+        return named_target(rpc, router, metadata.get(INSTANCE_KEY))
 
     def _timeout_s(self, rpc: Rpc, context: Context) -> float | None:
         remaining: float | None = context.time_remaining()

@@ -9,7 +9,8 @@ from teimgr.errors import InvalidInput
 from teimgr.front.mux_calls import lease_for, method_of, open_message, target_of
 from teimgr.front.mux_counters import Note
 from teimgr.route.links import Call
-from teimgr.route.router import Lease, Router
+from teimgr.route.router import Lease
+from teimgr.route.seen import Seen
 from teimgr.wire.fields import TARGET_FIELD, Envelope, Slice, Target, without_fields
 from teimgr.wire.frames import Flag
 from teimgr.wire.rpc import Rpc
@@ -27,7 +28,7 @@ class StreamRelay:
     `named`.
     """
 
-    def __init__(self, rpc: Rpc, router: Router, named: Target | None, window: int, note: Note) -> None:
+    def __init__(self, rpc: Rpc, router: Seen, named: Target | None, window: int, note: Note) -> None:
         self.opened = asyncio.Event()
         self._rpc = rpc
         self._router = router

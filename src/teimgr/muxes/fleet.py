@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 
+from teimgr.access import PolicyInForce
 from teimgr.directory import Directory
 from teimgr.listening import bind
 from teimgr.metrics import Metrics
@@ -22,10 +23,13 @@ _RUN_FILE = re.compile(r"mux-(\d+)\.run")
 class Muxes:
     """As many mux processes as the settings want. `running` keeps them, `stop` ends them."""
 
-    def __init__(self, settings: Settings, directory: Directory, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, directory: Directory, metrics: Metrics, policy: PolicyInForce | None = None
+    ) -> None:
         self._settings = settings
         self._directory = directory
         self._metrics = metrics
+        self._policy = policy
         wanted = settings.mux_processes if settings.grpc_enabled else 0
         self._keepers = [self._keeper(number) for number in range(wanted)]
 
@@ -77,4 +81,4 @@ class Muxes:
             await keeper.stop(grace_s=1)
 
     def _keeper(self, number: int) -> MuxKeeper:
-        return MuxKeeper(number, self._settings, self._directory, self._metrics)
+        return MuxKeeper(number, self._settings, self._directory, self._metrics, self._policy)

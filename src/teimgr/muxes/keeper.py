@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr import __version__
+from teimgr.access import Policy, PolicyInForce
 from teimgr.directory import Directory
 from teimgr.front.mux_config import MuxConfig, MuxTls
 from teimgr.metrics import Metrics
@@ -44,6 +45,7 @@ class MuxKeeper:
         settings: Settings,
         directory: Directory,
         metrics: Metrics,
+        policy: PolicyInForce | None = None,
         command: Sequence[str] = _COMMAND,
         patience: Patience | None = None,
         backoff: Backoff | None = None,
@@ -52,6 +54,7 @@ class MuxKeeper:
         self.config = mux_config(number, settings)
         self.alarm: str | None = None
         self._directory = directory
+        self._policy = policy or PolicyInForce(Policy())
         self._metrics = metrics
         self._command = command
         self._patience = patience or Patience()
@@ -130,7 +133,14 @@ class MuxKeeper:
     async def _feed_until_lost(self, process: MuxProcess) -> str:
         ended = asyncio.ensure_future(process.ended())
         feeding = asyncio.ensure_future(
-            talk(self.config.control_socket, self._directory, self._patience, self._take_figures, self._miss_answer)
+            talk(
+                self.config.control_socket,
+                self._directory,
+                self._policy,
+                self._patience,
+                self._take_figures,
+                self._miss_answer,
+            )
         )
         try:
             await asyncio.wait({ended, feeding}, return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +153,8 @@ class MuxKeeper:
             await asyncio.gather(ended, feeding, return_exceptions=True)
 
     def _take_figures(self, figures: dict[str, Any]) -> None:
-        self.alarm = None
+        wrong = figures.get("alarm")
+        self.alarm = f"{self.name}: {wrong}" if wrong else None
         self._metrics.mux_stats(self.name, figures)
 
     def _miss_answer(self) -> None:
@@ -164,7 +175,7 @@ class MuxKeeper:
 
 def mux_config(number: int, settings: Settings) -> MuxConfig:
     """What the mux of this number is told."""
-    mtls = settings.mtls
+    files = settings.tls_files
     return MuxConfig(
         host=settings.grpc_host,
         port=settings.grpc_port,
@@ -174,7 +185,7 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
         request_timeout_s=float(settings.grpc_request_timeout_secs),
         orphan_grace_s=float(settings.orphan_grace_secs),
         run_dir=str(settings.run_dir),
-        tls=MuxTls(cert=str(mtls.server_cert), key=str(mtls.server_key), ca=str(mtls.ca_cert)) if mtls else None,
+        tls=MuxTls.of(files) if files else None,
         reuse_port=settings.mux_processes > 1,
         log_level=settings.log_level,
         log_format=settings.log_format,

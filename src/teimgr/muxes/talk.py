@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from teimgr.access import PolicyInForce
 from teimgr.directory import Directory
 
 _LINE_LIMIT_BYTES = 1 << 20
@@ -33,11 +34,12 @@ class MuxLost(Exception):
 async def talk(
     path: str,
     directory: Directory,
+    policy: PolicyInForce,
     patience: Patience,
     on_figures: Callable[[dict[str, Any]], None],
     on_missed: Callable[[], None],
 ) -> None:
-    """Push every change of `directory`, fetch figures after each and now and then, until the mux is lost.
+    """Push every change of `policy` and `directory`, fetch figures after each and now and then, until the mux is lost.
 
     Figures answer only what came before them, so they also say that the snapshot was taken. `on_missed` is called
     when they take longer than `alarm_after_s`.
@@ -50,12 +52,13 @@ async def talk(
     except OSError as error:
         raise MuxLost(f"its control socket cannot be reached: {error or 'it does not come up'}") from error
     news = asyncio.Event()
-    unsubscribe = directory.subscribe(lambda _: news.set())
+    unsubscribe = (directory.subscribe(lambda _: news.set()), policy.subscribe(news.set))
     try:
         while True:
             if news.is_set():
                 news.clear()
-                writer.write(f'{{"snapshot": {directory.snapshot().to_json()}}}\n'.encode())
+                told = f'{{"policy": {policy.now.to_json()}, "snapshot": {directory.snapshot().to_json()}}}\n'
+                writer.write(told.encode())
             with _unless_over(patience.alarm_after_s, on_missed):
                 figures = await _figures(reader, writer, patience.answer_limit_s)
             on_figures(figures)
@@ -63,7 +66,8 @@ async def talk(
                 async with asyncio.timeout(patience.interval_s):
                     await news.wait()
     finally:
-        unsubscribe()
+        for leave in unsubscribe:
+            leave()
         writer.close()
 
 
