@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from teimgr.directory import Directory
 from teimgr.errors import Cancelled, Internal, TeimgrError
+from teimgr.front.callers import caller_of
 from teimgr.front.inference.bodies import SMALL_BYTES, Bodies, SlowClient
 from teimgr.front.inference.dialects import CHOICE, DialectPath, paths
 from teimgr.front.inference.figures import InferenceFigures
@@ -22,6 +23,7 @@ from teimgr.front.inference.naming import Naming
 from teimgr.metrics import Metrics
 from teimgr.route.links import LinkLimits
 from teimgr.route.router import Lease, Router
+from teimgr.route.seen import seen_by
 from teimgr.settings import Settings
 from teimgr.wire.error_bodies import failure, refusal
 from teimgr.wire.frames import Flag, Method
@@ -91,13 +93,14 @@ class InferenceDoor:
             return reply
 
     async def _lease(self, path: DialectPath, request: Request, payload: bytearray, start: int) -> Lease:
+        naming = self.naming.of(seen_by(caller_of(request.scope), self._router))
         named: dict[str, str] = request.path_params
         if "name" in named:
-            return self.naming.instance(named["name"])
+            return naming.instance(named["name"])
         if "model" in named:
-            return self.naming.lease(named["model"])
+            return naming.lease(named["model"])
         look = partial(text_of, "model", payload, start)
-        return self.naming.lease(await asyncio.to_thread(look) if len(payload) > _LONG_LOOK_BYTES else look())
+        return naming.lease(await asyncio.to_thread(look) if len(payload) > _LONG_LOOK_BYTES else look())
 
     async def _call(self, lease: Lease, payload: bytearray) -> HttpReply:
         flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE

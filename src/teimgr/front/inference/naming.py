@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Callable, Mapping
 
 from teimgr.errors import AmbiguousInstance, InstanceNotFound, ModelNotFound, TeimgrError, Unavailable
-from teimgr.route.router import Lease, Router
+from teimgr.route.router import Lease
+from teimgr.route.seen import Seen
 from teimgr.spec import State
 from teimgr.wire.fields import Target
 
@@ -16,9 +17,13 @@ _NEAREST = 3
 class Naming:
     """Resolves names against the last snapshot; `aliases` maps an alias to an instance's name or a model's id."""
 
-    def __init__(self, router: Router, aliases: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, router: Seen, aliases: Callable[[], Mapping[str, str]]) -> None:
         self._router = router
         self._aliases = aliases
+
+    def of(self, router: Seen) -> Naming:
+        """The same names over the part of the router that one caller sees."""
+        return self if router is self._router else Naming(router, self._aliases)
 
     def lease(self, model: str | None) -> Lease:
         """A lease on the least busy worker that `model` means; where it is None, on the only running instance.
