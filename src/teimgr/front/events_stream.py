@@ -13,18 +13,26 @@ from starlette.responses import StreamingResponse
 
 MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE_S = 15.0
+# What OpenAPI 3.1 is told of a stream: its schema is that of each event.
+EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+}
 _COMMENT = b": still here\n\n"
 
 
 class Event(NamedTuple):
-    """One event; `data` is anything that JSON has."""
+    """One event; `data` is anything that JSON has. `id` is what a reader that comes back says it has seen."""
 
     name: str
     data: object
+    id: int | None = None
 
     def encode(self) -> bytes:
         """As it goes over the wire; JSON has no line ends that could break it."""
-        return b"event: %b\ndata: %b\n\n" % (self.name.encode(), orjson.dumps(self.data))
+        known = b"" if self.id is None else b"id: %d\n" % self.id
+        return b"%bevent: %b\ndata: %b\n\n" % (known, self.name.encode(), orjson.dumps(self.data))
 
 
 def is_wanted(request: Request) -> bool:

@@ -17,7 +17,7 @@ from teimgr.control.registry.works import Work
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.front.answers import answer, now
 from teimgr.front.bodies import Body, read_json
-from teimgr.front.events_stream import MEDIA_TYPE, Event, event_stream, is_wanted
+from teimgr.front.events_stream import EVENT_SCHEMA, MEDIA_TYPE, Event, event_stream, is_wanted
 from teimgr.front.model_schemas import AddModel, DownloadModel, LoadModel, ModelInfo
 from teimgr.front.schemas import Failure
 
@@ -41,7 +41,7 @@ BUSY = _failures(_409="it is being downloaded or tried already")
 EVENTS: Responses = {
     200: {
         "description": "events `progress` (a DownloadProgress), then `done` (a ModelInfo) or `failed` (a Failure)",
-        "content": {MEDIA_TYPE: {"schema": {"type": "string"}}},
+        "content": {MEDIA_TYPE: {"schema": EVENT_SCHEMA}},
     }
 }
 
