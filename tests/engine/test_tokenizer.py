@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,14 +95,13 @@ def test_the_cut_of_a_very_long_text_changes_nothing(
     assert ids(TextTokenizer(read_layout(path), 96), text, reading) == plain.encode(text).ids
 
 
-def panic_at_long_texts(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def panic_at_long_texts(tokenizer: TextTokenizer) -> None:
     """A setting that the library refuses by a panic of Rust, as soon as a text is over the limit."""
-    library = tokenizer._library
-    monkeypatch.setattr(library, "_switch", lambda cut: library._tokenizer.enable_truncation(3, stride=1))
+    tokenizer._library._tokenizer.enable_truncation(3, stride=1)
 
 
-def test_a_panic_of_the_library_fails_its_text_only(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    panic_at_long_texts(tokenizer, monkeypatch)
+def test_a_panic_of_the_library_fails_its_text_only(tokenizer: TextTokenizer) -> None:
+    panic_at_long_texts(tokenizer)
     good, bad, other = tokenizer.encode(["fog", "fog and rain", "rain"], RIGHT)
 
     assert isinstance(good, Encoded)
@@ -253,6 +253,18 @@ def test_the_cut_of_very_long_halves_changes_nothing(
     tokenizer._shortener = Shortener(limit * 20, safe=True)
 
     assert ids(tokenizer, pair, Reading(left=left)) == plain.encode(*pair).ids
+
+
+def test_two_very_long_halves_take_no_more_than_their_tokens(model_dir: Callable[..., Path]) -> None:
+    """The library's own truncation makes an encoding of every piece of one with every piece of the other."""
+    tokenizer = TextTokenizer(read_layout(model_dir("roberta")), 24)
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    (encoded,) = tokenizer.encode([Pair("x" * 20_000, "y" * 20_000)], RIGHT)
+
+    assert isinstance(encoded, Encoded)
+    assert len(encoded.ids) == 24
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 200_000
 
 
 def test_a_pair_is_checked_as_a_whole(tokenizer: TextTokenizer) -> None:

@@ -55,7 +55,7 @@ class CausalText:
 
     def _encode(self, bodies: Sequence[str]) -> list[Encoding]:
         texts = [f"{self._form.prefix}{body}{self._form.suffix}" for body in bodies]
-        return self._library.encode(texts, cut=None, specials=False, offsets=True)
+        return self._library.encode(texts, specials=False, offsets=True)
 
     def _ids(self, encoding: Encoding, kept: str, body: str, truncate: bool, left: bool) -> NDArray[np.int32]:
         ids = np.array(encoding.ids, dtype=np.int32)

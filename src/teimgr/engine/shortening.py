@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from tokenizers import Encoding
 
-from teimgr.engine.tokenizer_library import Cut, Text
+from teimgr.engine.tokenizer_library import Text
+from teimgr.engine.truncation import Cut
 
 
 class Shortener:
@@ -36,13 +37,12 @@ class Shortener:
         return text[at:] if left else text[:at]
 
     def holds(self, encoding: Encoding, short: Text, text: Text, cut: Cut) -> bool:
-        """Whether the truncated `encoding` of `short` is that of `text` too."""
+        """Whether what `cut` keeps of `encoding`, which is that of `short`, is what it keeps of `text` too."""
         if short is text:
             return True
         if isinstance(short, str) or isinstance(text, str):
-            return bool(encoding.overflowing)
-        room = cut.limit - sum(encoding.special_tokens_mask)
-        kept = [encoding.sequence_ids.count(half) for half in (0, 1)]
+            return len(encoding) > cut.limit
+        room, kept = cut.room(encoding), cut.counts(encoding)
         if sum(kept) < room:
             return False
         # The shorter half is untouched and the longer one fills the rest, or both have half: whatever lies beyond a

@@ -15,7 +15,8 @@ from teimgr.engine.job import Input, Pair
 from teimgr.engine.roles import roles_of
 from teimgr.engine.shortening import Shortener
 from teimgr.engine.tokenizer_file import breaks_at_spaces, load_tokenizer, unknown_id
-from teimgr.engine.tokenizer_library import Cut, LibraryTokenizer, Text
+from teimgr.engine.tokenizer_library import LibraryTokenizer, Text
+from teimgr.engine.truncation import Cut
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TokenizerFailed
 from teimgr.layout import Backbone, Layout
 
@@ -80,8 +81,8 @@ class TextTokenizer:
         if self._pool_prompts or not prompt:
             return 0
         if prompt not in self._prompt_lens:
-            (encoding,) = self._library.encode([prompt], Cut(self.max_length, left=False), self._specials)
-            self._prompt_lens[prompt] = len(encoding.ids) - encoding.special_tokens_mask[-1]
+            (encoding,) = self._library.encode([prompt], self._specials)
+            self._prompt_lens[prompt] = min(len(encoding), self.max_length) - encoding.special_tokens_mask[-1]
         return self._prompt_lens[prompt]
 
     def check(self, item: Input, reading: Reading) -> TeimgrError | None:
@@ -129,7 +130,7 @@ class TextTokenizer:
                 f"Input validation error: `inputs` must have less than {limit} characters. Given: {len(text)}"
             )
         whole = prompt + text
-        (encoding,) = self._library.encode([whole], None, add_special_tokens, offsets=True)
+        (encoding,) = self._library.encode([whole], add_special_tokens, offsets=True)
         return list(_tokens(encoding, whole))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -190,17 +191,18 @@ class TextTokenizer:
     def _encode_texts(self, texts: Sequence[Text], reading: Reading) -> list[Encoded | TeimgrError]:
         cut = self._cut(reading)
         short = texts if cut is None else [self._shortener.short(text, cut.left) for text in texts]
-        encodings = self._library.encode(short, cut, self._specials)
+        encodings = self._library.encode(short, self._specials)
         results: list[Encoded | TeimgrError] = []
         for encoding, kept, text in zip(encodings, short, texts, strict=True):
             whole = encoding
             if cut is not None and not self._shortener.holds(encoding, kept, text, cut):
-                (whole,) = self._library.encode([text], cut, self._specials)
-            results.append(self._encoded(whole, reading))
+                (whole,) = self._library.encode([text], self._specials)
+            results.append(self._encoded(whole, reading, cut))
         return results
 
-    def _encoded(self, encoding: Encoding, reading: Reading) -> Encoded | TeimgrError:
-        ids = np.array(encoding.ids, dtype=np.int32)
+    def _encoded(self, encoding: Encoding, reading: Reading, cut: Cut | None) -> Encoded | TeimgrError:
+        kept = slice(None) if cut is None or (places := cut.kept(encoding)) is None else places
+        ids = np.array(encoding.ids, dtype=np.int32)[kept]
         role = None if self._roles is None else self._roles[reading.query]
         length = len(ids) + (0 if role is None else len(role.prefix))
         if length > (limit := self.limit(reading)):
@@ -209,7 +211,7 @@ class TextTokenizer:
             return EmptyInput()
         if role is not None:
             return role.dress(ids, self._leading, self._typed)
-        type_ids = np.array(encoding.type_ids, dtype=np.uint8) if self._typed else None
+        type_ids = np.array(encoding.type_ids, dtype=np.uint8)[kept] if self._typed else None
         return Encoded(ids, type_ids, prompt_tokens=self.prompt_len(reading.prompt))
 
     def _cut(self, reading: Reading) -> Cut | None:
@@ -231,7 +233,7 @@ class TextTokenizer:
 
     def _leading_specials(self) -> int:
         """How many special tokens stand before a text."""
-        mask = self._library.encode(["a"], None, self._specials)[0].special_tokens_mask
+        mask = self._library.encode(["a"], self._specials)[0].special_tokens_mask
         return mask.index(0) if 0 in mask else 0
 
     def _template_tokens(self, specials: int) -> int:

@@ -1,11 +1,9 @@
-"""The tokenizers library behind a lock: a second copy would cost a vocabulary, switching its truncation little."""
+"""The tokenizers library, which is never told to truncate: so nothing of it ever changes, and threads may share it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
@@ -15,31 +13,19 @@ from teimgr.errors import TokenizerFailed
 Text = str | tuple[str, str]
 
 
-class Cut(NamedTuple):
-    """Keep `limit` tokens, special ones included; of a pair the longer half is cut first. `left` keeps the end."""
-
-    limit: int
-    left: bool
-
-
 class LibraryTokenizer:
     """Safe from any thread; the GIL is free while it works."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-        self._cut: Cut | None = None  # a new tokenizer does not truncate; see load_tokenizer
 
-    def encode(
-        self, texts: Sequence[Text], cut: Cut | None, specials: bool = True, offsets: bool = False
-    ) -> list[Encoding]:
-        """Encodings of `texts`, with or without special tokens; with offsets only where they are asked for.
+    def encode(self, texts: Sequence[Text], specials: bool = True, offsets: bool = False) -> list[Encoding]:
+        """Whole encodings of `texts`, with or without special tokens; with offsets only where they are asked for.
 
         Raises:
             TokenizerFailed: the library refused one of them.
         """
-        with self._lock, _refusals():
-            self._switch(cut)
+        with _refusals():
             if len(texts) == 1:  # the thread pool is spared
                 whole, pair = (texts[0], None) if isinstance(texts[0], str) else texts[0]
                 return [self._tokenizer.encode(whole, pair, add_special_tokens=specials)]
@@ -59,16 +45,6 @@ class LibraryTokenizer:
     def vocabulary(self) -> int:
         """The number of token ids, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-    def _switch(self, cut: Cut | None) -> None:
-        if cut == self._cut:
-            return
-        if cut is None:
-            self._tokenizer.no_truncation()
-        else:
-            direction = "left" if cut.left else "right"
-            self._tokenizer.enable_truncation(cut.limit, strategy="longest_first", direction=direction)
-        self._cut = cut
 
 
 @contextmanager
