@@ -14,6 +14,8 @@ from tests.models import build, edit
 from teimgr.engine import batch, probe
 from teimgr.engine.attention import Packing
 from teimgr.engine.batch import Encoded
+from teimgr.engine.fingerprint import compare
+from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_inputs, probe_texts
 from teimgr.engine.tokenizer import TextTokenizer
@@ -176,3 +178,10 @@ def test_a_type_in_which_scores_stray_is_not_taken(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(probe, "_MAX_SCORE_DIFFERENCE", choice.score_difference / 2)
     assert chosen(path, None).dtype is torch.float32
+
+
+def test_two_texts_without_any_weight_are_alike() -> None:
+    nothing, something = torch.zeros(1, 8), torch.eye(8)[:1]
+
+    assert compare([{Output.SPARSE: nothing}], [{Output.SPARSE: nothing}]).min_cosine == 1.0
+    assert compare([{Output.SPARSE: something}], [{Output.SPARSE: nothing}]).min_cosine == 0.0

@@ -69,6 +69,7 @@ def compare(results: Sequence[Fingerprint], truth: Sequence[Fingerprint]) -> Clo
                 differences.append(_largest(unit - true_unit))
                 if output is not Output.TOKENS:
                     cosine = functional.cosine_similarity(here.double(), there.double())
+                    cosine = cosine.masked_fill((here == there).all(dim=1), 1.0)  # two of zeros, too
                     cosines.append(float(cosine.nan_to_num(-1.0).mean()))
     known = cosines[1:] or cosines
     return Closeness(sum(known) / len(known), min(known), max(differences), max(score_differences))
