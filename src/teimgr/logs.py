@@ -1,7 +1,8 @@
 """Logging of every process: one event per line, as a JSON object or for people.
 
 An event is a message and facts: `log.info("worker ready", extra={"instance": name, "load_s": 1.2})` becomes
-`{"ts": …, "level": "info", "logger": …, "message": "worker ready", "instance": …, "load_s": 1.2}`.
+`{"ts": …, "level": "info", "logger": …, "message": "worker ready", "instance": …, "load_s": 1.2}`. While a request is
+worked on, its `request_id` is there too, and `trace_id` and `span_id` where it belongs to a trace.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from teimgr.errors import InvalidConfig
+from teimgr.origin import CURRENT
 
 LEVELS = {
     "trace": logging.DEBUG,
@@ -72,8 +74,10 @@ def parse_levels(text: str) -> dict[str, int]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The facts that the caller added to the event, in order."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    """The facts that the caller added to the event, in order, and for whom this was done."""
+    origin = CURRENT.get()
+    facts = {name: value for name, value in vars(record).items() if name not in _OWN}
+    return facts if origin is None else facts | origin.facts()
 
 
 class JsonFormatter(logging.Formatter):

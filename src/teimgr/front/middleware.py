@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from teimgr import telemetry
 from teimgr.errors import InvalidInstanceName
 from teimgr.front.answers import VERBS, error_response
 from teimgr.metrics import Metrics
+from teimgr.origin import REQUEST_ID, TRACEPARENT, TRACESTATE, Origin, working_for
+from teimgr.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+READS = ("GET", "HEAD", "OPTIONS")
+_ORIGINS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
 
 
 class Observe:
-    """Count each request by route template and status, with its duration."""
+    """Count each request by route template and status, with its duration; log it, trace it, echo its request id.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    Reading has no span: who scrapes and probes every few seconds would fill the traces.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, telemetry: Telemetry | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._telemetry = telemetry or Telemetry()
+        self._silent = Telemetry()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and note what came of it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         status, began = 500, time.perf_counter()
+        method = scope["method"] if scope["method"] in (*VERBS, "OPTIONS") else "other"
+        reads = method in READS
+        origin = (self._silent if reads else self._telemetry).begin(
+            method, _said(scope), {"http.request.method": method}
+        )
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                echoed = (REQUEST_ID.encode(), origin.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), echoed]}
             await send(message)
 
-        try:
-            await self._app(scope, receive, noting)
-        finally:
-            method = scope["method"] if scope["method"] in (*VERBS, "OPTIONS") else "other"
-            # A template, or a label of its own: a caller must not be able to make new series.
-            route = getattr(scope.get("route"), "path", "unmatched")
-            self._metrics.rest_request(method, route, status, time.perf_counter() - began)
+        with working_for(origin):
+            try:
+                await self._app(scope, receive, noting)
+            finally:
+                # A template, or a label of its own: a caller must not be able to make new series.
+                route = getattr(scope.get("route"), "path", "unmatched")
+                seconds = time.perf_counter() - began
+                self._metrics.rest_request(method, route, status, seconds)
+                self._end(origin, method, route, status)
+                level = logging.DEBUG if reads else logging.INFO
+                facts = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 3)}
+                log.log(level, "request answered", extra=facts)
+
+    def _end(self, origin: Origin, method: str, route: str, status: int) -> None:
+        if self._telemetry.is_on:
+            facts = {"http.route": route, "http.response.status_code": status}
+            telemetry.end(origin, facts, f"status {status}" if status >= 500 else None, f"{method} {route}")
+
+
+def _said(scope: Scope) -> dict[str, str]:
+    """What the headers say of where the request comes from."""
+    return {
+        name: value.decode("latin-1") for key, value in scope["headers"] if (name := key.decode("latin-1")) in _ORIGINS
+    }
 
 
 class HeadAsGet:

@@ -35,6 +35,7 @@ from teimgr.front.reflection import reflection_handlers
 from teimgr.memory import resident_bytes
 from teimgr.route.links import LinkLimits
 from teimgr.route.router import Router
+from teimgr.telemetry import Telemetry
 from teimgr.wire.rpc import SERVICES
 
 _log = logging.getLogger("teimgr.mux")
@@ -51,6 +52,7 @@ class Mux:
         self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
         self._counters = Counters()
         self._policy = PolicyInForce(Policy())
+        self._telemetry = Telemetry.open(config.otel)
         self._health = Health(self._policy, *SERVICES)
         self._certificates = None if config.tls is None else GrpcCertificates(config.tls.files())
         self._woken = asyncio.Event()  # there is a directory, or no need of one any more
@@ -105,6 +107,7 @@ class Mux:
             await self._server.stop(None)
         await draining
         await self._router.close()
+        await asyncio.to_thread(self._telemetry.close)
         _log.info("mux stopped")
 
     def _build_server(self) -> Any:
@@ -115,6 +118,7 @@ class Mux:
             request_timeout_s=self._config.request_timeout_s,
             window=self._config.max_parallel_streams,
             policy=self._policy,
+            telemetry=self._telemetry,
         )
         server.add_generic_rpc_handlers(
             (*handlers.generic_handlers(), self._health.generic_handler(), *reflection_handlers())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig
+from teimgr.telemetry import Exporting
 from teimgr.tls_files import TlsFiles
 
 
@@ -48,6 +49,7 @@ class MuxConfig:
         reuse_port: Whether several muxes share the port.
         log_level: As in the settings.
         log_format: As in the settings.
+        otel: Where traces go, or None for nowhere.
     """
 
     host: str
@@ -62,6 +64,7 @@ class MuxConfig:
     reuse_port: bool = False
     log_level: str = "info"
     log_format: str = "json"
+    otel: Exporting | None = None
 
     def to_json(self) -> str:
         """The object as one line of JSON."""
@@ -76,8 +79,8 @@ class MuxConfig:
         """
         try:
             values: dict[str, Any] = json.loads(text)
-            tls = values.pop("tls", None)
-            return cls(**values, tls=MuxTls(**tls) if tls else None)
+            tls, otel = values.pop("tls", None), values.pop("otel", None)
+            return cls(**values, tls=MuxTls(**tls) if tls else None, otel=Exporting(**otel) if otel else None)
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidConfig(f"mux config: {error}") from error
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from teimgr import telemetry
 from teimgr.access import PolicyInForce, Right
 from teimgr.errors import TeimgrError
 from teimgr.front.mux_callers import caller_of_call, grpc_status
@@ -17,9 +19,11 @@ from teimgr.front.mux_calls import INSTANCE_KEY, answer_one, named_target
 from teimgr.front.mux_collect import Collection
 from teimgr.front.mux_counters import Counters, Note
 from teimgr.front.mux_stream import StreamRelay
+from teimgr.origin import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, Origin
 from teimgr.route.links import Reply
 from teimgr.route.router import Router
 from teimgr.route.seen import Seen, seen_by
+from teimgr.telemetry import Telemetry
 from teimgr.wire.fields import Target
 from teimgr.wire.rpc import RPCS, SERVICES, Rpc, Shape
 
@@ -33,6 +37,8 @@ CODE_KEY = "x-teimgr-code"
 
 # Every RPC of the table asks a model something.
 _NEEDED = frozenset({Right.INFERENCE})
+
+_ORIGINS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
 
 # grpcio carries no types of its own.
 Context = Any
@@ -54,7 +60,9 @@ class MuxHandlers:
         request_timeout_s: float,
         window: int,
         policy: PolicyInForce,
+        telemetry: Telemetry | None = None,
     ) -> None:
+        self._telemetry = telemetry or Telemetry()
         self._router = router
         self._policy = policy
         self._counters = counters
@@ -78,11 +86,16 @@ class MuxHandlers:
         return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._client_stream))
 
     def _guarded(self, rpc: Rpc, body: Body) -> Callable[[Any, Context], Coroutine[Any, Any, bytes | None]]:
-        """`body`, counted, its failure turned into a status: the only place that does."""
+        """`body`, counted and traced, its failure turned into a status: the only place that does."""
+        name = f"{rpc.service}/{rpc.name}"
+        about = {"rpc.system": "grpc", "rpc.service": rpc.service, "rpc.method": rpc.name}
 
         async def handle(request: Any, context: Context) -> bytes | None:
             note = self._counters.begin(rpc.name)
-            status = grpc.StatusCode.CANCELLED
+            status, failure = grpc.StatusCode.CANCELLED, ""
+            origin = self._telemetry.begin(name, _said(context), about)
+            CURRENT.set(origin)  # for this call's task, and those that it starts
+            context.set_trailing_metadata(((REQUEST_ID, origin.request_id),))
             try:
                 caller = caller_of_call(self._policy.now, context)
                 caller.require(_NEEDED)
@@ -91,17 +104,31 @@ class MuxHandlers:
                 return answer
             except TeimgrError as error:
                 status = grpc_status(error)
-                code = ((CODE_KEY, error.code.name),)
-                await context.abort(status, error.message[:_MESSAGE_CHARS], code)
+                failure = error.message
+                told = ((CODE_KEY, error.code.name), (REQUEST_ID, origin.request_id))
+                await context.abort(status, error.message[:_MESSAGE_CHARS], told)
             except Exception:
                 status = grpc.StatusCode.INTERNAL
                 _log.exception("call failed", extra={"method": rpc.name, "instance": note.instance})
                 await context.abort(status, "Internal error")
             finally:
                 self._counters.end(note, status.name)
+                self._ended(origin, note, status, failure)
             return None
 
         return handle
+
+    def _ended(self, origin: Origin, note: Note, status: Any, failure: str) -> None:
+        """The call's span and its line of the log, where there are such."""
+        if self._telemetry.is_on:
+            facts = {"rpc.grpc.status_code": status.value[0], "tei.instance": note.instance}
+            telemetry.end(origin, facts, None if status is grpc.StatusCode.OK else failure or status.name)
+        if _log.isEnabledFor(logging.DEBUG):
+            took_ms = round((time.perf_counter() - note.began_s) * 1000, 3)
+            _log.debug(
+                "call answered",
+                extra={"method": note.method, "instance": note.instance, "status": status.name, "ms": took_ms},
+            )
 
     async def _unary(self, rpc: Rpc, router: Seen, message: bytes, context: Context, note: Note) -> bytes:
         named = self._named(rpc, router, context)
@@ -134,6 +161,11 @@ class MuxHandlers:
         if not rpc.limited or self._request_timeout_s is None:
             return remaining
         return self._request_timeout_s if remaining is None else min(remaining, self._request_timeout_s)
+
+
+def _said(context: Context) -> dict[str, str]:
+    """What the metadata say of where the call comes from."""
+    return {key: value for key, value in context.invocation_metadata() or () if key in _ORIGINS}
 
 
 async def _told(rpc: Rpc, reply: Reply, context: Context) -> bytes:

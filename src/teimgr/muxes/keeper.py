@@ -20,6 +20,7 @@ from teimgr.metrics import Metrics
 from teimgr.muxes.process import MuxProcess, MuxRunFile
 from teimgr.muxes.talk import MuxLost, Patience, talk
 from teimgr.settings import Settings
+from teimgr.telemetry import exporting
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
         orphan_grace_s=float(settings.orphan_grace_secs),
         run_dir=str(settings.run_dir),
         tls=MuxTls.of(files) if files else None,
+        otel=exporting(settings, f"mux-{number}"),
         reuse_port=settings.mux_processes > 1,
         log_level=settings.log_level,
         log_format=settings.log_format,

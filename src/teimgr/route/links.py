@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, TooLarge, Unavailable
+from teimgr.origin import CURRENT
 from teimgr.route.budget import ByteBudget
 from teimgr.route.traffic import Traffic
 from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, split_timings, unpack_error
@@ -43,7 +44,7 @@ class Reply(NamedTuple):
 class Call:
     """One request in flight; await `answer`, and call `cancel` when nobody waits for it any more."""
 
-    __slots__ = ("_timer", "answer", "cost_bytes", "id", "link", "method")
+    __slots__ = ("_timer", "answer", "cost_bytes", "id", "link", "method", "origin")
 
     def __init__(self, link: Link, id: int, method: Method, cost_bytes: int, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
@@ -51,6 +52,7 @@ class Call:
         self.id = id
         self.method = method
         self.cost_bytes = cost_bytes
+        self.origin = CURRENT.get()
         self.answer: asyncio.Future[Reply] = loop.create_future()
         self._timer = loop.call_later(timeout_s, self._expire) if timeout_s is not None else None
 
@@ -83,6 +85,7 @@ class Call:
 class LinkOwner(Protocol):
     """Who has the link, and keeps the books over all of a worker's links."""
 
+    instance: str
     traffic: Traffic
 
     def call_ended(self, cost_bytes: int) -> None:
@@ -129,7 +132,17 @@ class Link(FrameProtocol):
         self._calls[call.id] = call
         deadline_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
         linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
-        self.send(FrameType.REQUEST, method, call.id, payload, flags=flags, deadline_ms=deadline_ms, linger=linger)
+        context = b"" if call.origin is None else call.origin.pack()
+        self.send(
+            FrameType.REQUEST,
+            method,
+            call.id,
+            payload,
+            flags=flags,
+            deadline_ms=deadline_ms,
+            linger=linger,
+            context=context,
+        )
         return call
 
     def forget(self, call: Call) -> bool:
@@ -152,6 +165,8 @@ class Link(FrameProtocol):
         if call is None:
             return
         self.forget(call)
+        if header.context and call.origin is not None:
+            call.origin.told(header.context, self._owner.instance)
         call.finish(self._outcome(header, payload))
 
     def _outcome(self, header: Header, payload: bytes) -> Reply | TeimgrError:

@@ -33,7 +33,7 @@ class Replica:
         self.leases = 0
         self.lost = False
         self.retired = False
-        self._instance = instance
+        self.instance = instance
         self._limits = limits
         self._links: list[Link | None] = [None, None]
         self._connecting = asyncio.Lock()
@@ -97,7 +97,7 @@ class Replica:
 
     def unavailable(self) -> Unavailable:
         """What a caller is told when the links are gone."""
-        return Unavailable(f"Instance '{self._instance}' lost its worker: the connection closed")
+        return Unavailable(f"Instance '{self.instance}' lost its worker: the connection closed")
 
     def call_ended(self, cost_bytes: int) -> None:
         """A call is answered, given up or failed; called once for each."""
@@ -121,7 +121,7 @@ class Replica:
     def look_again(self) -> None:
         """Begin to find out whether a lost worker lives, unless that is under way; the replica is usable if it does."""
         if self.lost and not self.retired and (self._search is None or self._search.done()):
-            self._search = asyncio.create_task(self._find(), name=f"search for a worker of {self._instance}")
+            self._search = asyncio.create_task(self._find(), name=f"search for a worker of {self.instance}")
 
     def _begin(self, cost_bytes: int) -> None:
         self.outstanding_bytes += cost_bytes
@@ -147,7 +147,7 @@ class Replica:
                     await link.budget.take(cost)
                 elif not link.budget.try_take(cost):
                     raise Overloaded(
-                        f"Instance '{self._instance}' is overloaded: {link.calls_in_flight} calls in flight"
+                        f"Instance '{self.instance}' is overloaded: {link.calls_in_flight} calls in flight"
                     )
         except TimeoutError:
             raise DeadlineExceeded from None

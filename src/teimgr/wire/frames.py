@@ -1,19 +1,20 @@
 """The frame: what travels on a link between two processes of one host.
 
-A frame is a fixed little-endian header of 24 bytes and a payload that is never looked into:
+A frame is a fixed little-endian header of 24 bytes, a context, and a payload that is never looked into:
 
     offset  size  field
-    0       4     length       bytes of payload
+    0       4     length       bytes of context and payload
     4       1     type         `FrameType`
     5       1     method       `Method`
     6       2     flags        `Flag`
     8       8     id           chosen by the requester, echoed by every answer
     16      4     deadline_ms  remaining time of a request, 0 = none
-    20      4     reserved     0
+    20      4     context      bytes in front of the payload that are its context, 0 = none
 
 A requester sends REQUEST and may send CANCEL with the same id; the worker answers a request with exactly one
 REPLY or ERROR, except WATCH, which is answered by a REPLY per event until the link closes. The payload of an ERROR
-is one byte `Code` and a UTF-8 sentence.
+is one byte `Code` and a UTF-8 sentence. The context of a REQUEST is an `Origin`, that of a REPLY an `Account`
+(`teimgr/origin.py`): where a request comes from, and what was done for it if its trace is kept.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Flag(IntFlag):
 
 
 class Header(NamedTuple):
-    """The parsed header; `length` counts the payload only."""
+    """The parsed header; `length` counts context and payload. `context` itself is there once the frame is whole."""
 
     length: int
     type: int
@@ -83,7 +84,8 @@ class Header(NamedTuple):
     flags: int
     id: int
     deadline_ms: int
-    reserved: int
+    context_bytes: int
+    context: bytes = b""
 
 
 class Timings(NamedTuple):
@@ -125,14 +127,15 @@ def pack_header(
     id: int,
     flags: int = 0,
     deadline_ms: int = 0,
+    context_bytes: int = 0,
 ) -> bytes:
-    """The 24 bytes before a payload of `length` bytes."""
-    return HEADER.pack(length, type, method, flags, id, deadline_ms, 0)
+    """The 24 bytes before a context and a payload of `length` bytes together."""
+    return HEADER.pack(length, type, method, flags, id, deadline_ms, context_bytes)
 
 
 def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
     """The header at `offset`; the buffer must hold 24 bytes from there."""
-    return Header._make(HEADER.unpack_from(buffer, offset))
+    return Header(*HEADER.unpack_from(buffer, offset))
 
 
 def split_timings(payload: bytes) -> tuple[Timings, bytes]:

@@ -39,7 +39,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._own_filled = 0
 
     def frame_received(self, header: Header, payload: bytes) -> None:
-        """A whole frame arrived."""
+        """A whole frame arrived; its context, where it has one, is in the header."""
         raise NotImplementedError
 
     def link_lost(self, error: Exception | None) -> None:
@@ -67,6 +67,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         flags: int = 0,
         deadline_ms: int = 0,
         linger: bool = False,
+        context: bytes = b"",
     ) -> None:
         """Queue one frame; it leaves at the end of this loop tick. On a closed link it is dropped.
 
@@ -75,7 +76,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """
         if not self.is_open:
             return
-        self._outgoing.append(pack_header(len(payload), type, method, id, flags, deadline_ms))
+        head = pack_header(len(context) + len(payload), type, method, id, flags, deadline_ms, len(context))
+        self._outgoing.append(head + context)
         if payload:
             self._outgoing.append(payload)
         if linger and len(self._outgoing) < _LINGER_PARTS:
@@ -148,7 +150,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
                     self._start_own(header, offset + HEADER.size)
                     return
                 break
-            payload = bytes(memoryview(shared)[offset + HEADER.size : end])
+            header, start = _with_context(header, shared, offset + HEADER.size)
+            payload = bytes(memoryview(shared)[start:end])
             offset = end
             self.frame_received(header, payload)
         remaining = self._filled - offset
@@ -165,7 +168,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def _finish_own(self) -> None:
         assert self._header is not None
-        header, payload = self._header, bytes(self._own)
+        header, start = _with_context(self._header, self._own, 0)
+        payload = bytes(memoryview(self._own)[start:])
         self._header, self._own, self._own_filled = None, bytearray(), 0
         self.frame_received(header, payload)
 
@@ -173,3 +177,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._filled = 0
         if self._transport is not None:
             self._transport.abort()
+
+
+def _with_context(header: Header, buffer: bytearray, start: int) -> tuple[Header, int]:
+    """The header with the context that begins at `start`, and where the payload begins."""
+    if not header.context_bytes:
+        return header, start
+    begin = start + min(header.context_bytes, header.length)
+    return header._replace(context=bytes(memoryview(buffer)[start:begin])), begin

@@ -14,6 +14,7 @@ from teimgr.wire.arrow import read_texts, write_sparse, write_vectors
 from teimgr.wire.arrow_columns import write_table
 from teimgr.wire.arrow_inputs import RowInput, read_inputs
 from teimgr.wire.frames import Method
+from teimgr.wire.precision import Precision
 from teimgr.wire.replies import arrow_response
 from teimgr.worker import arrow_messages, arrow_results, convert
 from teimgr.worker.arrow_messages import Form, Table
@@ -24,6 +25,8 @@ from teimgr.worker.room import most_token_bytes
 # A table may decode to this multiple of the message limit, whatever a compressed body claims; and so much may the
 # engine hold of vectors per token until they are a reply.
 _MAX_INFLATION = 8
+# How `arrow_output_dtype` spells them.
+_WORDS = {Precision.FLOAT32: "f32", Precision.FLOAT16: "f16"}
 
 
 class Asked(NamedTuple):
@@ -81,6 +84,7 @@ class ArrowCalls:
         self, call: MethodCall, options: InferOptions, form: Form, read: Callable[[], Asked], noop: bool = False
     ) -> None:
         """The way of every Arrow call; `read` runs on a codec thread, and `noop` leaves out the model."""
+        call.output_dtype = _WORDS.get(form.dense, form.dense.value)
         call.streamed = False  # a table is a request of its own, of a stream too
 
         async def run() -> None:

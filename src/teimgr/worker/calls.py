@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from teimgr.engine.job import Job, Lane
 from teimgr.errors import TeimgrError, TooLarge
+from teimgr.origin import CURRENT, Account, Origin
 from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 
@@ -33,7 +34,7 @@ class Call:
     `fail` are for the loop's thread.
     """
 
-    __slots__ = ("deadline", "lane", "may_wait", "received", "size_bytes", "streamed")
+    __slots__ = ("deadline", "lane", "may_wait", "origin", "output_dtype", "received", "size_bytes", "streamed")
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None, may_wait: bool = False) -> None:
         self.received = time.monotonic()
@@ -41,6 +42,8 @@ class Call:
         self.lane = lane
         self.deadline = deadline
         self.may_wait = self.streamed = may_wait
+        self.origin = CURRENT.get()
+        self.output_dtype = "f32"
 
     def reply(self, reply: Reply) -> None:
         """Answer it."""
@@ -49,6 +52,26 @@ class Call:
     def fail(self, error: TeimgrError) -> None:
         """Refuse it."""
         raise NotImplementedError
+
+    def charge(self, job: Job) -> None:
+        """Put what was done for the call on its origin's account, where somebody keeps its trace."""
+        if self.origin is None or not self.origin.is_sampled:
+            return
+        spent = self.timings(job)
+        self.origin.charge(
+            Account(
+                received_ns=int(self.received * 1e9),
+                total_ns=spent.total_ns,
+                tokenization_ns=job.tokenization_ns,
+                queue_ns=job.queue_ns,
+                inference_ns=job.inference_ns,
+                rows=len(job.inputs),
+                rows_failed=len(job.errors),
+                tokens=job.tokens,
+                chars=job.chars,
+                output_dtype=self.output_dtype,
+            )
+        )
 
     def timings(self, job: Job) -> Timings:
         """What the finished `job` of this call cost so far."""
@@ -86,6 +109,8 @@ class LinkCall(MethodCall):
         super().__init__(header.method, payload, lane, deadline, bool(header.flags & Flag.WAIT))
         self.link = link
         self.header = header
+        if header.context:
+            self.origin = Origin.unpack(header.context)
         self.unanswered = unanswered
         unanswered[header.id] = self
 
@@ -95,7 +120,9 @@ class LinkCall(MethodCall):
         if reply.timings is not None:
             payload, flags = reply.timings.pack() + payload, Flag.TIMINGS
         self.unanswered.pop(self.header.id, None)
-        self.link.send(FrameType.REPLY, self.header.method, self.header.id, payload, flags=flags)
+        account = self.origin.account if self.origin is not None else None
+        context = b"" if account is None else account.pack()
+        self.link.send(FrameType.REPLY, self.header.method, self.header.id, payload, flags=flags, context=context)
 
     def fail(self, error: TeimgrError) -> None:
         """Send the error."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
+from teimgr.origin import CURRENT, Origin, working_for
 from teimgr.spec import WorkerSpec
 from teimgr.worker.admission import Admission
 from teimgr.worker.calls import Call, Reply, Unwritten
@@ -208,8 +209,18 @@ class Desk:
             self._finish(call, job, await self.off_loop(unwritten.write))
 
     def _finish(self, call: Call, job: Job, outcome: Reply | TeimgrError) -> None:
+        call.charge(job)
         if self.answer(call, outcome):
             self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
+            if log.isEnabledFor(logging.DEBUG):
+                self._say(call, job, outcome)
+
+    def _say(self, call: Call, job: Job, outcome: Reply | TeimgrError) -> None:
+        facts: dict[str, object] = {"instance": self.spec.name, "rows": len(job.inputs), "tokens": job.tokens}
+        facts["rows_failed"] = len(job.errors)
+        code = {"code": outcome.code.name} if isinstance(outcome, TeimgrError) else {}
+        with working_for(call.origin):
+            log.debug("call answered", extra=facts | code)
 
     def _guarded(self, call: Call, proceed: Callable[[], None]) -> None:
         try:
@@ -232,14 +243,15 @@ class Desk:
         """It came to nothing between the door and the engine, or in the midst of being handed over."""
         if (work := self._work.get(call)) is not None:
             work.cancel()
-        known = error if isinstance(error, TeimgrError) else masked(error)
+        known = error if isinstance(error, TeimgrError) else masked(error, call.origin)
         if self.answer(call, known):
             self.metrics.failed(known)
 
 
-def masked(error: Exception) -> Internal:
-    """What a caller is told of a defect of ours; the log has the rest."""
-    log.error("request failed", exc_info=error)
+def masked(error: Exception, origin: Origin | None = None) -> Internal:
+    """What a caller is told of a defect of ours; the log has the rest. `origin` is the call's, if not the task's."""
+    with working_for(origin or CURRENT.get()):
+        log.error("request failed", exc_info=error)
     return Internal("Internal error: see the worker's log")
 
 
@@ -254,4 +266,4 @@ def _encoded(job: Job) -> Outcome | None:
     except TeimgrError as error:
         return work.call, whole, error
     except Exception as error:
-        return work.call, whole, masked(error)
+        return work.call, whole, masked(error, work.call.origin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from teimgr.errors import Internal, TeimgrError
+from teimgr.origin import CURRENT
 from teimgr.worker.arrow_calls import ArrowCalls
 from teimgr.worker.calls import Handler, MethodCall
 from teimgr.worker.desk import Desk, masked
@@ -27,6 +28,7 @@ class Service:
 
     def handle(self, call: MethodCall) -> None:
         """Answer `call`, now or later, exactly once."""
+        token = CURRENT.set(call.origin)  # tasks that the handler starts go on working for it
         try:
             self._handlers.get(call.method, _unknown)(call)
         except TeimgrError as error:
@@ -36,6 +38,8 @@ class Service:
             defect = masked(error)
             self._desk.metrics.failed(defect)
             call.fail(defect)
+        finally:
+            CURRENT.reset(token)
 
 
 def _unknown(call: MethodCall) -> None:
