@@ -9,18 +9,24 @@ import signal
 from collections.abc import Iterator, Sequence
 
 import uvloop
+from fastapi import FastAPI
 
 from teimgr import __version__, logs
 from teimgr.access import PolicyInForce
 from teimgr.auth import policy_of
 from teimgr.configuration import Source
 from teimgr.control.gpus import GpuInventory
+from teimgr.control.happenings import Happenings
+from teimgr.control.live_probe import LiveProbe
 from teimgr.control.manager import Manager
 from teimgr.control.registry.registry import Registry
+from teimgr.control.reload import Reloader
 from teimgr.control.store import Store
+from teimgr.control.webhooks import Webhooks
 from teimgr.directory import Directory
-from teimgr.errors import TeimgrError
+from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.front.app import create_app
+from teimgr.front.fleet_tools import FleetTools
 from teimgr.front.gpus import GpuBoard
 from teimgr.front.inference import InferenceDoor
 from teimgr.front.scrape import Scraper
@@ -30,6 +36,7 @@ from teimgr.listening import bind
 from teimgr.metrics import Metrics
 from teimgr.muxes import Muxes
 from teimgr.settings import Settings
+from teimgr.telemetry import Telemetry, exporting
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +81,12 @@ class Daemon:
         self.inference = InferenceDoor(settings, self.directory, self.metrics)
         self.board = GpuBoard(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)
+        self.telemetry = Telemetry.open(exporting(settings, "daemon"))
         self.metrics.sources += (self.scraper.page, self.board.page)
+        self.happenings = Happenings()
+        self.webhooks = Webhooks(self.happenings)
+        self.reloader = Reloader(source, settings, self.manager, self._apply)
+        self.app: FastAPI | None = None
 
     async def run(self) -> int:
         """Start, serve, stop."""
@@ -82,7 +94,7 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
-        app = create_app(
+        app = self.app = create_app(
             self.manager,
             self.settings,
             self.metrics,
@@ -92,25 +104,30 @@ class Daemon:
             self.inference,
             self.board,
             self.policy,
+            telemetry=self.telemetry,
+            tools=self._tools(),
         )
         with self._signals():
             try:
                 await self.manager.restore()
+                self._watch()
                 await self.models.start()
-                async with self.tls.serving(app, listener):
+                async with self.tls.serving(app, listener), self.webhooks.running(self.settings.webhooks):
                     await self.manager.boot()
                     # They are fed only now: a mux of an earlier daemon serves what it knows until adoption is over.
                     async with self.muxes.running():
                         log.info("daemon ready", extra={"version": __version__, **self.addresses()})
                         await self.stopping.wait()
-                        await self.models.close()  # first of all: callers that wait for a download need not
+                        self.happenings.close()  # who follows events or waits for a download need not any more
+                        await self.models.close()
             finally:
                 await self._stop()
         return 0
 
     def alarms(self) -> Sequence[str]:
         """What needs a person, but for what the manager says itself."""
-        return (*self.tls.alarms(), *self.muxes.alarms(), *self.models.alarms())
+        parts = (self.tls, self.muxes, self.models, self.webhooks, self.reloader)
+        return [alarm for part in parts for alarm in part.alarms()]
 
     def addresses(self) -> dict[str, str]:
         """Where it listens."""
@@ -129,26 +146,58 @@ class Daemon:
         await self.muxes.stop(grace_s)
         await self.manager.shutdown()
         await self.launcher.close()
+        await asyncio.to_thread(self.telemetry.close)
         log.info("stopped")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM asks for an orderly end, a second one ends the waiting."""
+        """The first SIGINT or SIGTERM asks for an orderly end, a second one ends the waiting; SIGHUP is a reload."""
         loop = asyncio.get_running_loop()
         hurrying: set[asyncio.Task[None]] = set()
+        reloads: set[asyncio.Task[None]] = set()
 
         def on_signal() -> None:
             if self.stopping.is_set() and not hurrying:
                 hurrying.add(loop.create_task(self._hurry()))
             self.stopping.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
+        def on_hangup() -> None:
+            reload = loop.create_task(self._reload())
+            reloads.add(reload)
+            reload.add_done_callback(reloads.discard)
+
+        handlers = {signal.SIGINT: on_signal, signal.SIGTERM: on_signal, signal.SIGHUP: on_hangup}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in handlers:
                 loop.remove_signal_handler(number)
+
+    async def _reload(self) -> None:
+        with contextlib.suppress(InvalidConfig):  # which the log and an alarm have said
+            await self.reloader.reload()
+
+    def _apply(self, settings: Settings) -> None:
+        """Have what changes without a start be as a reload says."""
+        logs.setup(settings.log_level, settings.log_format)
+        self.policy.swap(policy_of(settings.auth))
+        self.inference.aliases = settings.aliases
+        self.webhooks.configure(settings.webhooks)
+        if self.app is not None:
+            self.app.state.settings = settings
+
+    def _tools(self) -> FleetTools:
+        timeout_s = float(self.settings.health_probe_timeout_secs)
+        return FleetTools(self.happenings, LiveProbe(self.directory, timeout_s), self.reloader)
+
+    def _watch(self) -> None:
+        """From here on changes of the fleet are events; how it is now is where they begin."""
+        self.happenings.note(self.manager.list())
+        self.manager.noticed = self.happenings.note
+        for notice in self.reloader.notices():
+            log.warning(notice)
 
     async def _hurry(self) -> None:
         log.warning("asked again: stopping without grace")

@@ -125,7 +125,9 @@ class Settings:
     log_dir: Path = key(
         None, "one log file per instance; default: logs/ beside the state file", also="TEI_MANAGER_LOG_DIR"
     )
-    log_level: str = key("info", "level, with exceptions: 'warn,teimgr.mux=debug'")
+    log_level: str = key(
+        "info", "level, with exceptions: 'warn,teimgr.mux=debug'; a reload changes the daemon's own", live=True
+    )
     log_format: Literal["json", "pretty"] = key("json", "one JSON object per event, or lines for people")
     log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=I64)
     log_keep: int = key(3, "rotated log files kept per instance", low=0, high=100)
@@ -167,7 +169,7 @@ class Settings:
     prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration wanted", live=True)
     aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
     webhooks: tuple[Webhook, ...] = key((), "who is told of the events of instances", live=True)
-    auth: Auth | None = key(None, "who may call; absent: everybody")
+    auth: Auth | None = key(None, "who may call; absent: everybody", live=True)
     otel: Otel = key(Otel, "where traces go")
 
     def __post_init__(self) -> None:

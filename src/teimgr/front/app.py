@@ -11,7 +11,19 @@ from teimgr import __version__
 from teimgr.access import PolicyInForce
 from teimgr.auth import policy_of
 from teimgr.control.registry.registry import Registry
-from teimgr.front import answers, docs_page, gpus, instances, logs_route, models, probes
+from teimgr.front import (
+    answers,
+    config_routes,
+    docs_page,
+    fleet,
+    gpus,
+    happenings_route,
+    instances,
+    logs_route,
+    models,
+    probes,
+)
+from teimgr.front.fleet_tools import FleetTools
 from teimgr.front.gate import Gate
 from teimgr.front.gpus import GpuBoard
 from teimgr.front.inference import InferenceDoor
@@ -21,8 +33,9 @@ from teimgr.front.probes import Alarms
 from teimgr.front.schemas import Failure
 from teimgr.metrics import Metrics
 from teimgr.settings import Settings
+from teimgr.telemetry import Telemetry
 
-ROUTERS = (instances.router, logs_route.router, probes.router, docs_page.router)
+ROUTERS = (instances.router, fleet.router, logs_route.router, probes.router, docs_page.router)
 
 
 def create_app(
@@ -35,10 +48,12 @@ def create_app(
     inference: InferenceDoor | None = None,
     board: GpuBoard | None = None,
     policy: PolicyInForce | None = None,
+    tools: FleetTools | None = None,
+    telemetry: Telemetry | None = None,
 ) -> FastAPI:
-    """The application over `manager`; `registry`, `inference` and `board` have no routes where they are absent.
+    """The application over `manager`; `registry`, `inference`, `board` and `tools` have no routes where absent.
 
-    `policy` says who may call; where it is absent, the settings do.
+    `policy` says who may call; where it is absent, the settings do. `telemetry` traces what is asked.
     `alarms` gives the alarms of everything but the store; until `booted`, when the manager knows all its instances, the
     answer of /ready is no. More routers may be included afterwards; failures they raise get the same shape.
     """
@@ -56,17 +71,28 @@ def create_app(
     app.state.models, app.state.gpus = registry, board
     for router in ROUTERS:
         app.include_router(router)
+    _equip(app, tools)
     for router, behind in ((models.router, registry), (gpus.router, board)):
         if behind is not None:
             app.include_router(router)
     if inference is not None:
         app.router.routes.extend(inference.routes())
     answers.install(app)
-    _surround(app, metrics, policy or PolicyInForce(policy_of(settings.auth)))
+    _surround(app, metrics, policy or PolicyInForce(policy_of(settings.auth)), telemetry)
     return app
 
 
-def _surround(app: FastAPI, metrics: Metrics, policy: PolicyInForce) -> None:
+def _equip(app: FastAPI, tools: FleetTools | None) -> None:
+    """Hand the application what watches and moves the fleet as a whole."""
+    app.state.live_probe = tools.live_probe if tools else None
+    app.state.notices = tools.reloader.notices if tools else tuple
+    if tools is not None:
+        app.state.happenings, app.state.reloader = tools.happenings, tools.reloader
+        app.include_router(happenings_route.router)
+        app.include_router(config_routes.router)
+
+
+def _surround(app: FastAPI, metrics: Metrics, policy: PolicyInForce, telemetry: Telemetry | None) -> None:
     """Add the middleware, innermost first."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(WholeNames)
@@ -74,4 +100,4 @@ def _surround(app: FastAPI, metrics: Metrics, policy: PolicyInForce) -> None:
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
-    app.add_middleware(Observe, metrics=metrics)
+    app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)

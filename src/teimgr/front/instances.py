@@ -9,6 +9,8 @@ from starlette.responses import Response
 
 from teimgr.front.answers import answer
 from teimgr.front.bodies import read_json
+from teimgr.front.callers import caller_of
+from teimgr.front.filters import ModelIds, Statuses, Tags, chosen
 from teimgr.front.gpus import TheBoard, card_of
 from teimgr.front.manager import Manager
 from teimgr.front.schemas import CreateInstance, Failure, InstanceInfo, instance_info
@@ -42,16 +44,26 @@ TheManager = Annotated[Manager, Depends(manager_of)]
 
 
 @router.get("/instances", response_model=list[InstanceInfo])
-async def list_instances(manager: TheManager, board: TheBoard) -> Response:
-    """All instances, in order of creation."""
-    return answer([instance_info(view, await card_of(view, board)) for view in manager.list()])
+async def list_instances(
+    request: Request,
+    manager: TheManager,
+    board: TheBoard,
+    tags: Tags = None,
+    statuses: Statuses = None,
+    models: ModelIds = None,
+) -> Response:
+    """All instances that the caller may see, or those of them that fit every filter, in order of creation."""
+    covers = caller_of(request.scope).covers
+    views = [view for view in chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
+    return answer([instance_info(view, await card_of(view, board)) for view in views])
 
 
 @router.post("/instances", status_code=201, response_model=InstanceInfo, responses=REFUSED, openapi_extra=CREATE_BODY)
 async def create_instance(request: Request, manager: TheManager) -> Response:
     """Create an instance and start it; the answer does not wait for the model to load."""
     body = await read_json(request, CreateInstance)
-    return answer(instance_info(await manager.create(body.spec())), 201)
+    caller_of(request.scope).require_instance(body.name)
+    return answer(instance_info(await manager.create(body.spec(request.app.state.settings.templates))), 201)
 
 
 @router.get("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)

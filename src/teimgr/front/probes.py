@@ -27,7 +27,8 @@ Alarms = Callable[[], Sequence[str]]
 async def health(request: Request, manager: TheManager) -> Response:
     """200 while the daemon is alive, whatever its instances do."""
     alarms = all_alarms(manager, request.app.state.alarms)
-    return answer({"status": "healthy", "timestamp": now(), "version": __version__, "alarms": alarms})
+    notices = list(request.app.state.notices())
+    return answer({"status": "healthy", "timestamp": now(), "version": __version__, "alarms": alarms, "notices": notices})
 
 
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})

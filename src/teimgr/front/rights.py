@@ -85,6 +85,8 @@ NEEDS: dict[str, Need] = {
     "GET /health/all": READ_ALL,
     "GET /templates": READ_ALL,
     "GET /events": READ_ALL,
+    "GET /config": ADMIN_ALL,
+    "POST /config/reload": ADMIN_ALL,
     "GET /gpus": READ_ALL,
     "GET /models": READ_ALL,
     "POST /models": ADMIN_ALL,

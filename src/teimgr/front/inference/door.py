@@ -51,7 +51,8 @@ class InferenceDoor:
         self._router = Router(
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES)
         )
-        self.naming = Naming(self._router, lambda: getattr(settings, "aliases", {}))
+        self.aliases = settings.aliases  # a reload of the configuration changes them
+        self.naming = Naming(self._router, lambda: self.aliases)
         self._unsubscribe = directory.subscribe(self._router.update)
 
     def routes(self) -> list[Route]:
