@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -297,6 +298,19 @@ def test_ids_are_taken_as_they_are(tokenizer: TextTokenizer) -> None:
     assert "less than 256 tokens. Given: 302" in str(long)
     assert "the token id 30522, which is not in the vocabulary of 30522" in str(strange)
     assert "the token id -1" in str(negative)
+
+
+def test_a_text_with_a_token_that_has_no_weights_fails_alone(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(model_dir("bert"), path)
+    plain = Tokenizer.from_file(str(path / "tokenizer.json"))
+    size = plain.get_vocab_size()
+    plain.add_tokens(["<added>"])
+    plain.save(str(path / "tokenizer.json"))
+
+    good, bad = TextTokenizer(read_layout(path), 96).encode(["fog", "fog <added>"], RIGHT)
+    assert isinstance(good, Encoded)
+    assert f"the token id {size}, which is not in the vocabulary of {size}" in str(bad)
 
 
 def test_ids_with_a_prompt_are_read_as_their_text(tokenizer: TextTokenizer) -> None:

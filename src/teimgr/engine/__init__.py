@@ -2,7 +2,8 @@
 
 layout (beside this package), prompts    what the model's directory says
 tokenizer_file, tokenizer_library        the tokenizers library, made safe and quick
-shortening, roles, causal_text           very long texts; queries and documents; templates around pairs
+shortening, truncation                   texts that are very long, or have too many tokens
+roles, causal_text                       queries and documents; templates around pairs
 loading, probe, fingerprint              from options to parts; the choices made by trying
 job, kinds, intake, tokenizer            a call's inputs, checked, and tokenized on the first thread
 shelf, queue, batch, runner              batches by length and lane, packed and run on the second

@@ -62,7 +62,9 @@ class TextTokenizer:
         self._specials = layout.backbone is not Backbone.STATIC
         self._typed = layout.type_ids
         self._skipped = unknown_id(tokenizer) if layout.skips_unknown else None
-        self._vocabulary = int(layout.config.get("vocab_size") or self._library.vocabulary)
+        self._vocabulary = layout.vocabulary or self._library.vocabulary
+        # Added tokens that no weights belong to: on a GPU a single one of them would end the process.
+        self._knows_too_many = self._library.vocabulary > self._vocabulary
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
         self._roles = None if layout.late is None else roles_of(layout.late, max_length)
@@ -209,6 +211,8 @@ class TextTokenizer:
             return _too_long(limit, length)
         if not len(ids := self._counted(ids)):
             return EmptyInput()
+        if self._knows_too_many and (error := self._check_ids(ids)) is not None:
+            return error
         if role is not None:
             return role.dress(ids, self._leading, self._typed)
         type_ids = np.array(encoding.type_ids, dtype=np.uint8)[kept] if self._typed else None

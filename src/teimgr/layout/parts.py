@@ -162,6 +162,12 @@ class Layout:
         return str(self.config["model_type"])
 
     @property
+    def vocabulary(self) -> int | None:
+        """How many token ids the model has weights for; None where config.json does not say."""
+        nested = self.config.get("text_config") or {}
+        return self.config.get("vocab_size") or nested.get("vocab_size")
+
+    @property
     def pooling(self) -> str:
         """The pooling in a word, as TEI's /info says it."""
         return "splade" if self.splade is not None else "+".join(self.poolings)
