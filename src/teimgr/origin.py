@@ -81,7 +81,7 @@ class Account(NamedTuple):
     @classmethod
     def unpack(cls, block: bytes) -> Account:
         """The inverse of `pack`."""
-        return cls(*_ACCOUNT.unpack_from(block), block[_ACCOUNT.size :].decode())
+        return cls._make((*_ACCOUNT.unpack_from(block), block[_ACCOUNT.size :].decode()))
 
 
 class Origin:

@@ -40,9 +40,8 @@ class Observe:
         status, began = 500, time.perf_counter()
         method = scope["method"] if scope["method"] in (*VERBS, "OPTIONS") else "other"
         reads = method in READS
-        origin = (self._silent if reads else self._telemetry).begin(
-            method, _said(scope), {"http.request.method": method}
-        )
+        tracer = self._silent if reads else self._telemetry
+        origin = tracer.begin(method, _said(scope), {"http.request.method": method})
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -61,13 +60,12 @@ class Observe:
                 seconds = time.perf_counter() - began
                 self._metrics.rest_request(method, route, status, seconds)
                 self._end(origin, method, route, status)
-                level = logging.DEBUG if reads else logging.INFO
                 facts = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 3)}
-                log.log(level, "request answered", extra=facts)
+                log.debug("request answered", extra=facts)
 
     def _end(self, origin: Origin, method: str, route: str, status: int) -> None:
         if self._telemetry.is_on:
-            facts = {"http.route": route, "http.response.status_code": status}
+            facts: telemetry.Attributes = {"http.route": route, "http.response.status_code": status}
             telemetry.end(origin, facts, f"status {status}" if status >= 500 else None, f"{method} {route}")
 
 
