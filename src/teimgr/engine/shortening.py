@@ -10,7 +10,7 @@ from __future__ import annotations
 from tokenizers import Encoding
 
 from teimgr.engine.tokenizer_library import Text
-from teimgr.engine.truncation import Cut
+from teimgr.engine.truncation import Cut, halves
 
 
 class Shortener:
@@ -42,7 +42,8 @@ class Shortener:
             return True
         if isinstance(short, str) or isinstance(text, str):
             return len(encoding) > cut.limit
-        room, kept = cut.room(encoding), cut.counts(encoding)
+        half_of = halves(encoding)
+        room, kept = cut.room(half_of), cut.counts(half_of)
         if sum(kept) < room:
             return False
         # The shorter half is untouched and the longer one fills the rest, or both have half: whatever lies beyond a

@@ -23,17 +23,17 @@ class Cut(NamedTuple):
         """Where the tokens are that stay, special ones always; None where all do."""
         if len(encoding) <= self.limit:
             return None
-        half_of = np.array([-1 if half is None else half for half in encoding.sequence_ids])
-        halves = [np.flatnonzero(half_of == half) for half in (0, 1)]
+        half_of = halves(encoding)
         stays = half_of < 0
-        for tokens, count in zip(halves, self.counts(encoding), strict=True):
+        for half, count in enumerate(self.counts(half_of)):
+            tokens = np.flatnonzero(half_of == half)
             stays[tokens[len(tokens) - count :] if self.left else tokens[:count]] = True
         return np.flatnonzero(stays)
 
-    def counts(self, encoding: Encoding) -> tuple[int, int]:
+    def counts(self, half_of: NDArray[np.int8]) -> tuple[int, int]:
         """How many tokens of the first and of the second half stay; a single text is a first half."""
-        first, second = (encoding.sequence_ids.count(half) for half in (0, 1))
-        room = self.room(encoding)
+        first, second = (int((half_of == half).sum()) for half in (0, 1))
+        room = self.room(half_of)
         if first + second <= room:
             return first, second
         if min(first, second) * 2 <= room:  # the shorter one stays whole
@@ -41,6 +41,11 @@ class Cut(NamedTuple):
         less = room // 2
         return (less, room - less) if first <= second else (room - less, less)
 
-    def room(self, encoding: Encoding) -> int:
+    def room(self, half_of: NDArray[np.int8]) -> int:
         """How many tokens may stay beside the special ones."""
-        return max(0, self.limit - encoding.sequence_ids.count(None))
+        return max(0, self.limit - int((half_of < 0).sum()))
+
+
+def halves(encoding: Encoding) -> NDArray[np.int8]:
+    """Which half each token is of, 0 or 1; -1 for special ones."""
+    return np.array([-1 if half is None else half for half in encoding.sequence_ids], dtype=np.int8)
