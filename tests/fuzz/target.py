@@ -1,0 +1,63 @@
+"""The daemon that is fuzzed: one tiny model of each kind that has calls of its own, and caches nobody else uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import models
+import numpy as np
+from daemon_process import DaemonProcess
+
+from teimgr.client import Client
+
+SEED = 20261121
+STARTING_LIMIT_S = 100.0
+SENTENCE = "rain on the harbour"
+
+# One of each kind; names that no generator thinks of, so that no random DELETE finds them.
+FLEET: dict[str, Callable[[Path], Path]] = {
+    "fuzz-embedding": lambda folder: models.build("bert", folder),
+    "fuzz-sparse": lambda folder: models.build_splade("bert", folder),
+    "fuzz-reranker": lambda folder: models.build_cross_encoder("bert", folder),
+    "fuzz-classifier": lambda folder: models.build_classifier("bert", folder),
+}
+
+
+class Target:
+    """A running daemon, and what must still be true of it after any input."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+        with daemon.client() as client:
+            self.ports = {name: client.get(name).port for name in FLEET}
+            self._lives = self._lives_of(client)
+            self._vector = client.embed(SENTENCE, instance="fuzz-embedding")
+
+    def check_unharmed(self) -> None:
+        """The same workers live, none was restarted, and the embedding of a known text is what it was."""
+        with self.daemon.client() as client:
+            found = client.embed(SENTENCE, instance="fuzz-embedding")
+            assert np.allclose(found, self._vector, atol=1e-6)
+            assert self._lives_of(client) == self._lives, "a worker died"
+
+    def _lives_of(self, client: Client) -> dict[str, tuple[int | None, int]]:
+        found = {name: client.get(name) for name in FLEET}
+        return {name: (instance.pid, instance.restarts) for name, instance in found.items()}
+
+
+@contextmanager
+def running() -> Iterator[Target]:
+    """The daemon with its whole fleet running, for as long as the block runs."""
+    with TemporaryDirectory(prefix="tf") as kept:
+        folder = Path(kept)
+        daemon = DaemonProcess(max_instances=len(FLEET) + 2, grpc_request_timeout_secs=60)
+        with closing(daemon), daemon.client() as client:
+            daemon.start({"HF_HOME": str(folder / "hub"), "OMP_NUM_THREADS": "1"})
+            for name, build in FLEET.items():
+                client.create(name, str(build(folder / name)), dtype="float32")
+            for name in FLEET:
+                client.wait_until_running(name, deadline_s=STARTING_LIMIT_S)
+            yield Target(daemon)

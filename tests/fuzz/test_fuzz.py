@@ -1,0 +1,34 @@
+"""A small run of both fuzzers, the same cases every time; `python -m tests.fuzz` is the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.fuzz import rest, rpc, target
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+REST_CASES = 60
+RPC_CASES = 400
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[target.Target]:
+    with target.running() as found:
+        yield found
+
+
+def test_rest_keeps_to_its_document(running: target.Target, tmp_path: Path) -> None:
+    report = rest.run(running, REST_CASES, tmp_path, phases="fuzzing")
+
+    assert not report.failures, report.output
+    assert report.cases >= REST_CASES
+    running.check_unharmed()
+
+
+def test_malformed_protobuf_and_arrow_are_refused_and_harm_nobody(running: target.Target) -> None:
+    report = rpc.run(running, RPC_CASES)
+
+    assert report.cases >= RPC_CASES
+    assert report.statuses["OK"] > RPC_CASES // 20  # the cases reach the models
