@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from teimgr.errors import (
     AlreadyRunning,
@@ -28,6 +30,7 @@ class Fleet:
         self._settings = settings
         self._gpus = gpus
         self._views: dict[str, InstanceView] = {}
+        self.noticed: Callable[[list[InstanceView]], None] = lambda views: None
 
     async def create(self, request: InstanceSpec) -> InstanceView:
         check_name(request.name)
@@ -61,9 +64,14 @@ class Fleet:
         view = self.get(name)
         return self.put(replace(view, state=State.STARTING, restarts=view.restarts + 1))
 
+    async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
+        view = self.get(name)
+        return self.put(replace(view, spec=replace(view.spec, **changes)))
+
     async def delete(self, name: str) -> InstanceView:
         view = self.get(name)
         del self._views[name]
+        self.noticed(self.list())
         return view
 
     def list(self) -> list[InstanceView]:
@@ -77,6 +85,7 @@ class Fleet:
     def put(self, view: InstanceView) -> InstanceView:
         """Make this the view of its instance."""
         self._views[view.spec.name] = view
+        self.noticed(self.list())
         return view
 
     def ready(self, name: str) -> None:

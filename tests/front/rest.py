@@ -14,6 +14,7 @@ from fleet import Fleet
 
 from teimgr.control.registry.registry import Registry
 from teimgr.front.app import create_app
+from teimgr.front.fleet_tools import FleetTools
 from teimgr.front.tls import uvicorn_options
 from teimgr.metrics import Metrics
 from teimgr.settings import Settings
@@ -45,12 +46,15 @@ class Front:
 
 @asynccontextmanager
 async def listening(
-    settings: Settings, registry: Callable[[Fleet, Metrics], Registry] | None = None, **fleet: Any
+    settings: Settings,
+    registry: Callable[[Fleet, Metrics], Registry] | None = None,
+    tools: Callable[[Fleet], FleetTools] | None = None,
+    **fleet: Any,
 ) -> AsyncIterator[Front]:
     """A front on a free port for as long as the block runs."""
     metrics, alarms, instances = Metrics(), [], Fleet(settings, **fleet)
     models = registry(instances, metrics) if registry else None
-    app = create_app(instances, settings, metrics, lambda: alarms, registry=models)
+    app = create_app(instances, settings, metrics, lambda: alarms, registry=models, tools=tools and tools(instances))
     options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
     with socket.socket() as listener:
@@ -58,7 +62,7 @@ async def listening(
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
         await server.startup([listener])
-        scheme = "https" if settings.mtls else "http"
+        scheme = "https" if settings.tls_files else "http"
         try:
             yield Front(instances, metrics, app, f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", alarms)
         finally:

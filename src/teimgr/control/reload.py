@@ -146,7 +146,7 @@ class Reloader:
                 log.error("reload refused", extra={"reason": error.message})
                 raise
             plan = self._plan(found, prune)
-            live = _live(self.settings, found.settings)
+            live = live_keys(self.settings, found.settings)
             self.settings = replace(self.settings, **{name: getattr(found.settings, name) for name in live})
             self._apply(self.settings)
             steps = [await _try(*step) for step in self._moves(plan)]
@@ -161,7 +161,7 @@ class Reloader:
         present = [view.spec for view in self._fleet.list()]
         pruning = settings.prune_seeds if prune is None else prune
         changes = tuple(_changed(Configuration(self.settings, {}), found))
-        return Plan(changes, _live(self.settings, settings), *_moved(settings.instances, present, pruning))
+        return Plan(changes, live_keys(self.settings, settings), *_moved(settings.instances, present, pruning))
 
     def _moves(self, plan: Plan) -> Iterator[tuple[str, str, Callable[[], Awaitable[object]]]]:
         """The moves in their order: room is made first."""
@@ -231,7 +231,7 @@ def _changed(old: Configuration, new: Configuration) -> Iterator[tuple[Value | N
             yield was, will_be
 
 
-def _live(old: Settings, new: Settings) -> frozenset[str]:
+def live_keys(old: Settings, new: Settings) -> frozenset[str]:
     """The keys that change at once; a listener that begins or ceases to speak TLS is another listener."""
     return LIVE if old.tls_files == new.tls_files else LIVE - {"auth"}
 

@@ -95,7 +95,7 @@ async def _http(request: Request, error: Exception) -> Response:
 async def _parameters(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    problems = "; ".join(f"{problem['loc'][-1]}: {problem['msg']}" for problem in error.errors())
+    problems = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors())
     return refusal(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
 
 

@@ -1,0 +1,207 @@
+"""What happened, told apart by comparing views; the ring, its readers, and the webhooks that follow it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+from teimgr.control.happenings import Happenings
+from teimgr.control.webhooks import Webhooks, signature
+from teimgr.settings import Webhook
+from teimgr.spec import EVENTS, InstanceSpec, InstanceView, State
+
+VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}), state=State.STARTING)
+LIMIT_S = 10.0
+
+
+def kinds(happenings: Happenings, number: int = 0) -> list[str]:
+    return [each.kind for each in happenings.since(number)]
+
+
+def began(*views: InstanceView) -> Happenings:
+    happenings = Happenings()
+    happenings.note(views)
+    return happenings
+
+
+def test_what_is_there_at_first_has_not_happened() -> None:
+    assert kinds(began(VIEW)) == []
+
+
+def test_a_life_is_told_step_by_step() -> None:
+    happenings = began()
+    for view in (
+        VIEW,
+        replace(VIEW, state=State.RUNNING),
+        replace(VIEW, state=State.RUNNING, health_check_failures=1),
+        replace(VIEW, state=State.RUNNING, health_check_failures=2),
+        replace(VIEW, state=State.RUNNING, spec=replace(VIEW.spec, max_batch_tokens=1)),
+        replace(VIEW, state=State.STOPPING, spec=replace(VIEW.spec, max_batch_tokens=1, wanted_running=False)),
+        replace(VIEW, state=State.STOPPED, spec=replace(VIEW.spec, max_batch_tokens=1, wanted_running=False)),
+        replace(VIEW, state=State.FAILED, spec=replace(VIEW.spec, max_batch_tokens=1), reason="broken"),
+    ):
+        happenings.note([view])
+    happenings.note([])
+
+    told = kinds(happenings)
+    assert told == [
+        "created",
+        "starting",
+        "running",
+        "unhealthy",
+        "updated",
+        "stopping",
+        "stopped",
+        "failed",
+        "deleted",
+    ]
+    assert set(told) == set(EVENTS)
+    last = list(happenings.since(0))[-1]
+    assert (last.number, last.instance, last.reason, last.tags) == (9, "a", "broken", {"team": "x"})
+
+
+def test_the_ring_keeps_the_latest_and_numbers_go_on() -> None:
+    happenings = Happenings(kept=3)
+    happenings.note([])
+    for state in (State.STARTING, State.RUNNING, State.STOPPED, State.STARTING):
+        happenings.note([replace(VIEW, state=state)])
+    assert [each.number for each in happenings.since(0)] == [3, 4, 5]
+    assert happenings.latest == 5
+
+
+async def test_a_follower_hears_what_was_and_what_comes_until_the_end() -> None:
+    happenings = began()
+    happenings.note([VIEW])
+    heard: list[str] = []
+
+    async def follow() -> None:
+        async for each in happenings.follow(1):
+            heard.append(each.kind)
+
+    task = asyncio.create_task(follow())
+    while not heard:
+        await asyncio.sleep(0)
+    happenings.note([replace(VIEW, state=State.RUNNING)])
+    while len(heard) < 2:
+        await asyncio.sleep(0)
+    happenings.close()
+    await asyncio.wait_for(task, LIMIT_S)
+    assert heard == ["starting", "running"]
+
+
+class Receiver:
+    """A real HTTP server that answers with the statuses it is told, then 204."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self.calls: list[tuple[dict[str, str], bytes]] = []
+        self.more = asyncio.Event()
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.calls.append((dict(request.headers), await request.read()))
+        self.more.set()
+        return web.Response(status=self.statuses.pop(0) if self.statuses else 204)
+
+    async def heard(self, number: int) -> list[dict[str, Any]]:
+        """The bodies, once there are so many."""
+        async with asyncio.timeout(LIMIT_S):
+            while len(self.calls) < number:
+                self.more.clear()
+                await self.more.wait()
+        return [orjson.loads(body) for _, body in self.calls]
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    receiver = Receiver()
+    app = web.Application()
+    app.router.add_post("/hook", receiver.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
+    yield receiver
+    await runner.cleanup()
+
+
+async def test_a_webhook_is_told_in_order_and_signed(receiver: Receiver) -> None:
+    happenings = began()
+    webhook = Webhook(url=receiver.url, secret="hush")
+    async with Webhooks(happenings).running([webhook]):
+        await asyncio.sleep(0)  # it follows from here
+        happenings.note([VIEW])
+        happenings.note([replace(VIEW, state=State.RUNNING)])
+        bodies = await receiver.heard(3)
+    assert [body["event"] for body in bodies] == ["created", "starting", "running"]
+    headers, raw = receiver.calls[0]
+    assert headers["X-Teimgr-Signature"] == signature("hush", raw)
+    assert headers["X-Teimgr-Signature"].startswith("sha256=")
+    assert headers["X-Teimgr-Event"] == "created"
+    assert len({headers["X-Teimgr-Delivery"] for headers, _ in receiver.calls}) == 3
+
+
+async def test_a_webhook_hears_only_of_what_it_asked_for(receiver: Receiver) -> None:
+    happenings = began()
+    async with Webhooks(happenings).running([Webhook(url=receiver.url, events=("running", "deleted"))]):
+        await asyncio.sleep(0)
+        happenings.note([VIEW])
+        happenings.note([replace(VIEW, state=State.RUNNING)])
+        happenings.note([])
+        bodies = await receiver.heard(2)
+    assert [body["event"] for body in bodies] == ["running", "deleted"]
+    assert "X-Teimgr-Signature" not in receiver.calls[0][0]
+
+
+async def test_a_failed_delivery_is_tried_again_and_holds_nobody_up(receiver: Receiver) -> None:
+    happenings, receiver.statuses = began(), [503, 500, 429]
+    webhooks = Webhooks(happenings, pause_s=0.01)
+    async with webhooks.running([Webhook(url=receiver.url, events=("created", "deleted"))]):
+        await asyncio.sleep(0)
+        happenings.note([VIEW])
+        happenings.note([])
+        bodies = await receiver.heard(5)
+    assert [body["event"] for body in bodies] == ["created"] * 4 + ["deleted"]
+
+
+async def test_what_is_refused_or_fails_too_often_is_given_up_and_told(receiver: Receiver) -> None:
+    happenings, receiver.statuses = began(), [410, 500, 500]
+    webhooks = Webhooks(happenings, pause_s=0.01)
+    async with webhooks.running([Webhook(url=receiver.url, max_attempts=2, events=("created", "deleted"))]):
+        await asyncio.sleep(0)
+        happenings.note([VIEW])
+        await receiver.heard(1)
+        happenings.note([])
+        await receiver.heard(3)
+        async with asyncio.timeout(LIMIT_S):
+            while "event 3" not in "".join(webhooks.alarms()):
+                await asyncio.sleep(0.001)
+        happenings.note([VIEW])
+        bodies = await receiver.heard(4)
+        async with asyncio.timeout(LIMIT_S):
+            while webhooks.alarms():
+                await asyncio.sleep(0.001)
+    assert [body["event"] for body in bodies] == ["created", "deleted", "deleted", "created"]
+
+
+async def test_a_reload_ends_what_is_gone_and_leaves_the_rest(receiver: Receiver) -> None:
+    happenings = began()
+    stays, goes = Webhook(url=receiver.url, events=("deleted",)), Webhook(url="http://127.0.0.1:9/", max_attempts=1)
+    webhooks = Webhooks(happenings, pause_s=0.01)
+    async with webhooks.running([stays, goes]):
+        await asyncio.sleep(0)
+        happenings.note([VIEW])
+        async with asyncio.timeout(LIMIT_S):
+            while not webhooks.alarms():
+                await asyncio.sleep(0.001)
+        webhooks.configure([stays])
+        assert webhooks.alarms() == []
+        happenings.note([])
+        await receiver.heard(1)
