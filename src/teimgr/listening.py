@@ -84,7 +84,8 @@ class Listener:
         """Use `context` for every connection from now on; those that there are keep theirs.
 
         A new server on the same listening socket, because the authorities of a context in use can only be added to, and
-        clients would resume sessions that the former ones let in.
+        clients would resume sessions that the former ones let in. uvloop loses no connection by it; asyncio's own loop may
+        lose one that it accepts in that moment.
         """
         server, config = self._server, self._server.config
         kind: Any = config.http_protocol_class
