@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers
@@ -23,7 +22,7 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
     """
     path = layout.transformer / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout.transformer)
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout)
     except Exception as error:
         raise ModelLoadFailed(f"the tokenizer cannot be loaded: {error}") from error
     tokenizer.no_padding()
@@ -35,13 +34,14 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
     return tokenizer
 
 
-def _convert(folder: Path) -> Tokenizer:
+def _convert(layout: Layout) -> Tokenizer:
     """A fast tokenizer from an older model's vocabulary. Without one, transformers would make up an empty one."""
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
+    if not any((layout.transformer / name).is_file() for name in _VOCABULARIES):
         raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(_VOCABULARIES)}")
-    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    trust = layout.trust_remote_code  # never None: transformers would ask at the terminal
+    slow = AutoTokenizer.from_pretrained(layout.transformer, local_files_only=True, trust_remote_code=trust)
     backend = getattr(slow, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
