@@ -19,6 +19,7 @@ from teimgr.control.gpus import GpuInventory
 from teimgr.control.happenings import Happenings
 from teimgr.control.live_probe import LiveProbe
 from teimgr.control.manager import Manager
+from teimgr.control.preflight import Preflight
 from teimgr.control.registry.registry import Registry
 from teimgr.control.reload import Reloader
 from teimgr.control.store import Store
@@ -83,6 +84,7 @@ class Daemon:
         self.scraper = Scraper(self.directory)
         self.telemetry = Telemetry.open(exporting(settings, "daemon"))
         self.metrics.sources += (self.scraper.page, self.board.page)
+        self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
         self.happenings = Happenings()
         self.webhooks = Webhooks(self.happenings)
         self.reloader = Reloader(source, settings, self.manager, self._apply)
@@ -111,6 +113,9 @@ class Daemon:
             try:
                 await self.manager.restore()
                 self._watch()
+                looking = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
+                if self.preflight.must_pass:
+                    await looking
                 await self.models.start()
                 async with self.tls.serving(app, listener), self.webhooks.running(self.settings.webhooks):
                     await self.manager.boot()
@@ -126,7 +131,7 @@ class Daemon:
 
     def alarms(self) -> Sequence[str]:
         """What needs a person, but for what the manager says itself."""
-        parts = (self.tls, self.muxes, self.models, self.webhooks, self.reloader)
+        parts = (self.tls, self.muxes, self.models, self.preflight, self.webhooks, self.reloader)
         return [alarm for part in parts for alarm in part.alarms()]
 
     def addresses(self) -> dict[str, str]:

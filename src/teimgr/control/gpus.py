@@ -34,6 +34,7 @@ class Gpu:
     utilization: float | None = None
     temperature_c: int | None = None
     power_w: float | None = None
+    compute_capability: tuple[int, int] | None = None
     memory_of: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -106,6 +107,7 @@ def _card(index: int) -> Gpu:
     memory = _told(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
     load = _told(lambda: pynvml.nvmlDeviceGetUtilizationRates(device))
     power_mw = _told(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
+    capability = _told(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(device))
     processes = _told(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(device))
     return Gpu(
         index,
@@ -117,6 +119,7 @@ def _card(index: int) -> Gpu:
         utilization=load.gpu / 100 if load else None,
         temperature_c=_told(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
         power_w=None if power_mw is None else power_mw / 1000,
+        compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
         memory_of={each.pid: int(each.usedGpuMemory) for each in processes or () if each.usedGpuMemory is not None},
     )
 

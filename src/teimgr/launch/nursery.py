@@ -9,7 +9,7 @@ per message:
     in    {"id", "incarnation", "run_dir", "spec", "ports"}
                                                      with descriptors: the worker's listener, its log, the socket of
                                                      each of `ports` that another worker shares
-    out   {"threads", "missing"}                     once, when the imports are done
+    out   {"threads", "missing", "torch"}            once, when the imports are done; a TorchBuild
           {"id", "pid"}                              with one descriptor: a pidfd of the new worker
           {"id", "error"}
           {"pid", "status"}                          a worker ended; negative: by that signal
@@ -34,12 +34,14 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from teimgr.launch.processes import boot_id, look_up, thread_count
 from teimgr.launch.runfile import RunFile, Traces
+from teimgr.launch.torch_build import TorchBuild
 from teimgr.spec import WorkerSpec
 
 MESSAGE_LIMIT_BYTES = 128 * 1024
@@ -116,7 +118,7 @@ class Nursery:
     def serve(self, missing: list[str]) -> None:
         """Answer requests and report ends until the daemon closes the control socket, or is gone."""
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._say({"threads": self._threads, "missing": missing})
+            self._say({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})
             while self._turn():
                 pass
 

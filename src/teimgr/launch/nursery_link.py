@@ -19,6 +19,7 @@ from typing import Any
 from teimgr.launch.base import KILL_LIMIT_S, LaunchFailed
 from teimgr.launch.logfile import last_line, open_log
 from teimgr.launch.nursery import MESSAGE_LIMIT_BYTES
+from teimgr.launch.torch_build import TorchBuild
 
 IMPORT_LIMIT_S = 120.0
 FORK_LIMIT_S = 30.0
@@ -76,6 +77,16 @@ class NurseryLink:
             LaunchFailed: they fail, or take too long.
         """
         await self._living().ready()
+
+    async def build(self) -> TorchBuild:
+        """What the torch that workers will have was built for.
+
+        Raises:
+            LaunchFailed: as `ready`.
+        """
+        life = self._living()
+        await life.ready()
+        return life.build
 
     async def fork(self, request: dict[str, str], listener: int, log_fd: int, ports: Mapping[int, int]) -> Forked:
         """A worker that owns copies of the descriptors; `ports` are those of shared sockets, by number.
@@ -146,6 +157,7 @@ class _Life:
         self.process, self._control = spawned
         self._died = died
         self._ready: asyncio.Future[None] = self._loop.create_future()
+        self.build = TorchBuild()
         self._reply: asyncio.Future[Forked] | None = None
         self._request = 0
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
@@ -218,6 +230,7 @@ class _Life:
 
     def _take(self, said: dict[str, Any], pidfd: int | None = None) -> None:
         if "threads" in said:
+            self.build = TorchBuild(**said["torch"] | {"archs": tuple(said["torch"]["archs"])})
             self._started(said["threads"], said["missing"])
         elif "status" in said:
             status = self._statuses.pop(said["pid"], None)
