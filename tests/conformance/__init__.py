@@ -1,0 +1,1 @@
+"""TEI's contract as tables of cases, each with its clause; `python -m tests.conformance` writes docs/conformance.md."""

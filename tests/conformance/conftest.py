@@ -1,0 +1,26 @@
+"""One daemon with every model for the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon_process import DaemonProcess
+from tests.conformance.fleet import MODELS, create
+from tests.conformance.surfaces import Surfaces
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def surfaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Surfaces]:
+    with DaemonProcess(max_instances=len(MODELS)) as daemon:
+        create(daemon, tmp_path_factory.mktemp("models"))
+        surfaces = Surfaces(daemon)
+        yield surfaces
+        surfaces.close()

@@ -1,0 +1,76 @@
+"""The table of coverage: every clause, its cases, and where they run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.conformance import tables
+from tests.conformance.case import GRPC_SURFACES, HTTP_SURFACES
+from tests.conformance.clauses import CLAUSES, ELSEWHERE
+from tests.conformance.sequences import SEQUELS
+
+FILE = Path(__file__).parents[2] / "docs" / "conformance.md"
+
+_HEAD = """\
+# Conformance with TEI and tei-manager
+
+Written by `python -m tests.conformance`; the cases are in `tests/conformance`, and every one runs in `just test`. A
+clause is a section of the contract of Text Embeddings Inference and what it asks for; those that begin with `mux` are
+of tei-manager's on its gRPC port. A case is one request with its exact status, headers and body.
+
+| Clause | Cases | Where |
+|---|---|---|
+"""
+
+_TAIL = """
+Clauses that no request can show here:
+
+| Clause | Why, or where |
+|---|---|
+"""
+
+
+def cases_of() -> dict[str, dict[str, int]]:
+    """How many cases each clause has on each surface."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for http in tables.HTTP:
+        for surface in http.surfaces:
+            found[http.clause][surface] += 1
+    for other in (*tables.GRPC, *SEQUELS):
+        for surface in other.surfaces:
+            found[other.clause][surface] += 1
+    return found
+
+
+def text() -> str:
+    """The Markdown file."""
+    found = cases_of()
+    order = list(dict.fromkeys((*HTTP_SURFACES, *GRPC_SURFACES)))
+    lines = [
+        f"| {clause} | {max(found[clause].values(), default=0)} | {_where(found[clause], order)} |"
+        for clause in CLAUSES
+    ]
+    return (
+        _HEAD + "\n".join((*lines, f"| **{len(CLAUSES)} clauses** | {_total(found)} | |")) + "\n" + _TAIL + _elsewhere()
+    )
+
+
+def _where(surfaces: dict[str, int], order: list[str]) -> str:
+    return "; ".join(surface for surface in order if surface in surfaces)
+
+
+def _total(found: dict[str, dict[str, int]]) -> str:
+    cases = len(tables.HTTP) + len(tables.GRPC) + len({sequel.test for sequel in SEQUELS})
+    runs = sum(sum(surfaces.values()) for surfaces in found.values())
+    return f"{cases}, {runs} runs"
+
+
+def _elsewhere() -> str:
+    return "".join(f"{line}\n" for line in _rows())
+
+
+def _rows() -> Iterator[str]:
+    for clause, why in ELSEWHERE.items():
+        yield f"| {clause} | {why} |"
