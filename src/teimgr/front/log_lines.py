@@ -26,8 +26,23 @@ class Piece(NamedTuple):
 
 def pieces(log: Path) -> list[Piece]:
     """The files of a log, oldest first; empty when there is none."""
-    found = [_piece(path) for path in reversed((log, *_rotated(log)))]
+    found = [_piece(path) for path in reversed((log, *rotated(log)))]
     return [piece for piece in found if piece is not None]
+
+
+def complete_pieces(log: Path) -> tuple[list[Piece], int]:
+    """As `pieces`, without a last line that has no end yet; and the size of the newest file up to there."""
+    lines, size, seen = 0, 0, 0
+    parts = [piece for piece in pieces(log) if piece.path != log]
+    try:
+        with log.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                if ends := chunk.count(b"\n"):
+                    lines, size = lines + ends, seen + chunk.rindex(b"\n") + 1
+                seen += len(chunk)
+    except FileNotFoundError:  # the next line makes it
+        return parts, 0
+    return [*parts, Piece(log, lines)], size
 
 
 def read_lines(parts: list[Piece], start: int, end: int) -> Iterator[str]:
@@ -40,7 +55,8 @@ def read_lines(parts: list[Piece], start: int, end: int) -> Iterator[str]:
         before += lines
 
 
-def _rotated(log: Path) -> Iterator[Path]:
+def rotated(log: Path) -> Iterator[Path]:
+    """The rotated files of a log, newest first."""
     number = 1
     while (path := log.with_name(f"{log.name}.{number}")).exists():
         yield path
