@@ -53,6 +53,7 @@ async def bench(*arguments: object) -> Ran:
     return Ran(process.returncode, out.decode(), err.decode())
 
 
+@pytest.mark.clause("M7.2-standard", "M7.3-output")
 async def test_standard_mode_sends_one_call_per_text_and_prints_the_result(
     mux_url: str, multiplexer: Multiplexer
 ) -> None:
@@ -69,6 +70,7 @@ async def test_standard_mode_sends_one_call_per_text_and_prints_the_result(
     assert first.request == tei_pb2.EmbedRequest(inputs=made_texts(1)[0], truncate=True, normalize=True)
 
 
+@pytest.mark.clause("M7.2-standard")
 async def test_standard_mode_keeps_batch_size_calls_in_flight(mux_url: str, multiplexer: Multiplexer) -> None:
     multiplexer.together = asyncio.Barrier(100)
     ran = await bench("--endpoint", mux_url, "--instance", INSTANCE, "--num-texts", 200)
@@ -76,6 +78,7 @@ async def test_standard_mode_keeps_batch_size_calls_in_flight(mux_url: str, mult
     assert multiplexer.seen.most_in_flight == 100
 
 
+@pytest.mark.clause("M7.2-arrow")
 async def test_arrow_mode_sends_lz4_batches_of_a_column_without_nulls(mux_url: str, multiplexer: Multiplexer) -> None:
     ran = await bench("-e", mux_url, "-i", INSTANCE, "-m", "arrow", "-n", 250, "--noop")
     assert ran.status == 0, ran.err
@@ -109,6 +112,7 @@ async def test_an_address_that_cannot_be_meant_is_refused_in_one_line(endpoint: 
     assert len(ran.err.splitlines()) == 1
 
 
+@pytest.mark.clause("M7.3-output")
 async def test_any_failed_text_gives_a_nonzero_status_and_the_reason(mux_url: str) -> None:
     ran = await bench("-e", mux_url, "-i", "nope", "-n", 5)
     assert ran.status == 1
@@ -140,6 +144,7 @@ async def test_a_compressed_file_of_texts_is_read_and_repeated(
     assert [request.request.inputs for request in multiplexer.seen.embeds] == ["één", "zwei", "één", "zwei", "één"]
 
 
+@pytest.mark.clause("M7.1-tls")
 async def test_mtls_with_the_name_localhost(mtls_url: str, certificates: Certificates) -> None:
     proof = ("--ca", certificates.ca, "--cert", certificates.client_cert, "--key", certificates.client_key)
     ran = await bench("-e", mtls_url, "-i", INSTANCE, "-n", 20, "--insecure", *proof)
@@ -147,6 +152,7 @@ async def test_mtls_with_the_name_localhost(mtls_url: str, certificates: Certifi
     assert ran.result["successful"] == 20
 
 
+@pytest.mark.clause("M7.1-tls")
 @pytest.mark.parametrize(
     ("leave_out", "says"),
     [
@@ -188,6 +194,7 @@ async def test_an_undecodable_reply_ends_the_program(mux_url: str, tmp_path: Pat
     assert "no Arrow stream of vectors" in ran.err
 
 
+@pytest.mark.clause("M7.1-flags", "M8-smoke")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -221,6 +228,7 @@ async def test_unusable_files_are_named(arguments: list[str], says: str) -> None
     assert len(ran.err.splitlines()) == 1
 
 
+@pytest.mark.clause("M7.2-texts")
 def test_made_texts_differ_and_every_third_is_longer() -> None:
     texts = made_texts(30)
     assert len(set(texts)) == 30

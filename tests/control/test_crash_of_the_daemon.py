@@ -132,6 +132,7 @@ async def test_a_stop_survives_the_crash(crash: Callable[..., dict[str, int]], f
     assert second.manager.get("a").state is State.STOPPED
 
 
+@pytest.mark.clause("M4-corrupt")
 async def test_a_damaged_state_file_is_an_alarm_and_the_fleet_goes_on(
     crash: Callable[..., dict[str, int]], folder: Path, fleets: Fleets
 ) -> None:
@@ -148,6 +149,7 @@ async def test_a_damaged_state_file_is_an_alarm_and_the_fleet_goes_on(
     assert len(list(folder.glob("state.toml.corrupt-*"))) == 1
 
 
+@pytest.mark.clause("M4-restore")
 async def test_instances_that_cannot_be_had_are_shown_as_failed_not_lost(fleets: Fleets, folder: Path) -> None:
     (folder / "state.toml").write_text(
         'last_updated = "x"\n'

@@ -40,6 +40,7 @@ def lay_out(
     return snapshot
 
 
+@pytest.mark.clause("M2.8-info", "M2.8-discovery")
 def test_a_cached_model_is_found_with_its_files(tmp_path: Path) -> None:
     snapshot = lay_out(tmp_path)
     cache = HubCache(tmp_path)
@@ -131,6 +132,7 @@ def test_damage_never_raises(tmp_path: Path, damage: str) -> None:
         assert [each.complete for each in cache.snapshots(MODEL)] == [False]
 
 
+@pytest.mark.clause("M2.8-info")
 def test_metadata_falls_back_and_a_wrong_type_drops_it_all(tmp_path: Path) -> None:
     gpt = lay_out(tmp_path, "a/gpt", files={"config.json": b'{"d_model": 8, "n_positions": 16, "vocab_size": null}'})
     bad = lay_out(tmp_path, "a/bad", files={"config.json": b'{"hidden_size": "8", "model_type": "bert"}'})

@@ -92,6 +92,7 @@ async def test_what_the_engine_needs_comes_and_is_checked(make: Make, tmp_path: 
     assert view.snapshot.refs == ("main",)
 
 
+@pytest.mark.clause("M2.8-download")
 async def test_what_is_here_is_not_fetched_again_unless_that_is_asked(make: Make) -> None:
     with Hub(MODEL, FILES) as hub:
         registry = make(hub)
@@ -198,6 +199,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert rate.at(101, 600) == 500
 
 
+@pytest.mark.clause("M2.8-busy")
 async def test_one_download_at_a_time_per_model(make: Make) -> None:
     with Hub(MODEL, FILES) as hub:
         hub.open.clear()

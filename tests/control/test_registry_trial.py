@@ -63,6 +63,7 @@ async def added(registry: Registry, model_id: str) -> str:
     return model_id
 
 
+@pytest.mark.clause("M2.8-load")
 async def test_a_model_that_works_is_verified_and_measured(make: Make, folder: Path) -> None:
     registry = make()
     view = await tried(registry, await added(registry, model(folder)))
@@ -78,6 +79,7 @@ async def test_a_model_that_works_is_verified_and_measured(make: Make, folder: P
     assert "device_bytes" not in trial
 
 
+@pytest.mark.clause("M2.8-load")
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -103,6 +105,7 @@ async def test_a_trial_that_takes_too_long_is_ended(make: Make, folder: Path) ->
     assert view.to_dict()["verification_error"] == "Timeout after 1s waiting for model to load"
 
 
+@pytest.mark.clause("M2.8-pass")
 async def test_a_pass_clears_the_failure_before_it(make: Make, folder: Path) -> None:
     registry = make()
     model_id = await added(registry, model(folder, "first-only,fail-permanent=64"))
@@ -122,6 +125,7 @@ async def test_the_outcome_is_known_to_the_next_daemon(make: Make, folder: Path)
     assert after.to_dict() == before.to_dict()
 
 
+@pytest.mark.clause("M2.8-busy")
 async def test_while_it_is_tried_it_is_loading_and_nothing_else_may_begin(make: Make, folder: Path) -> None:
     registry = make()
     model_id = await added(registry, model(folder, "never-ready"))
@@ -150,6 +154,7 @@ async def test_a_trial_that_is_given_up_leaves_no_process(make: Make, folder: Pa
     pid_file.unlink()
 
 
+@pytest.mark.clause("M2.8-load")
 async def test_what_cannot_be_tried_is_refused(make: Make, folder: Path) -> None:
     registry = make()
     with pytest.raises(ModelNotFound, match="Model 'a/b' not found"):

@@ -38,6 +38,7 @@ Fleets = Callable[..., Fleet]
 # The verbs
 
 
+@pytest.mark.clause("M2.4-at-once", "M5.3-ready")
 async def test_a_created_instance_starts_becomes_ready_and_is_in_the_directory(fleet: Fleet) -> None:
     view = await fleet.create()
     assert view.state is State.STARTING
@@ -51,6 +52,7 @@ async def test_a_created_instance_starts_becomes_ready_and_is_in_the_directory(f
     assert (entry.endpoints[0].incarnation, view.pid) == (status.incarnation, status.pid)
 
 
+@pytest.mark.clause("M2.6-stop")
 async def test_stop_returns_when_the_process_is_gone_and_nothing_brings_it_back(fleet: Fleet) -> None:
     await fleet.create()
     pid = (await fleet.running()).pid
@@ -75,6 +77,7 @@ async def test_start_after_stop_brings_a_new_process(fleet: Fleet) -> None:
     assert (await fleet.running(not_pid=pid)).spec.wanted_running
 
 
+@pytest.mark.clause("M2.5-restarts")
 async def test_restart_replaces_the_process_and_counts(fleet: Fleet) -> None:
     await fleet.create()
     pid = (await fleet.running()).pid
@@ -87,6 +90,7 @@ async def test_restart_replaces_the_process_and_counts(fleet: Fleet) -> None:
     await fleet.running(not_pid=pid)
 
 
+@pytest.mark.clause("M2.6-delete")
 async def test_delete_leaves_nothing_but_the_log(fleet: Fleet) -> None:
     await fleet.create()
     pid = (await fleet.running()).pid
@@ -103,6 +107,7 @@ async def test_delete_leaves_nothing_but_the_log(fleet: Fleet) -> None:
     assert log.exists()
 
 
+@pytest.mark.clause("M2.6-conflicts")
 async def test_commands_that_make_no_sense_are_refused(fleet: Fleet) -> None:
     await fleet.create()
     await fleet.running()
@@ -117,6 +122,7 @@ async def test_commands_that_make_no_sense_are_refused(fleet: Fleet) -> None:
             await verb("nobody")
 
 
+@pytest.mark.clause("M2.6-one-process")
 async def test_two_starts_at_once_make_one_process(fleet: Fleet) -> None:
     await fleet.create()
     await fleet.running()
@@ -171,6 +177,7 @@ async def test_commands_in_any_order_leave_one_process_or_none(fleet: Fleet) -> 
 # Misbehaviour
 
 
+@pytest.mark.clause("M2.5-restarts")
 async def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
     await fleet.create()
     pid = (await fleet.running()).pid
@@ -190,6 +197,7 @@ async def test_a_worker_that_crashes_once_is_tried_again(fleet: Fleet) -> None:
     await fleet.until(lambda entry: entry.reason is None and bool(entry.endpoints))
 
 
+@pytest.mark.clause("M2.5-status", "M5.4-backoff")
 async def test_a_permanent_failure_is_told_and_not_tried_again(fleet: Fleet) -> None:
     await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}")
 
@@ -215,6 +223,7 @@ async def test_a_failed_instance_can_be_stopped_and_deleted(fleet: Fleet) -> Non
     await fleet.manager.delete("a")
 
 
+@pytest.mark.clause("M2.4-startup-timeout")
 async def test_a_worker_that_is_never_ready_has_failed_after_its_time(fleet: Fleet) -> None:
     await fleet.create("never-ready", startup_timeout_secs=1)
 
@@ -224,6 +233,7 @@ async def test_a_worker_that_is_never_ready_has_failed_after_its_time(fleet: Fle
     assert fleet.left_over() == set()
 
 
+@pytest.mark.clause("M2.6-stop")
 async def test_a_worker_that_ignores_the_drain_is_killed_when_the_grace_is_over(fleets: Fleets) -> None:
     fleet = fleets(graceful_shutdown_timeout_secs=1)
     await fleet.manager.boot()
@@ -235,6 +245,7 @@ async def test_a_worker_that_ignores_the_drain_is_killed_when_the_grace_is_over(
     assert look_up(pid) is None
 
 
+@pytest.mark.clause("M5.4-restart")
 @pytest.mark.parametrize("flags", ["first-only,hang-probe", "first-only,fail-probe"])
 async def test_a_worker_without_proof_of_health_is_replaced(fleets: Fleets, flags: str) -> None:
     fleet = fleets(max_failures_before_restart=2)
@@ -355,6 +366,7 @@ async def test_creates_at_once_share_neither_name_nor_port(fleets: Fleets) -> No
     assert len({view.spec.port for view in fleet.manager.list()}) == 3
 
 
+@pytest.mark.clause("M2.4-max-instances")
 async def test_no_more_instances_than_allowed(fleets: Fleets) -> None:
     fleet = fleets(max_instances=1)
     await fleet.manager.boot()
@@ -398,6 +410,7 @@ async def test_threads_are_shared_anew_when_the_fleet_changes(fleet: Fleet) -> N
 # The daemon's end
 
 
+@pytest.mark.clause("M5.5-shutdown")
 async def test_shutdown_stops_all_in_parallel_and_keeps_what_is_wanted(fleets: Fleets) -> None:
     fleet = fleets(graceful_shutdown_timeout_secs=1)
     await fleet.manager.boot()

@@ -215,6 +215,7 @@ def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate:
     assert bert.engine.stats().healthy
 
 
+@pytest.mark.clause("D-nan")
 def test_a_vector_with_nan_is_never_sent_and_the_engine_says_it_is_unhealthy(bert: Served, gate: Gate) -> None:
     def spoilt(batch: PackedBatch) -> dict[Output, Rows]:
         vectors = torch.ones(batch.texts, 32)

@@ -127,6 +127,7 @@ def same(ours: Sequence[NDArray[np.float32] | None], theirs: Sequence[NDArray[np
         np.testing.assert_allclose(here, there, atol=2e-5)
 
 
+@pytest.mark.clause("D-card")
 def test_bge_m3_gives_all_its_outputs_of_one_forward(tmp_path: Path, serve: Callable[..., Served]) -> None:
     served = serve(models.build_m3(tmp_path))
     batches = served.engine.stats().batches

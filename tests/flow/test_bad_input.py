@@ -42,6 +42,7 @@ def unharmed(daemon: DaemonProcess) -> Iterator[None]:
         assert [instance.restarts for instance in client.list() if instance.name in ("exact", "fast")] == [0, 0]
 
 
+@pytest.mark.clause("M2.4-unknown-field", "M2.4-duplicate-name", "M2.4-extra-args")
 @pytest.mark.parametrize(
     ("body", "status", "code", "says"),
     [
@@ -67,6 +68,7 @@ def test_create_refuses(daemon: DaemonProcess, body: bytes, status: int, code: s
     assert code is None or answer["code"] == code
 
 
+@pytest.mark.clause("M2.4-duplicate-port")
 def test_a_port_that_is_taken_is_named_with_its_holder(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         port = client.get("exact").port
@@ -81,6 +83,7 @@ def test_a_port_that_is_taken_is_named_with_its_holder(daemon: DaemonProcess) ->
     assert "exact" in taken[1]["error"]
 
 
+@pytest.mark.clause("M2.2-shape")
 @pytest.mark.parametrize(
     ("method", "path", "kind", "status"),
     [
@@ -223,6 +226,7 @@ def test_a_text_of_a_million_characters_is_cut_where_that_is_allowed(daemon: Dae
     assert (long == cut).all()
 
 
+@pytest.mark.clause("M1.8-bad-input")
 def test_garbage_arrow_is_refused_even_for_an_unknown_option(channel: grpc.Channel) -> None:
     request = multiplexer_pb2.EmbedArrowRequest(target=multiplexer_pb2.Target(**EXACT), arrow_ipc=b"garbage")
 
@@ -232,6 +236,7 @@ def test_garbage_arrow_is_refused_even_for_an_unknown_option(channel: grpc.Chann
     assert "Invalid Arrow IPC" in details
 
 
+@pytest.mark.clause("M1.10-size")
 def test_a_message_of_50_mb_is_refused_naming_both_sizes(channel: grpc.Channel) -> None:
     code, details = refusal(channel, "Embed", embed(EXACT, inputs="x" * 50_000_000))
 
@@ -240,6 +245,7 @@ def test_a_message_of_50_mb_is_refused_naming_both_sizes(channel: grpc.Channel) 
     assert "500000" in details
 
 
+@pytest.mark.clause("M1.1-unknown-path")
 @pytest.mark.parametrize("method", ["EmbedSparse", "EmbedAll", "Predict", "PredictPair", "Rerank"])
 def test_calls_of_later_versions_are_unimplemented(channel: grpc.Channel, method: str) -> None:
     kind = getattr(multiplexer_pb2, f"{method}Request")

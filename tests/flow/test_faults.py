@@ -132,6 +132,7 @@ def test_stop_start_restart_and_delete_under_load_leave_nothing(daemon: DaemonPr
     assert len([name for name in daemon.run_files() if name.endswith(".sock") and not name.startswith("mux")]) == 1
 
 
+@pytest.mark.clause("M5.5-shutdown")
 def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: DaemonProcess) -> None:
     everything = daemon.processes()
     assert len(everything) >= 4  # two workers, the mux, the nursery
@@ -143,6 +144,7 @@ def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: Daemon
     assert [name for name in daemon.run_files() if name.endswith((".sock", ".json", ".exit", ".run"))] == []
 
 
+@pytest.mark.clause("M4-configuration-only")
 def test_a_stop_is_wanted_state_and_survives_the_daemon(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         client.stop("tiny")

@@ -68,6 +68,7 @@ def test_single_calls_agree_whatever_they_were_batched_with(
     assert lowest_cosine(vectors, reference) >= COSINES[name]
 
 
+@pytest.mark.clause("M8-streams")
 @pytest.mark.parametrize("name", COSINES)
 def test_a_stream_agrees_and_keeps_the_order(
     daemon: DaemonProcess, texts: list[str], reference: np.ndarray, name: str
@@ -78,6 +79,7 @@ def test_a_stream_agrees_and_keeps_the_order(
     assert lowest_cosine(vectors, reference) >= COSINES[name]
 
 
+@pytest.mark.clause("M7.5-port")
 @pytest.mark.parametrize("name", COSINES)
 def test_http_agrees(daemon: DaemonProcess, texts: list[str], reference: np.ndarray, name: str) -> None:
     url = instance_url(daemon, name) + "/embed"
@@ -97,6 +99,7 @@ def test_a_text_has_the_same_vector_alone_and_in_a_crowd(daemon: DaemonProcess, 
     assert np.abs(crowd[:20] - alone).max() < 2e-6
 
 
+@pytest.mark.clause("M1.8-rows")
 def test_rows_that_cannot_be_served_fail_alone(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         answer = client.embed_arrow(["fine", None, "", "word " * 5000, "fine"], instance="exact", truncate=False)
@@ -106,6 +109,7 @@ def test_rows_that_cannot_be_served_fail_alone(daemon: DaemonProcess) -> None:
     assert "must have less than 256 tokens" in str(answer.errors[3])
 
 
+@pytest.mark.clause("N-model-id")
 def test_a_model_id_routes_to_an_instance_of_it(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         assert client.embed("hello", model=MINILM).shape == (1, 384)
@@ -129,6 +133,7 @@ def test_info_tokenize_and_decode_answer_over_the_multiplexer(daemon: DaemonProc
     assert text == "what is deja vu?"
 
 
+@pytest.mark.clause("M1.6-cost-metadata")
 def test_unary_replies_carry_timings_as_metadata_and_headers(daemon: DaemonProcess) -> None:
     request = multiplexer_pb2.EmbedRequest(
         target=multiplexer_pb2.Target(instance_name="exact"), request=tei_pb2.EmbedRequest(inputs="hello world")
@@ -149,6 +154,7 @@ def test_unary_replies_carry_timings_as_metadata_and_headers(daemon: DaemonProce
     assert int(headers["x-total-time"]) >= 0
 
 
+@pytest.mark.clause("M1.8-noop")
 def test_noop_answers_zeros_of_the_real_dimension_and_knows_its_instances(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         answer = client.embed_arrow(["a", None, "b"], instance="exact", noop=True)
@@ -199,6 +205,7 @@ def test_ready_health_and_metrics_tell_of_the_fleet(daemon: DaemonProcess) -> No
         assert "te_embed_count" in reply.read().decode()
 
 
+@pytest.mark.clause("M2.7-slice", "M5.2-log")
 def test_the_workers_log_is_served(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         lines = client.logs("exact").lines

@@ -130,6 +130,7 @@ def test_failures_of_the_whole_call_keep_their_kind(client: Client) -> None:
         list(client.infer_stream(iter([texts, texts]), instance="late", outputs=["dense"]))
 
 
+@pytest.mark.clause("N-arrow-stream", "N-arrow-stream-failure")
 def test_a_failing_row_is_told_and_the_stream_goes_on(client: Client) -> None:
     tables = [pa.table({"text": ["fog", ""]}), pa.table({"text": [None, "dog"]})]
 

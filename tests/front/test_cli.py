@@ -26,6 +26,7 @@ def teimgr(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.clause("M3.1-help", "M8-smoke")
 def test_version_and_help_need_nothing_heavy() -> None:
     code = (
         "import sys; from teimgr.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
@@ -42,6 +43,7 @@ def test_a_good_configuration_is_said_to_be_good() -> None:
     assert "laptop-cpu.toml: good; 2 seeds, REST on 127.0.0.1:9000" in done.stdout
 
 
+@pytest.mark.clause("M3.1-config")
 def test_a_bad_configuration_is_refused_with_file_and_key(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
     file.write_text("api_prot = 1\n")

@@ -42,6 +42,7 @@ def test_the_full_file_changes_nothing() -> None:
     assert load(CONFIGS / "teimgr.toml", {}) == Settings(auth=Auth())
 
 
+@pytest.mark.clause("M3.2-keys")
 def test_the_full_file_shows_every_key_with_its_default() -> None:
     given = tomllib.loads(FULL)
     tables = {"auth", "instances", "aliases", "otel", "templates", "webhooks"}

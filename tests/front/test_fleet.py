@@ -28,6 +28,7 @@ async def three(front: Front) -> None:
     front.fleet.ready("b")
 
 
+@pytest.mark.clause("N-tags")
 @pytest.mark.parametrize(
     ("query", "names"),
     [
@@ -53,12 +54,14 @@ async def test_an_unknown_status_is_refused(front: Front) -> None:
     assert "status" in (await front.call("GET", "/instances?status=asleep", 400))["error"]
 
 
+@pytest.mark.clause("N-tags")
 async def test_tags_are_shown(front: Front) -> None:
     assert (await front.create("a", tags={"team": "search"}))["tags"] == {"team": "search"}
     assert (await front.create("b"))["tags"] == {}
     assert "tags" in (await front.create("c", 422, tags={"team": 3}))["error"]
 
 
+@pytest.mark.clause("N-bulk")
 async def test_an_action_on_names_has_a_result_for_each(front: Front) -> None:
     await three(front)
     done = await front.call(
@@ -75,6 +78,7 @@ async def test_an_action_on_names_has_a_result_for_each(front: Front) -> None:
     assert again["results"][0]["code"] == "NOT_RUNNING"
 
 
+@pytest.mark.clause("N-bulk")
 @pytest.mark.parametrize(("action", "status"), [("start", "starting"), ("restart", "starting")])
 async def test_an_action_on_tags_takes_all_that_have_them(front: Front, action: str, status: str) -> None:
     await three(front)
@@ -104,6 +108,7 @@ async def test_a_bulk_action_of_another_shape_is_refused(front: Front, body: dic
     assert (await front.call("POST", "/instances/actions", 422, json=body))["code"] == "VALIDATION_ERROR"
 
 
+@pytest.mark.clause("N-templates")
 async def test_a_template_fills_what_is_not_said(front: Front) -> None:
     made = await front.call("POST", "/instances", 201, json={"name": "a", "template": "big", "tags": {"team": "y"}})
     assert (made["model_id"], made["max_batch_tokens"]) == ("large", 65536)
@@ -125,11 +130,13 @@ async def test_templates_are_shown(front: Front) -> None:
     assert shown == [{"name": name, "keys": keys} for name, keys in TEMPLATES.items()]
 
 
+@pytest.mark.clause("N-auto-tokens")
 async def test_auto_batch_tokens_reach_the_manager_as_zero(front: Front) -> None:
     assert (await front.create("a", max_batch_tokens="auto"))["max_batch_tokens"] == 0  # which the real one resolves
     assert "max_batch_tokens" in (await front.create("b", 422, max_batch_tokens="most"))["error"]
 
 
+@pytest.mark.clause("N-health")
 async def test_health_of_one_and_of_all(front: Front) -> None:
     await three(front)
     front.fleet.fail("c", "broken files")

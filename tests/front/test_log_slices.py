@@ -20,6 +20,7 @@ def log(settings: Settings) -> Path:
     return settings.log_dir / "ghost.log"
 
 
+@pytest.mark.clause("M2.7-slice")
 @pytest.mark.parametrize(
     ("query", "start", "end"),
     [
@@ -45,6 +46,7 @@ async def test_slices_are_those_of_python(front: Front, log: Path, query: str, s
     assert got == {"lines": FIVE[start:end], "start": start, "end": end, "total_lines": 5}
 
 
+@pytest.mark.clause("M2.7-deleted")
 async def test_the_log_of_a_deleted_instance_is_served(front: Front, log: Path) -> None:
     await front.create("ghost")
     log.write_text("last words\n")

@@ -28,6 +28,7 @@ def _as_before() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.mark.clause("M3.1-log-level")
 def test_an_event_is_one_json_object_with_its_facts() -> None:
     stream = io.StringIO()
     logs.setup("info", "json", stream)
@@ -50,6 +51,7 @@ def test_a_traceback_and_odd_characters_stay_in_one_json_line() -> None:
     assert event["exception"].startswith("Traceback")
 
 
+@pytest.mark.clause("M3.1-log-level")
 def test_pretty_lines_are_plain_where_nobody_sees_colours() -> None:
     stream = io.StringIO()
     logs.setup("info", "pretty", stream)
@@ -66,6 +68,7 @@ def test_pretty_lines_are_coloured_on_a_terminal() -> None:
     assert "\x1b[31merror" in stream.getvalue()
 
 
+@pytest.mark.clause("M3.1-log-level")
 def test_directives_set_levels_by_logger_and_a_new_setup_forgets_them() -> None:
     stream = io.StringIO()
     logs.setup("warn,teimgr.mux=debug", "json", stream)

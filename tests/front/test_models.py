@@ -71,6 +71,7 @@ async def events(reply: aiohttp.ClientResponse) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.clause("M2.1-models", "M2.8-discovery")
 async def test_the_list_is_sorted_and_starts_with_the_configured_ones(front: Front) -> None:
     await add(front, "z/last")
     await add(front, "a/first")
@@ -87,6 +88,7 @@ async def test_a_model_of_an_instance_is_listed_with_its_users(front: Front) -> 
     assert (used["model_id"], used["used_by"], used["status"]) == ("used/model", ["one"], "available")
 
 
+@pytest.mark.clause("M2.1-models", "M2.8-info")
 async def test_adding_is_201_and_then_200(front: Front) -> None:
     new = await add(front, MODEL)
     assert set(new) == ALWAYS
@@ -106,6 +108,7 @@ async def test_more_wrong_bodies(front: Front) -> None:
     await front.call("POST", "/models", 415, data=b"x")
 
 
+@pytest.mark.clause("M2.1-model", "M2.8-encoding")
 @pytest.mark.parametrize("path", [QUOTED, MODEL, "somebody%252Ftiny"])
 async def test_an_id_may_be_quoted_once_twice_or_not_at_all(front: Front, path: str) -> None:
     await add(front, MODEL)
@@ -113,6 +116,7 @@ async def test_an_id_may_be_quoted_once_twice_or_not_at_all(front: Front, path: 
         assert (await reply.json())["model_id"] == MODEL
 
 
+@pytest.mark.clause("M2.1-model", "M2.8-encoding")
 async def test_unknown_and_undecodable_ids(front: Front) -> None:
     failure = await front.call("GET", "/models/no%2Fsuch", 404)
     assert (failure["code"], failure["error"]) == ("MODEL_NOT_FOUND", "Model 'no/such' not found")
@@ -142,6 +146,7 @@ async def test_what_a_broken_download_left_is_shown_and_can_be_deleted(front: Fr
     await front.call("GET", "/models/half%2Fthere", 404)
 
 
+@pytest.mark.clause("M2.8-download")
 async def test_a_download_answers_when_it_is_done(front: Front, tmp_path: Path) -> None:
     model = await front.call("POST", f"/models/{QUOTED}/download", 200)
     ModelInfo.model_validate(model)
@@ -166,6 +171,7 @@ async def test_a_body_that_is_no_json_is_ignored_and_json_is_judged(front: Front
     assert (await front.call("POST", path, 404, json={"revision": "v9"}))["code"] == "MODEL_NOT_FOUND"
 
 
+@pytest.mark.clause("M2.8-busy")
 async def test_without_waiting_it_is_202_and_busy(front: Front, hub: Hub) -> None:
     hub.open.clear()
     model = await front.call("POST", f"/models/{QUOTED}/download?wait=false", 202)
@@ -200,6 +206,7 @@ async def test_a_stream_says_why_it_failed(front: Front, hub: Hub) -> None:
     assert (name, failure["code"], set(failure)) == ("failed", "MODEL_GATED", {"error", "code", "timestamp"})
 
 
+@pytest.mark.clause("M2.8-download")
 async def test_gated_missing_and_broken_have_codes_of_their_own(front: Front, hub: Hub) -> None:
     failure = await front.call("POST", "/models/no%2Fsuch/download", 404)
     assert failure["code"] == "MODEL_NOT_FOUND"

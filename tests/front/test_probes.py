@@ -16,6 +16,7 @@ from teimgr.front.mux_counters import Counters
 from teimgr.spec import InstanceSpec
 
 
+@pytest.mark.clause("M2.3-health")
 async def test_health_is_200_while_alive_and_shows_alarms(front: Front) -> None:
     health = await front.call("GET", "/health", 200)
     assert (health["status"], health["version"], health["alarms"]) == ("healthy", __version__, [])
@@ -25,6 +26,7 @@ async def test_health_is_200_while_alive_and_shows_alarms(front: Front) -> None:
     assert (await front.call("GET", "/health", 200))["alarms"] == ["the state file was corrupt", "the multiplexer died"]
 
 
+@pytest.mark.clause("D-listeners")
 async def test_ready_is_503_until_all_that_should_run_does(front: Front) -> None:
     assert (await front.call("GET", "/ready", 200))["ready"] is True
     await front.create("a")
@@ -35,6 +37,7 @@ async def test_ready_is_503_until_all_that_should_run_does(front: Front) -> None
     assert (await front.call("GET", "/ready", 503))["waiting"][0]["reason"] == "no such model"
 
 
+@pytest.mark.clause("D-listeners")
 async def test_ready_is_503_before_the_fleet_is_known(front: Front) -> None:
     front.app.state.booted = lambda: False
     assert (await front.call("GET", "/ready", 503))["ready"] is False
@@ -59,6 +62,7 @@ async def scrape(front: Front) -> dict[str, list[tuple[dict[str, str], float]]]:
         return samples
 
 
+@pytest.mark.clause("M2.9-metrics")
 async def test_metrics_keep_the_names_of_the_contract(front: Front) -> None:
     spec = (await front.fleet.create(InstanceSpec(name="a", model_id="tiny"))).spec
     front.metrics.instance_created(spec)
@@ -120,6 +124,7 @@ async def test_requests_are_counted_by_template_never_by_path(front: Front) -> N
     }
 
 
+@pytest.mark.clause("M2-head")
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/instances", "/openapi.json", "/docs"])
 async def test_head_answers_like_get_without_a_body(front: Front, path: str) -> None:
     async with front.http.get(path) as got, front.http.head(path) as head:
@@ -127,6 +132,7 @@ async def test_head_answers_like_get_without_a_body(front: Front, path: str) -> 
         assert await head.read() == b""
 
 
+@pytest.mark.clause("M2-cors")
 async def test_any_origin_may_read_and_preflights_are_answered_before_routing(front: Front) -> None:
     origin = {"Origin": "https://app.example"}
     async with front.http.get("/health", headers=origin) as reply:

@@ -29,6 +29,7 @@ def failed(failure: dict[str, Any], code: str) -> str:
     return str(failure["error"])
 
 
+@pytest.mark.clause("M2.2-422", "M2.4-unknown-field")
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -71,29 +72,34 @@ async def test_a_body_of_another_shape_is_422_and_names_the_field(front: Front, 
     assert front.fleet.list() == []
 
 
+@pytest.mark.clause("M2.2-400")
 @pytest.mark.parametrize("text", ["", "{", '{"name": "a",}', '{"name": "a"} x', "nan", b"\xff\xfe", "[" * 5000])
 async def test_what_is_no_json_is_400(front: Front, text: str | bytes) -> None:
     failure = await front.call("POST", "/instances", 400, data=text, headers=JSON)
     assert "Failed to parse the request body as JSON" in failed(failure, "VALIDATION_ERROR")
 
 
+@pytest.mark.clause("M2.2-415")
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
 async def test_another_content_type_is_415(front: Front, kind: str) -> None:
     failure = await front.call("POST", "/instances", 415, data=json.dumps(GOOD), headers={"Content-Type": kind})
     assert "Expected request with `Content-Type: application/json`" in failed(failure, "UNSUPPORTED_MEDIA_TYPE")
 
 
+@pytest.mark.clause("M2.2-415")
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.api+json"])
 async def test_every_spelling_of_json_is_taken(front: Front, kind: str) -> None:
     await front.call("POST", "/instances", 201, data=json.dumps(GOOD), headers={"Content-Type": kind})
 
 
+@pytest.mark.clause("M2.2-413")
 async def test_a_declared_size_over_the_limit_is_413(front: Front) -> None:
     huge = io.BytesIO(b" " * (BODY_LIMIT_BYTES + 1))
     failure = await front.call("POST", "/instances", 413, data=huge, headers=JSON)
     assert str(BODY_LIMIT_BYTES) in failed(failure, "MESSAGE_TOO_LARGE")
 
 
+@pytest.mark.clause("M2.2-413")
 async def test_an_undeclared_size_over_the_limit_is_413(front: Front) -> None:
     async def endless() -> Any:
         for _ in range(BODY_LIMIT_BYTES // 2**16 + 1):
@@ -108,16 +114,19 @@ async def test_a_body_at_the_limit_is_read(front: Front) -> None:
     await front.call("POST", "/instances", 201, data=text, headers=JSON)
 
 
+@pytest.mark.clause("M2.4-name")
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "-a", "a b", "a/b", "a\\b", "../x", "é", "a\n", "a\0", "x" * 65])
 async def test_a_bad_name_is_422_at_creation(front: Front, name: str) -> None:
     failed(await front.create(name, 422), "INVALID_INSTANCE_NAME")
 
 
+@pytest.mark.clause("M2.4-name")
 @pytest.mark.parametrize("name", ["a", "0", "A.b_c-d", "x" * 64])
 async def test_a_good_name_is_taken(front: Front, name: str) -> None:
     assert (await front.create(name))["name"] == name
 
 
+@pytest.mark.clause("M2.7-traversal")
 @pytest.mark.parametrize(
     "path", ["a%2Fb", "..%2Fsecret", "..%2fsecret/logs", "a%2Flogs", "a%5Cb", "%2e%2e%2f%2e%2e%2fx/logs"]
 )
@@ -127,6 +136,7 @@ async def test_an_encoded_separator_in_a_path_is_422(front: Front, path: str, tm
     assert "path separators" in failed(failure, "INVALID_INSTANCE_NAME")
 
 
+@pytest.mark.clause("M2.7-traversal")
 @pytest.mark.parametrize("name", ["a%252Fb", "..", "%2e%2e", "a%00b", "a%20b", "%C3%A9"])
 async def test_a_name_that_cannot_exist_has_no_log(front: Front, name: str) -> None:
     async with front.http.get(URL(f"{front.url}/instances/{name}/logs", encoded=True)) as reply:
@@ -134,16 +144,19 @@ async def test_a_name_that_cannot_exist_has_no_log(front: Front, name: str) -> N
         assert set(await reply.json()) == {"error", "code", "timestamp"}
 
 
+@pytest.mark.clause("M2.2-query")
 @pytest.mark.parametrize("query", ["start=x", "start=", "end=1.5", "start=2147483648", "end=-2147483649"])
 async def test_an_index_that_is_no_i32_is_400(front: Front, query: str) -> None:
     failed(await front.call("GET", f"/instances/a/logs?{query}", 400), "VALIDATION_ERROR")
 
 
+@pytest.mark.clause("M2-unknown-route")
 @pytest.mark.parametrize("path", ["/", "/nope", "/instances/", "/instances/a/", "/instances/a/b/c", "/health/"])
 async def test_an_unknown_route_is_404_in_the_same_shape(front: Front, path: str) -> None:
     assert path in failed(await front.call("GET", path, 404), "NOT_FOUND")
 
 
+@pytest.mark.clause("M2-unknown-route")
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
@@ -162,6 +175,7 @@ async def test_another_method_is_405_and_says_which_are_allowed(
         failed(await reply.json(), "METHOD_NOT_ALLOWED")
 
 
+@pytest.mark.clause("M2.2-internal")
 async def test_a_defect_of_ours_is_500_and_tells_nothing(front: Front, monkeypatch) -> None:
     def broken() -> None:
         raise RuntimeError("the secret of /etc/passwd")
@@ -171,6 +185,7 @@ async def test_a_defect_of_ours_is_500_and_tells_nothing(front: Front, monkeypat
     assert "secret" not in failed(failure, "INTERNAL_ERROR")
 
 
+@pytest.mark.clause("M2.2-shape", "M2.2-codes", "D-queue")
 @pytest.mark.parametrize("code", Code)
 def test_every_failure_has_its_status_and_says_when_to_come_back(code: Code) -> None:
     response = error_response(error_from_code(code, "why"))

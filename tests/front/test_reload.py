@@ -187,6 +187,7 @@ async def test_only_live_keys_are_taken_up(moving: Moving) -> None:
     assert [(each["key"], each["applies"]) for each in waits] == [("api_port", "at the next start")]
 
 
+@pytest.mark.clause("N-events")
 async def test_events_are_listed_and_filtered(moving: Moving) -> None:
     await moving.front.fleet.stop("a")
     listed = await moving.front.call("GET", "/events", 200)

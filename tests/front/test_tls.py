@@ -86,11 +86,13 @@ async def calling(settings: Settings, ours: Authority, context: ssl.SSLContext, 
         yield front
 
 
+@pytest.mark.clause("M6-tls")
 async def test_a_client_that_the_authority_certified_is_served(settings: Settings, ours: Authority) -> None:
     async with calling(settings, ours, client(ours.ca, ours)) as front:
         assert (await front.create("a"))["name"] == "a"
 
 
+@pytest.mark.clause("M6-tls")
 @pytest.mark.parametrize("who", ["nobody", "another authority's", "expired"])
 async def test_other_clients_get_no_connection(
     settings: Settings, ours: Authority, stranger: Authority, who: str
@@ -105,6 +107,7 @@ async def test_other_clients_get_no_connection(
             await front.call("GET", "/health", 200)
 
 
+@pytest.mark.clause("M6-subjects")
 @pytest.mark.parametrize(
     "rules",
     [
@@ -125,6 +128,7 @@ async def test_callers_on_the_lists_are_let_in(settings: Settings, ours: Authori
         await front.call("GET", "/instances", 200)
 
 
+@pytest.mark.clause("M6-public")
 @pytest.mark.parametrize(
     "rules",
     [

@@ -54,6 +54,7 @@ def test_the_newer_form_of_the_pooling_file_is_read(bert: Path) -> None:
     assert read_layout(bert).poolings == ("cls", "last_token")
 
 
+@pytest.mark.clause("D-local")
 def test_a_bare_transformer_of_the_bert_kind_pools_its_first_token(bert: Path) -> None:
     for name in ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"):
         (bert / name).unlink()
@@ -167,6 +168,7 @@ def test_broken_json_names_the_file(bert: Path) -> None:
         read_layout(bert)
 
 
+@pytest.mark.clause("D-local")
 def test_modules_behind_the_pooling_are_read_in_order(tmp_path: Path) -> None:
     modules = ("Dense:Tanh", "LayerNorm", "Normalize", "Dense", "Normalize")
     layout = read_layout(build("bert", tmp_path, pooling="mean+max", modules=modules, prompts={"q": "ask: "}))

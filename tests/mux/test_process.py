@@ -25,6 +25,7 @@ async def exit_status(mux: MuxProcess) -> int:
     return await asyncio.to_thread(mux.process.wait, 20)
 
 
+@pytest.mark.clause("M1.1-listener")
 async def test_stats_say_who_it_is_and_where_it_listens(mux: MuxProcess, control: Control) -> None:
     stats = await control.push()
 
@@ -184,6 +185,7 @@ async def test_a_successor_may_have_the_control_socket_while_the_old_one_drains(
     await control.close()
 
 
+@pytest.mark.clause("M3.1-port-taken")
 async def test_a_port_that_is_taken_ends_it_with_its_own_status(mux: MuxProcess, control: Control) -> None:
     port = (await control.stats())["port"]
 

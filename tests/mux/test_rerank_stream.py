@@ -29,6 +29,7 @@ def ranked(request: Any) -> None:
     request.reply(tei_pb2.RerankResponse(ranks=ranks).SerializeToString(), TIMINGS)
 
 
+@pytest.mark.clause("M1.7-rerank-stream")
 async def test_all_messages_are_one_request_in_the_order_they_came(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -73,6 +74,7 @@ async def test_messages_without_a_request_are_skipped_and_nothing_else_is_invali
     assert await ending(call) == (Status.INVALID_ARGUMENT, "Missing rerank request")
 
 
+@pytest.mark.clause("M1.7-rerank-stream")
 @pytest.mark.parametrize(
     ("first", "status", "message"),
     [

@@ -49,6 +49,7 @@ def files(answer: Any) -> dict[str, FileDescriptorProto]:
     return {proto.name: proto for proto in protos}
 
 
+@pytest.mark.clause("M1.10-reflection")
 async def test_every_service_is_listed(reflect: Any) -> None:
     answer = await reflect(list_services="")
 
@@ -58,6 +59,7 @@ async def test_every_service_is_listed(reflect: Any) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.clause("M1.10-reflection")
 @pytest.mark.parametrize(
     ("symbol", "file"),
     [
@@ -87,6 +89,7 @@ async def test_a_client_can_build_the_service_from_what_reflection_says(reflect:
     assert methods == [method.name for method in multiplexer_pb2.DESCRIPTOR.services_by_name["TeiMultiplexer"].methods]
 
 
+@pytest.mark.clause("M1.10-reflection")
 async def test_what_does_not_exist_is_not_found(reflect: Any) -> None:
     for question in (
         {"file_containing_symbol": "no.Such"},
@@ -100,6 +103,7 @@ def ask(service: str) -> health_pb2.HealthCheckRequest:
     return health_pb2.HealthCheckRequest(service=service)
 
 
+@pytest.mark.clause("D-health-service")
 async def test_health_knows_the_server_the_service_and_every_instance(
     control: Control, channel: Any, start_worker: Any
 ) -> None:

@@ -49,6 +49,7 @@ class Feed:
             yield message
 
 
+@pytest.mark.clause("M1.7-order")
 async def test_answers_come_in_request_order_whatever_order_the_worker_takes(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -81,6 +82,7 @@ async def test_a_conversation_is_answered_message_by_message(control: Control, c
     assert await call.code() is Status.OK
 
 
+@pytest.mark.clause("M1.7-headers-first")
 async def test_the_headers_come_before_the_first_answer(control: Control, channel: Any, start_worker: Any) -> None:
     worker: FrameWorker = await start_worker(hold)
     await control.push(running("a", worker))
@@ -95,6 +97,7 @@ async def test_the_headers_come_before_the_first_answer(control: Control, channe
     assert await lengths_of(call) == [1.0]
 
 
+@pytest.mark.clause("M1.7-window")
 async def test_no_more_messages_than_the_window_are_in_flight(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -134,6 +137,7 @@ async def test_messages_wait_for_room_and_turn_to_bulk_once_they_are_many(
     assert all(request.header.deadline_ms == 0 for request in requests)
 
 
+@pytest.mark.clause("M1.7-target")
 async def test_each_message_goes_to_its_own_target_and_none_means_the_one_before(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -178,6 +182,7 @@ async def test_a_stream_follows_its_instance_to_the_next_incarnation(
     assert await call.code() is Status.OK
 
 
+@pytest.mark.clause("M1.7-skipped")
 async def test_a_message_without_inner_request_is_skipped(control: Control, channel: Any, start_worker: Any) -> None:
     await control.push(running("a", await start_worker()))
     messages = [mux_pb2.EmbedRequest(target=to("a")), embed("x"), mux_pb2.EmbedRequest(), embed("xx"), embed("xxx")]
@@ -193,6 +198,7 @@ async def test_a_stream_of_skipped_messages_ends_well(control: Control, channel:
     assert await lengths_of(call) == []
 
 
+@pytest.mark.clause("M1.7-empty")
 @pytest.mark.parametrize("method", ["EmbedStream", "EmbedArrowStream", "DecodeStream", "RerankStream"])
 async def test_an_empty_stream_is_invalid(control: Control, channel: Any, method: str) -> None:
     call = stub(channel, method)([])
@@ -218,6 +224,7 @@ async def test_a_first_message_that_leads_nowhere_ends_the_stream(
     assert await ending(call) == (status, message)
 
 
+@pytest.mark.clause("M1.7-first-failure")
 async def test_the_first_failing_item_ends_the_stream_after_those_before_it(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -294,6 +301,7 @@ async def test_a_stream_in_flight_is_unavailable_when_its_worker_dies(
     assert await ending(call) == (Status.UNAVAILABLE, "Instance 'a' lost its worker: the connection closed")
 
 
+@pytest.mark.clause("N-arrow-stream")
 @pytest.mark.parametrize(
     ("name", "method", "request_type"),
     [
@@ -317,6 +325,7 @@ async def test_every_stream_asks_the_worker_for_its_own_method(
     assert {(await worker.requests.get()).method for _ in answers} == {method}
 
 
+@pytest.mark.clause("N-arrow-stream")
 async def test_later_arrow_batches_take_the_options_of_the_first(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -347,6 +356,7 @@ async def test_later_arrow_batches_take_the_options_of_the_first(
         assert (request.method, request.flags) == (Method.EMBED_ARROW, Flag.BULK | Flag.WAIT)
 
 
+@pytest.mark.clause("N-arrow-stream-failure")
 async def test_a_bad_arrow_batch_for_nobody_is_a_bad_batch(control: Control, channel: Any) -> None:
     feed = Feed()
     feed.say(mux_pb2.EmbedArrowRequest(target=to("nobody"), arrow_ipc=b"no arrow at all"))

@@ -35,6 +35,7 @@ def ask(text: str) -> tei_pb2.EmbedRequest:
     return tei_pb2.EmbedRequest(inputs=text)
 
 
+@pytest.mark.clause("D-tei-on-mux")
 async def test_the_metadata_names_the_instance(control: Control, channel: Any, start_worker: Any) -> None:
     worker, other = await start_worker(), await start_worker()
     await control.push(running("a", worker), running("b", other))
@@ -48,12 +49,14 @@ async def test_the_metadata_names_the_instance(control: Control, channel: Any, s
     assert other.requests.empty()
 
 
+@pytest.mark.clause("D-tei-on-mux")
 async def test_the_only_running_instance_needs_no_name(control: Control, channel: Any, start_worker: Any) -> None:
     await control.push(Entry("off", "m", State.STOPPED), running("b", await start_worker()))
 
     assert list((await tei(channel, "Embed", "Embed")(ask("four"))).embeddings) == [4.0]
 
 
+@pytest.mark.clause("D-tei-on-mux")
 async def test_without_a_name_and_with_a_choice_the_choices_are_named(
     control: Control, channel: Any, start_worker: Any
 ) -> None:

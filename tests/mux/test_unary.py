@@ -32,6 +32,7 @@ async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
+@pytest.mark.clause("M1.6-forwarded")
 async def test_embed_reaches_the_worker_as_sent_and_comes_back_with_its_cost(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -59,6 +60,7 @@ async def test_embed_reaches_the_worker_as_sent_and_comes_back_with_its_cost(
     }
 
 
+@pytest.mark.clause("M1.5-no-target", "M1.5-unknown-name", "M1.5-not-running")
 @pytest.mark.parametrize(
     ("target", "status", "message"),
     [
@@ -101,6 +103,7 @@ def ipc(*columns: pa.Array, batches: int = 1) -> bytes:
 GOOD = ipc(pa.array([1]), pa.array(["x"]))
 
 
+@pytest.mark.clause("M1.8-order")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -128,6 +131,7 @@ async def test_bad_arrow_for_nobody_is_bad_arrow(
     assert said.startswith(message)
 
 
+@pytest.mark.clause("M1.8-order")
 @pytest.mark.parametrize(
     "texts",
     [
@@ -144,6 +148,7 @@ async def test_good_arrow_for_nobody_is_not_found(control: Control, channel: Any
         assert await failure(stub(channel, "EmbedArrow")(request)) == (Status.NOT_FOUND, "Instance 'nobody' not found")
 
 
+@pytest.mark.clause("M1.5-model-and-index")
 @pytest.mark.parametrize("target", [mux_pb2.Target(model_id="model"), mux_pb2.Target(instance_index=1), to("a")])
 async def test_every_way_of_naming_an_instance_works(
     control: Control, channel: Any, start_worker: Any, target: Any
@@ -156,6 +161,7 @@ async def test_every_way_of_naming_an_instance_works(
     assert list(answer.embeddings) == [4.0]
 
 
+@pytest.mark.clause("M1.5-order")
 @pytest.mark.parametrize(
     ("method", "request_type", "words"),
     [
@@ -185,6 +191,7 @@ async def test_checks_come_in_the_order_target_request_lookup(
     )
 
 
+@pytest.mark.clause("M1.2-methods")
 async def test_every_method_reaches_the_worker_under_its_own_number(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -208,6 +215,7 @@ async def test_every_method_reaches_the_worker_under_its_own_number(
         assert (await worker.requests.get()).method == method
 
 
+@pytest.mark.clause("M1.8-no-timeout")
 async def test_an_arrow_message_goes_whole_in_the_bulk_lane_without_a_server_deadline(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -226,6 +234,7 @@ async def test_an_arrow_message_goes_whole_in_the_bulk_lane_without_a_server_dea
     assert seen.header.deadline_ms == 0
 
 
+@pytest.mark.clause("M1.6-forwarded")
 async def test_a_large_answer_comes_through_untouched(control: Control, channel: Any, start_worker: Any) -> None:
     content = bytes(range(256)) * 7_000
     worker = await start_worker(
@@ -239,6 +248,7 @@ async def test_a_large_answer_comes_through_untouched(control: Control, channel:
     assert all(answer.arrow_ipc == content for answer in answers)
 
 
+@pytest.mark.clause("M1.6-errors")
 @pytest.mark.parametrize("code", Code)
 async def test_the_workers_error_keeps_its_code_and_sentence(
     control: Control, channel: Any, start_worker: Any, code: Code
@@ -261,6 +271,7 @@ async def test_malformed_bytes_are_the_callers_fault(control: Control, channel: 
     assert message.startswith("Malformed message")
 
 
+@pytest.mark.clause("M1.1-unknown-path")
 async def test_an_unknown_method_is_unimplemented(control: Control, channel: Any) -> None:
     for path in ("/tei_multiplexer.v1.TeiMultiplexer/Nothing", "/tei.v1.Embed/Nothing", "/tei.v2.Embed/Embed"):
         status, _ = await failure(channel.unary_unary(path)(b""))
@@ -275,6 +286,7 @@ async def test_a_name_too_long_for_a_trailer_is_still_answered(control: Control,
     assert message.startswith("Instance 'nnn")
 
 
+@pytest.mark.clause("M1.10-size")
 async def test_a_message_over_the_limit_is_refused_naming_both_sizes(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -305,6 +317,7 @@ async def test_a_client_that_cancels_reaches_the_worker(control: Control, channe
     assert await worker.cancels.get() == request.header.id
 
 
+@pytest.mark.clause("M1.6-client-deadline")
 async def test_the_clients_deadline_travels_to_the_worker_and_cancels_there(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
@@ -319,6 +332,7 @@ async def test_the_clients_deadline_travels_to_the_worker_and_cancels_there(
     assert await worker.cancels.get() == request.header.id
 
 
+@pytest.mark.clause("M1.6-timeout")
 async def test_the_servers_own_limit_is_a_request_timeout(start_mux: Any, start_worker: Any) -> None:
     control = await Control.connect(start_mux(request_timeout_s=0.05))
     worker: FrameWorker = await start_worker(hold)
@@ -392,6 +406,7 @@ async def test_calls_spread_over_the_replicas_of_an_instance(control: Control, c
     await asyncio.gather(*calls)
 
 
+@pytest.mark.clause("M1.1-many-streams")
 async def test_a_thousand_calls_at_once_each_get_their_own_answer(
     control: Control, channel: Any, start_worker: Any
 ) -> None:

@@ -113,6 +113,7 @@ async def test_those_that_are_too_many_are_ended(settings: Settings, wanted: dic
     assert pids(settings) == []
 
 
+@pytest.mark.clause("M3.1-port-taken")
 async def test_a_stranger_on_the_port_is_said_at_once(settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.grpc_port)), pytest.raises(PortConflict):
         async with Muxes(settings, Directory(), Metrics()).running():

@@ -79,6 +79,7 @@ def check_below(spans: dict[str, Seen], root: Seen) -> None:
     assert spans["queue"].end_ns <= spans["batch"].start_ns
 
 
+@pytest.mark.clause("N-otel", "N-trace-context")
 def test_a_unary_call_is_one_trace_below_the_clients_span(channel: grpc.Channel, collector: Collector) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     metadata = (("traceparent", f"00-{trace_id}-{PARENT}-01"), ("tracestate", "vendor=1"))
@@ -106,6 +107,7 @@ def test_a_unary_call_is_one_trace_below_the_clients_span(channel: grpc.Channel,
     assert root.resource.items() >= named.items()
 
 
+@pytest.mark.clause("N-trace-context")
 def test_an_arrow_call_tells_of_failed_rows_and_its_dtype(channel: grpc.Channel, collector: Collector) -> None:
     trace_id = "aa" * 16
     sink = pa.BufferOutputStream()
@@ -185,6 +187,7 @@ def next_trace(collector: Collector, before: set[str]) -> str:
         return next(iter({span.trace_id for span in collector._spans} - before))
 
 
+@pytest.mark.clause("N-trace-context")
 def test_http_inference_is_one_trace_too(daemon: DaemonProcess, collector: Collector) -> None:
     trace_id = "ff" * 16
     request = urllib.request.Request(
@@ -201,6 +204,7 @@ def test_http_inference_is_one_trace_too(daemon: DaemonProcess, collector: Colle
     check_below(spans, root)
 
 
+@pytest.mark.clause("N-log-context")
 def test_the_logs_of_mux_and_worker_name_request_and_trace(channel: grpc.Channel, daemon: DaemonProcess) -> None:
     trace_id = "12" * 16
     request = embed_request()

@@ -35,6 +35,7 @@ def string_of_one(stop: int, data: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(struct.pack("<ii", 0, stop)), pa.py_buffer(data)])
 
 
+@pytest.mark.clause("M1.8-input", "N-input")
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 @pytest.mark.parametrize(
     "kind",
@@ -52,30 +53,35 @@ def test_every_string_type_and_codec_is_read(kind: pa.DataType, compression: str
     assert read.rows == [150]
 
 
+@pytest.mark.clause("M1.8-batches")
 def test_all_batches_are_read_and_counted() -> None:
     read = read_texts(stream(texts_batch(["a", "b"]), texts_batch([]), texts_batch(["c"])), LIMIT)
 
     assert (read.texts, read.rows) == (["a", "b", "c"], [2, 0, 1])
 
 
+@pytest.mark.clause("M1.8-column")
 def test_the_column_named_text_wins_over_an_earlier_string_column() -> None:
     batch = pa.record_batch([pa.array([1]), pa.array(["id-1"]), pa.array(["hello"])], names=["n", "id", "text"])
 
     assert read_texts(stream(batch), LIMIT).texts == ["hello"]
 
 
+@pytest.mark.clause("M1.8-column")
 def test_without_a_column_named_text_the_first_string_column_is_taken() -> None:
     batch = pa.record_batch([pa.array([1]), pa.array(["hello"]), pa.array(["other"])], names=["n", "a", "b"])
 
     assert read_texts(stream(batch), LIMIT).texts == ["hello"]
 
 
+@pytest.mark.clause("M1.8-bad-input")
 @pytest.mark.parametrize("garbage", [b"", b"garbage", b"\xff" * 64, b"ARROW1\0\0" + b"\0" * 64, b"\0" * 4096])
 def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(InvalidInput, match=r"Invalid Arrow IPC|No RecordBatch"):
         read_texts(garbage, LIMIT)
 
 
+@pytest.mark.clause("M1.8-bad-input")
 def test_a_stream_without_a_batch_is_refused() -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, pa.schema([("text", pa.string())])):
@@ -85,6 +91,7 @@ def test_a_stream_without_a_batch_is_refused() -> None:
         read_texts(sink.getvalue().to_pybytes(), LIMIT)
 
 
+@pytest.mark.clause("M1.8-bad-input")
 def test_a_stream_without_a_string_column_is_refused_naming_what_it_has() -> None:
     batch = pa.record_batch([pa.array([1, 2])], names=["numbers"])
 
@@ -181,6 +188,7 @@ def test_the_outline_of_a_long_stream_looks_at_its_beginning() -> None:
     assert read_outline(head + b"no arrow any more") == Outline(has_text=True, has_batch=True)
 
 
+@pytest.mark.clause("M1.8-batches")
 def test_vectors_come_back_as_rows_with_the_batches_of_the_request() -> None:
     vectors = np.arange(15, dtype=np.float32).reshape(5, 3)
 
@@ -193,6 +201,7 @@ def test_vectors_come_back_as_rows_with_the_batches_of_the_request() -> None:
     assert np.array_equal(np.concatenate([_values(batch) for batch in batches]).reshape(5, 3), vectors)
 
 
+@pytest.mark.clause("M1.8-rows", "N-columns")
 def test_a_failed_row_is_null_with_its_reason_and_keeps_its_place() -> None:
     vectors = np.ones((3, 2), np.float32)
 
@@ -203,12 +212,14 @@ def test_a_failed_row_is_null_with_its_reason_and_keeps_its_place() -> None:
     assert batch.column("error").to_pylist() == [None, "too long", None]
 
 
+@pytest.mark.clause("M1.8-no-rows")
 def test_no_rows_still_carry_the_dimension() -> None:
     with pa.ipc.open_stream(write_vectors(np.empty((0, 384), np.float32), {}, [0])) as reader:
         assert reader.schema.field("embeddings").type.list_size == 384
         assert reader.read_next_batch().num_rows == 0
 
 
+@pytest.mark.clause("N-dtype", "N-compression")
 @pytest.mark.parametrize("lz4", [False, True])
 def test_half_precision_and_compression_are_as_asked(lz4: bool) -> None:
     vectors = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)

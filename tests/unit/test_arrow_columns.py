@@ -36,6 +36,7 @@ def sparse(*entries: tuple[int, float]) -> tuple[np.ndarray, np.ndarray]:
 ENTRY = pa.struct([pa.field("index", pa.uint32(), nullable=False), pa.field("value", pa.float32(), nullable=False)])
 
 
+@pytest.mark.clause("M1.9-schema", "N-columns")
 def test_the_sparse_reply_has_the_contracts_schema() -> None:
     vectors = [sparse((3, 0.5), (9, 2.0)), None, sparse()]
 

@@ -11,6 +11,7 @@ from teimgr.errors import InvalidConfig
 from teimgr.spec import WorkerSpec
 
 
+@pytest.mark.clause("M2.4-extra-args")
 def test_flags_become_fields_of_the_workers_orders() -> None:
     flags = ["--dtype", "float16", "--pooling=cls", "--max-batch-requests", "8", "--default-prompt", "query: "]
 
@@ -60,6 +61,7 @@ def test_a_value_may_look_like_a_flag() -> None:
     assert parse(["--default-prompt", "--dtype"]) == {"default_prompt": "--dtype"}
 
 
+@pytest.mark.clause("M2.4-extra-args")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -34,6 +34,7 @@ def test_what_is_there_at_first_has_not_happened() -> None:
     assert kinds(began(VIEW)) == []
 
 
+@pytest.mark.clause("N-events")
 def test_a_life_is_told_step_by_step() -> None:
     happenings = began()
     for view in (
@@ -132,6 +133,7 @@ async def receiver() -> AsyncIterator[Receiver]:
     await runner.cleanup()
 
 
+@pytest.mark.clause("N-webhooks")
 async def test_a_webhook_is_told_in_order_and_signed(receiver: Receiver) -> None:
     happenings = began()
     webhook = Webhook(url=receiver.url, secret="hush")
@@ -160,6 +162,7 @@ async def test_a_webhook_hears_only_of_what_it_asked_for(receiver: Receiver) -> 
     assert "X-Teimgr-Signature" not in receiver.calls[0][0]
 
 
+@pytest.mark.clause("N-webhooks")
 async def test_a_failed_delivery_is_tried_again_and_holds_nobody_up(receiver: Receiver) -> None:
     happenings, receiver.statuses = began(), [503, 500, 429]
     webhooks = Webhooks(happenings, pause_s=0.01)

@@ -62,6 +62,7 @@ def test_start_launches_a_worker_and_sets_the_deadline() -> None:
     assert (life.phase, life.phase.state, life.wake_at) == (Phase.STARTING, State.STARTING, 65.0)
 
 
+@pytest.mark.clause("M5.3-ready")
 def test_a_ready_worker_runs_and_has_no_deadline() -> None:
     assert (RUNNING.phase, RUNNING.wake_at, RUNNING.restarts) == (Phase.RUNNING, None, 0)
 
@@ -140,6 +141,7 @@ def test_a_stable_worker_that_crashes_is_replaced_at_once() -> None:
     assert (effects, life.restarts, life.reason) == ([Launch()], 1, "the worker was killed by SIGKILL")
 
 
+@pytest.mark.clause("M5.4-backoff")
 def test_crashes_in_a_row_wait_twice_as_long_each_time_up_to_the_cap() -> None:
     life, delays = RUNNING, []
     for _ in range(6):
@@ -228,6 +230,7 @@ def test_a_proof_makes_a_starting_worker_run() -> None:
     assert after(Start(), ProbeOk())[0].phase is Phase.RUNNING
 
 
+@pytest.mark.clause("M5.4-restart")
 def test_probes_that_fail_in_a_row_kill_and_replace() -> None:
     life, effects = after(ProbeFailed("x"), ProbeFailed("x"), life=RUNNING)
     assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 2, [])
@@ -240,12 +243,14 @@ def test_probes_that_fail_in_a_row_kill_and_replace() -> None:
     assert (life.phase, life.wake_at) == (Phase.WAITING, 40.0)
 
 
+@pytest.mark.clause("M5.4-restart")
 def test_one_good_probe_clears_the_count() -> None:
     life, _ = after(ProbeFailed("x"), ProbeFailed("x"), ProbeOk(), ProbeFailed("x"), life=RUNNING)
 
     assert (life.phase, life.probe_failures) == (Phase.RUNNING, 1)
 
 
+@pytest.mark.clause("M5.4-zero")
 def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
     life, _ = after(Start(), WorkerReady(), life=Life(policy=Policy(max_probe_failures=0)))
     life, effects = after(*[ProbeFailed("x")] * 50, life=life)
@@ -256,6 +261,7 @@ def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
 # The table
 
 
+@pytest.mark.clause("M5.1-states")
 def test_every_event_has_a_cell_for_every_phase() -> None:
     assert set(TRANSITIONS) == {*Command.__args__, *News.__args__}
     assert all(set(row) == set(Phase) for row in TRANSITIONS.values())

@@ -30,10 +30,12 @@ def spec(name: str = "a", *, gpu_id: int | None = None, threads: int | None = No
     return InstanceSpec(name=name, model_id="m", gpu_id=gpu_id, threads=threads)
 
 
+@pytest.mark.clause("D-placement")
 def test_without_a_card_an_instance_runs_on_the_cpu() -> None:
     assert place(spec(), NONE) is None
 
 
+@pytest.mark.clause("D-placement")
 def test_the_card_with_most_free_memory_wins() -> None:
     assert place(spec(), TWO) == TWO.gpus[1]
 
@@ -51,10 +53,12 @@ def test_cards_that_tell_no_memory_are_taken_in_turn() -> None:
     assert place(spec(), silent, {"GPU-0": 1}) == silent.gpus[1]
 
 
+@pytest.mark.clause("M5.2-gpu")
 def test_an_explicit_card_wins_over_a_better_one() -> None:
     assert place(spec(gpu_id=0), TWO) == TWO.gpus[0]
 
 
+@pytest.mark.clause("M2.4-gpu")
 @pytest.mark.parametrize(
     ("inventory", "message"),
     [

@@ -32,12 +32,14 @@ def listen(held: ExitStack, port: int) -> None:
     listener.listen()
 
 
+@pytest.mark.clause("M5.2-ports")
 def test_ports_are_handed_out_in_turn_so_that_one_given_up_rests(start: int) -> None:
     ports = Ports(HOST, start, start + 3, {})
 
     assert [ports.allocate(()) for _ in range(4)] == [start, start + 1, start + 2, start]
 
 
+@pytest.mark.clause("M5.2-ports")
 def test_taken_reserved_and_bound_ports_are_passed_over(start: int, listeners: ExitStack) -> None:
     listen(listeners, start + 2)
     ports = Ports(HOST, start, start + 5, {start + 1: "the API port"})
@@ -45,6 +47,7 @@ def test_taken_reserved_and_bound_ports_are_passed_over(start: int, listeners: E
     assert ports.allocate({start}) == start + 3
 
 
+@pytest.mark.clause("M2.4-no-port")
 def test_a_full_range_says_so(start: int) -> None:
     ports = Ports(HOST, start, start + 2, {})
 
@@ -75,6 +78,7 @@ def test_a_conflict_names_the_holder(start: int, listeners: ExitStack) -> None:
             ports.check(port, holders)
 
 
+@pytest.mark.clause("M2.4-prometheus-port")
 def test_prometheus_ports_count_upwards_and_never_repeat() -> None:
     ports = Ports(HOST, 8080, 8180, {9100: "the API port"})
     first = ports.allocate_prometheus(())

@@ -82,6 +82,7 @@ def test_timings_survive_the_frame() -> None:
     assert split_timings(timings.pack() + b"rest") == (timings, b"rest")
 
 
+@pytest.mark.clause("M2.2-codes")
 @pytest.mark.parametrize("code", list(Code), ids=lambda code: code.name)
 def test_every_code_has_a_class_a_status_and_survives_an_error_frame(code: Code) -> None:
     error = unpack_error(pack_error(error_from_code(code, "what happened – ünïcode")))

@@ -29,6 +29,7 @@ def served_by(lease: Lease) -> str:
     return lease._replica.endpoint.incarnation
 
 
+@pytest.mark.clause("M1.5-not-running")
 @pytest.mark.parametrize(
     ("target", "kind", "message"),
     [
@@ -56,6 +57,7 @@ def test_a_target_without_a_worker_is_told_why(target: Target, kind: type[Teimgr
         fleet.lease(target)
 
 
+@pytest.mark.clause("M1.5-model-and-index")
 def test_name_and_index_lead_to_the_instance() -> None:
     fleet = router(entry("a", "1"), entry("b", "2"))
 
@@ -63,6 +65,7 @@ def test_name_and_index_lead_to_the_instance() -> None:
     assert served_by(fleet.lease(Target(instance_index=0))) == "1"
 
 
+@pytest.mark.clause("M1.5-model-and-index", "N-model-id")
 def test_a_model_id_leads_to_any_running_instance_of_it() -> None:
     fleet = router(entry("a", "1"), entry("b", state=State.STARTING), entry("c", "3"), entry("d", "4", model_id="n"))
 

@@ -18,6 +18,7 @@ def rows(*services: str) -> list[Rpc]:
     return [each for each in RPCS if each.service in services]
 
 
+@pytest.mark.clause("M1.4-services")
 def test_every_method_of_every_service_has_a_row() -> None:
     assert (*TEI, MUX, ARROW) == SERVICES
     assert [each.name for each in rows(MUX)] == [method.name for method in SERVICE.methods]
@@ -44,6 +45,7 @@ def test_teimgr_s_own_arrow_calls_are_batches_with_a_target() -> None:
         assert (each.arrow_field, each.payload, each.lane) == (2, Payload.WHOLE, Flag.BULK | Flag.WAIT)
 
 
+@pytest.mark.clause("M1.5-missing-request")
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
@@ -62,6 +64,7 @@ def test_a_missing_inner_request_is_named_as_the_contract_names_it(name: str, mi
     assert rpc(name).missing == missing
 
 
+@pytest.mark.clause("M1.2-methods")
 def test_shapes_are_those_of_the_proto() -> None:
     shapes = {each.name: each.shape for each in rows(MUX)}
 
@@ -90,6 +93,7 @@ def test_arrow_messages_travel_whole_and_in_bulk_and_a_rerank_waits_for_room() -
     }
 
 
+@pytest.mark.clause("M1.6-timeout", "M8-timeout-zero")
 def test_only_single_calls_have_the_configured_timeout() -> None:
     limited = {each.name for each in rows(MUX) if each.limited}
 
@@ -98,6 +102,7 @@ def test_only_single_calls_have_the_configured_timeout() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.clause("M1.6-cost-metadata")
 def test_compute_headers_are_told_by_the_methods_that_compute() -> None:
     assert {each.name for each in rows(MUX) if each.tells_compute} == {
         "Embed", "EmbedSparse", "EmbedAll", "Predict", "PredictPair", "Rerank", "RerankStream",

@@ -46,6 +46,7 @@ def certificates(folder: Path) -> str:
     return "".join(f'{name} = "{folder / name}"\n' for name in ("ca_cert", "server_cert", "server_key"))
 
 
+@pytest.mark.clause("M1.1-listener", "M3.2-keys", "D-restore")
 def test_nothing_given_is_the_defaults_of_the_contract() -> None:
     settings = load(None, {})
     assert settings == Settings()
@@ -64,6 +65,7 @@ def test_run_and_log_directories_lie_beside_the_state_file_unless_given() -> Non
     assert Settings(state_file=Path("/x/s.toml"), run_dir=Path("/run/t")).run_dir == Path("/run/t")
 
 
+@pytest.mark.clause("M3.1-precedence")
 def test_flag_wins_over_environment_over_file_over_default(file: Path) -> None:
     file.write_text("api_port = 7001\ngrpc_port = 7002\nmax_instances = 3\n")
     environ = {"TEI_MANAGER_API_PORT": "7011", "TEIMGR_GRPC_PORT": "7012"}
@@ -72,6 +74,7 @@ def test_flag_wins_over_environment_over_file_over_default(file: Path) -> None:
     assert settings.log_level == "info"
 
 
+@pytest.mark.clause("M3.2-environment")
 def test_our_variable_wins_over_that_of_tei_manager() -> None:
     environ = {"TEIMGR_API_PORT": "7001", "TEI_MANAGER_API_PORT": "7002"}
     assert load(None, environ).api_port == 7001
@@ -104,6 +107,7 @@ def test_every_scalar_key_has_its_variable() -> None:
     assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}
 
 
+@pytest.mark.clause("N-otel")
 def test_a_variable_of_a_table_changes_that_key_of_it(file: Path) -> None:
     file.write_text("[otel]\nendpoint = 'http://a:1'\nsample_ratio = 0.5\n")
     assert load(file, {"TEI_MANAGER_OTEL_ENDPOINT": "http://b:2"}).otel == Otel(endpoint="http://b:2", sample_ratio=0.5)
@@ -117,6 +121,7 @@ def test_aliases_are_a_table_of_names(file: Path) -> None:
     assert load(file, {}).aliases == {"small": "BAAI/bge-small-en-v1.5", "openai/x": "a"}
 
 
+@pytest.mark.clause("M3.2-environment")
 @pytest.mark.parametrize(
     ("variable", "text", "says"),
     [
@@ -141,6 +146,7 @@ def test_a_bad_flag_is_refused() -> None:
         load(None, {}, {"api_port": 80})
 
 
+@pytest.mark.clause("M3.1-config", "M8-smoke")
 def test_a_file_that_is_missing_or_no_toml_is_refused(file: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"nope\.toml: cannot be read: No such file"):
         load(file.with_name("nope.toml"), {})
@@ -150,6 +156,7 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(file: Path) -> None:
         load(file, {})
 
 
+@pytest.mark.clause("M3.2-unknown")
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -220,6 +227,7 @@ def test_a_wrong_type_or_number_is_refused_by_its_path(file: Path, text: str, sa
     assert refused(file, text).startswith(says)
 
 
+@pytest.mark.clause("M3.3-rules", "M3.3-providers")
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -256,6 +264,7 @@ def test_a_broken_rule_is_refused_in_the_words_of_the_contract(file: Path, text:
     assert says in refused(file, text)
 
 
+@pytest.mark.clause("M3.3-certificates")
 @pytest.mark.parametrize(
     ("key", "says"),
     [
@@ -270,6 +279,7 @@ def test_certificates_must_exist(file: Path, tmp_path: Path, key: str, says: str
     assert says in refused(file, text)
 
 
+@pytest.mark.clause("M3.3-providers")
 def test_mutual_tls_is_on_when_enabled_and_whole(file: Path, tmp_path: Path) -> None:
     file.write_text(MTLS + certificates(tmp_path) + "allowed_sans = ['x']\nallow_self_signed = true\n")
     settings = load(file, {})
@@ -284,6 +294,7 @@ def test_mutual_tls_is_on_when_enabled_and_whole(file: Path, tmp_path: Path) -> 
     assert "allow_self_signed is ignored" in warnings
 
 
+@pytest.mark.clause("M6-off")
 def test_authentication_that_is_off_is_not_judged(file: Path) -> None:
     file.write_text("[auth]\nenabled = false\nproviders = ['mtls']\n")
     assert load(file, {}).auth == Auth(providers=("mtls",))
@@ -295,6 +306,7 @@ def test_the_grpc_port_is_free_for_seeds_when_grpc_is_off(file: Path) -> None:
     assert load(file, {}).instances[0].port == 9001
 
 
+@pytest.mark.clause("M3.2-seed")
 def test_a_whole_seed_becomes_a_spec(file: Path) -> None:
     first = "gpu_id = 0\nextra_args = ['--dtype', 'float16']\nthreads = 2\nkind = 'sparse'\ntrust_remote_code = true\n"
     file.write_text(SEED + first + SECOND + "port = 0\n")
@@ -313,6 +325,7 @@ def test_a_whole_seed_becomes_a_spec(file: Path) -> None:
     )
 
 
+@pytest.mark.clause("D-bind")
 def test_loud_warnings_name_what_is_open_or_ignored(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("ca_cert", "server_cert", "server_key")}
     with_tls = Auth(enabled=True, providers=("mtls",), mtls=Mtls(**files))
@@ -323,6 +336,7 @@ def test_loud_warnings_name_what_is_open_or_ignored(tmp_path: Path) -> None:
     assert "tei_binary_path is ignored" in next(Settings(tei_binary_path="/bin/sleep").warnings())
 
 
+@pytest.mark.clause("M3.3-state-folder")
 def test_folders_are_made_and_the_run_directory_is_private(tmp_path: Path) -> None:
     settings = Settings(state_file=tmp_path / "deep" / "er" / "state.toml")
     settings.prepare_folders()
@@ -331,6 +345,7 @@ def test_folders_are_made_and_the_run_directory_is_private(tmp_path: Path) -> No
     assert stat.S_IMODE(settings.run_dir.stat().st_mode) == 0o700
 
 
+@pytest.mark.clause("M3.3-state-folder")
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidConfig, match="Cannot create state file directory: "):

@@ -71,6 +71,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "state.toml"
 
 
+@pytest.mark.clause("M4-configuration-only")
 def test_what_is_saved_is_loaded(store: Store) -> None:
     store.save([FULL, PLAIN])
 
@@ -95,6 +96,7 @@ def test_any_text_survives_the_form(specs: list[InstanceSpec]) -> None:
     assert parse(render(specs)).specs == tuple(specs)
 
 
+@pytest.mark.clause("M4-read")
 def test_a_file_of_tei_manager_is_read_as_it_is() -> None:
     (spec,) = parse(UPSTREAM).specs
 
@@ -103,6 +105,7 @@ def test_a_file_of_tei_manager_is_read_as_it_is() -> None:
     assert spec.wanted_running
 
 
+@pytest.mark.clause("M4-form")
 def test_the_file_has_tei_managers_keys_and_further_ones_where_they_say_more(store: Store, file: Path) -> None:
     store.save([PLAIN])
 
@@ -119,6 +122,7 @@ def test_the_file_has_tei_managers_keys_and_further_ones_where_they_say_more(sto
     ]
 
 
+@pytest.mark.clause("M4-form")
 def test_an_empty_state_is_a_state(store: Store, file: Path) -> None:
     store.save([])
 
@@ -126,10 +130,12 @@ def test_an_empty_state_is_a_state(store: Store, file: Path) -> None:
     assert store.load() == parse(file.read_bytes())
 
 
+@pytest.mark.clause("M4-missing")
 def test_a_missing_file_is_an_empty_state_without_alarm(store: Store) -> None:
     assert (store.load().specs, store.load().alarm) == ((), None)
 
 
+@pytest.mark.clause("M4-atomic")
 def test_nothing_but_the_two_generations_lies_beside_the_file(store: Store, tmp_path: Path) -> None:
     store.save([PLAIN])
     store.save([FULL])
@@ -144,6 +150,7 @@ def test_the_file_is_for_its_owner_alone(store: Store, file: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.clause("M4-corrupt")
 @pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"[[instances", b"instances = []", b'last_updated = "x"'])
 def test_a_corrupt_file_is_kept_aside_and_the_generation_before_is_loaded(
     store: Store, file: Path, damage: bytes
@@ -173,6 +180,7 @@ def test_with_both_generations_corrupt_the_daemon_still_starts_and_says_so(store
     assert "no instance was restored" in str(loaded.alarm)
 
 
+@pytest.mark.clause("M4-restore")
 def test_a_bad_entry_is_left_out_and_the_whole_file_is_kept(store: Store, file: Path) -> None:
     file.write_text('last_updated = "x"\n[[instances]]\nname = "a"\nmodel_id = "m"\n[[instances]]\nport = "no"\n')
 
@@ -239,6 +247,7 @@ for turn in itertools.count():
 """
 
 
+@pytest.mark.clause("M4-atomic")
 def test_a_writer_killed_at_any_moment_leaves_a_whole_generation(file: Path) -> None:
     """Twenty writers are killed after a random number of writes seen from outside."""
     choose = random.Random(4)
@@ -266,6 +275,7 @@ def settings(file: Path, *, restore: bool) -> Settings:
     return Settings(state_file=file, instances=seeds, auto_restore_on_restart=restore)
 
 
+@pytest.mark.clause("M4-seeds")
 def test_the_state_wins_over_a_seed_of_the_same_name(store: Store, file: Path) -> None:
     store.save([FULL])
 
@@ -275,6 +285,7 @@ def test_the_state_wins_over_a_seed_of_the_same_name(store: Store, file: Path) -
     assert not wanted.specs[0].wanted_running
 
 
+@pytest.mark.clause("M4-seeds")
 def test_without_restore_the_seeds_alone_count_and_the_state_is_backed_up(store: Store, file: Path) -> None:
     store.save([FULL, PLAIN])
 

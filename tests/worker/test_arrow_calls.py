@@ -338,6 +338,7 @@ def sparse_arrow(texts: list[str | None], **options: object) -> bytes:
     return multiplexer_pb2.EmbedSparseArrowRequest(arrow_ipc=plain.arrow_ipc, **options).SerializeToString()
 
 
+@pytest.mark.clause("M1.9-schema")
 async def test_sparse_arrow_is_the_sparse_call_row_by_row(splade: WorkerProcess, connect: Connect) -> None:
     link = await ready(splade, connect)
     single = await one_by_one(link, Method.EMBED_SPARSE, tei_pb2.EmbedSparseRequest, tei_pb2.EmbedSparseResponse)
@@ -354,6 +355,7 @@ async def test_sparse_arrow_is_the_sparse_call_row_by_row(splade: WorkerProcess,
         np.testing.assert_allclose([entry["value"] for entry in row], values, atol=1e-5)
 
 
+@pytest.mark.clause("M1.9-noop")
 async def test_sparse_noop_is_the_pattern_of_tei_manager_without_the_model(
     splade: WorkerProcess, connect: Connect
 ) -> None:

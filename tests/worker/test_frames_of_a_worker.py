@@ -31,6 +31,7 @@ async def test_embed_gives_a_unit_vector_and_what_it_cost(link: WorkerLink) -> N
     assert answer.timings.total_ns >= answer.timings.inference_ns > 0
 
 
+@pytest.mark.clause("M1.8-rows")
 async def test_arrow_keeps_rows_and_tells_of_the_failed_ones(link: WorkerLink) -> None:
     single = await link.answer(link.embed("fog"))
 
@@ -215,6 +216,7 @@ async def test_calls_beyond_the_room_are_refused_and_the_others_answered(link: W
     assert await link.calls() == 0
 
 
+@pytest.mark.clause("M1.11-overload")
 async def test_calls_that_may_wait_are_all_answered_in_order(link: WorkerLink) -> None:
     ids = [link.embed(flags=Flag.WAIT) for _ in range(200)]
 

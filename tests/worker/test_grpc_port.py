@@ -132,6 +132,7 @@ async def test_info_and_tokenize_and_decode_tell_no_cost(channel: grpc.aio.Chann
         assert not [key for key, _ in await call.initial_metadata() if key.startswith("x-compute")]
 
 
+@pytest.mark.clause("D-one-port")
 async def test_http_and_grpc_take_turns_on_one_port(channel: grpc.aio.Channel, ready: WorkerProcess) -> None:
     embed = method(channel, "Embed", "Embed")
     async with aiohttp.ClientSession(ready.url) as http:

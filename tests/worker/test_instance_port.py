@@ -178,6 +178,7 @@ async def test_what_cannot_be_read_is_refused_in_plain_text(
     assert text.startswith(start)
 
 
+@pytest.mark.clause("D-client-batch")
 async def test_33_inputs_are_refused_and_32_are_not(http: aiohttp.ClientSession) -> None:
     assert (await post(http, {"inputs": ["fog"] * 33}))[0] == 422
     assert (await post(http, {"inputs": ["fog"] * 32}))[0] == 200
@@ -238,6 +239,7 @@ async def hang_up_after(worker: WorkerProcess, body: bytes, cut: int) -> None:
     await writer.wait_closed()
 
 
+@pytest.mark.clause("D-queue")
 async def test_a_call_that_finds_no_room_is_429_and_the_tokenizer_takes_none(
     worker: WorkerProcess, http: aiohttp.ClientSession, link: WorkerLink
 ) -> None:

@@ -591,6 +591,7 @@ async def test_base64_holds_the_same_floats_in_little_endian(fleet: Fleet) -> No
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.clause("D-client-batch")
 async def test_the_openai_form_takes_2048_inputs(fleet: Fleet) -> None:
     told = await fleet["embedding"].ok("/v1/embeddings", {"input": ["fog"] * 2048, "encoding_format": "base64"})
     refused = await fleet["embedding"].post("/v1/embeddings", {"input": ["fog"] * 2049})
