@@ -21,6 +21,7 @@ from teimgr.engine.job import Input, Pair
 from teimgr.engine.prompts import Prompts
 from teimgr.engine.shortening import Shortener
 from teimgr.engine.tokenizer import Reading, TextTokenizer
+from teimgr.engine.tokenizer_file import breaks_at_spaces
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
 from teimgr.layout import LateInteraction, read_layout
 
@@ -71,7 +72,7 @@ def test_texts_are_checked_before_they_cost_time(tokenizer: TextTokenizer) -> No
     )
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "modernbert", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "modernbert", "qwen2", "qwen3"])
 @pytest.mark.parametrize("reading", [RIGHT, LEFT])
 @pytest.mark.parametrize(
     "text",
@@ -94,6 +95,15 @@ def test_the_cut_of_a_very_long_text_changes_nothing(
     plain.enable_truncation(96, direction="left" if reading.left else "right")
 
     assert ids(TextTokenizer(read_layout(path), 96), text, reading) == plain.encode(text).ids
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "qwen2"])
+def test_a_text_may_be_cut_where_no_token_reaches_over_a_space(family: str, model_dir: Callable[..., Path]) -> None:
+    plain = Tokenizer.from_file(str(model_dir(family) / "tokenizer.json"))
+    assert breaks_at_spaces(plain)
+
+    plain.add_tokens(["two words"])
+    assert not breaks_at_spaces(plain)
 
 
 def panic_at_long_texts(tokenizer: TextTokenizer) -> None:

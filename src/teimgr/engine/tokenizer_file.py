@@ -11,6 +11,11 @@ from tokenizers import Tokenizer, normalizers
 from teimgr.errors import ModelLoadFailed
 from teimgr.layout import Layout
 
+# How GPT-4's tokenizer and those after it (Qwen, Llama 3) find words: a space may begin one, and never lies within.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORD_PATTERNS = [{"Regex": _WORDS % digits} for digits in ("", "{1,3}")]
 _VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
 
 
@@ -64,14 +69,18 @@ def unknown_id(tokenizer: Tokenizer) -> int | None:
 
 def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether no token ever holds a letter or digit from both sides of a space. False where that is not certain."""
-    stated = json.loads(tokenizer.to_str())["pre_tokenizer"]
-    return any(_splits(part) for part in _parts(stated, "pretokenizers"))
+    stated = json.loads(tokenizer.to_str())
+    if any(" " in token["content"].strip() for token in stated["added_tokens"]):
+        return False
+    return any(_splits(part) for part in _parts(stated["pre_tokenizer"], "pretokenizers"))
 
 
 def _splits(part: dict[str, Any]) -> bool:
     kind = part["type"]
     if kind == "ByteLevel":
         return bool(part.get("use_regex", True))
+    if kind == "Split":
+        return part["pattern"] in _WORD_PATTERNS and part["behavior"] == "Isolated" and not part["invert"]
     if kind == "Metaspace":
         return bool(part.get("split", True))
     return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
