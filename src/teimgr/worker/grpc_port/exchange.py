@@ -8,6 +8,7 @@ from grpclib.metadata import decode_timeout, encode_grpc_message
 from grpclib.protocol import Stream
 
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge, Unsupported
+from teimgr.origin import REQUEST_ID, Origin
 from teimgr.wire.status import OK
 from teimgr.worker.grpc_port.inbox import Inbox
 
@@ -28,6 +29,7 @@ class Exchange:
     def __init__(self, stream: Stream, inbox: Inbox, headers: Headers, max_message_bytes: int) -> None:
         self.metadata = dict(headers)
         self.path = self.metadata.get(":path", "")
+        self.origin = Origin.of(self.metadata)
         self._stream = stream
         self._inbox = inbox
         self._max_message_bytes = max_message_bytes
@@ -101,6 +103,7 @@ class Exchange:
             trailers.append(("grpc-message", encode_grpc_message(message[:_MESSAGE_CHARS])))
         if code:
             trailers.append((_CODE_KEY, code))
+        trailers.append((REQUEST_ID, self.origin.request_id))
         await self._stream.send_headers(trailers, end_stream=True)
         self._give_up_the_rest()
 

@@ -9,6 +9,7 @@ from h2.exceptions import ProtocolError
 from uvicorn.server import ServerState
 
 from teimgr.errors import DeadlineExceeded, TeimgrError
+from teimgr.origin import CURRENT
 from teimgr.wire.rpc import RPCS, TEI_PACKAGE, Rpc
 from teimgr.wire.status import STATUS, UNAUTHENTICATED, UNIMPLEMENTED
 from teimgr.worker.desk import Desk, masked
@@ -48,6 +49,7 @@ class GrpcPort:
 
     async def _serve(self, exchange: Exchange) -> None:
         """Answer one RPC, whatever becomes of it."""
+        CURRENT.set(exchange.origin)  # for this task, which serves nothing else
         if exchange.http_refusal:
             await exchange.refuse(exchange.http_refusal)
             return

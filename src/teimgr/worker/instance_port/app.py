@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from teimgr.worker.desk import Desk
 from teimgr.worker.exchange import Exchange
 from teimgr.worker.instance_port.guards import ApiKey, Cors
+from teimgr.worker.instance_port.origins import Origins
 from teimgr.worker.instance_port.routes import Routes
 from teimgr.worker.metrics import TeiMetrics
 from teimgr.worker.tei.routes import POST
@@ -36,7 +37,7 @@ def create_app(desk: Desk) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     guarded = app if desk.spec.api_key is None else ApiKey(app, desk.spec.api_key)
-    return Cors(guarded, desk.spec.cors_allow_origin)
+    return Origins(Cors(guarded, desk.spec.cors_allow_origin))
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:
