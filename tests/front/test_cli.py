@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,44 @@ def test_a_bad_configuration_is_refused_with_file_and_key(tmp_path: Path) -> Non
     done = teimgr("config", "check", file)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"teimgr: {file}:1: api_prot: unknown key 'api_prot'; did you mean 'api_port'?\n"
+
+
+def test_every_fault_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('api_port = "x"\n\n[[instances]]\nname = "a"\nmodel = "m"\n')
+    done = teimgr("config", "check", file)
+    assert done.returncode == 1
+    assert [
+        line.removeprefix("teimgr: ").removeprefix(str(file)).split(" ")[0] for line in done.stderr.splitlines()
+    ] == [
+        ":1:",
+        ":5:",
+        ":3:",
+    ]
+    assert "instances[0].model: unknown key 'model'; did you mean 'model_id'?" in done.stderr
+    assert "instances[0].model_id: is required" in done.stderr
+
+
+def test_settings_are_shown_with_who_said_them_and_without_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('grpc_port = 9101\n[[webhooks]]\nurl = "http://x"\nsecret = "hush"\n[aliases]\na = "b"\n')
+    done = teimgr("config", "show", file, TEIMGR_API_PORT="9100")
+    assert done.returncode == 0
+    assert "api_port = 9100  # environment TEIMGR_API_PORT\n" in done.stdout
+    assert f"grpc_port = 9101  # {file}:1\n" in done.stdout
+    assert 'log_level = "info"  # default\n' in done.stdout
+    assert "hush" not in done.stdout
+    table = tomllib.loads(done.stdout)
+    assert table["webhooks"][0]["secret"] == "***"
+    assert table["aliases"] == {"a": "b"}
+
+    changed = teimgr("config", "show", file, "--changed", TEIMGR_API_PORT="9100").stdout
+    assert tomllib.loads(changed) == {
+        "api_port": 9100,
+        "grpc_port": 9101,
+        "webhooks": [{"url": "http://x", "secret": "***"}],
+        "aliases": {"a": "b"},
+    }
 
 
 def test_a_check_judges_the_environment_too_and_warns() -> None:

@@ -131,8 +131,12 @@ async def test_a_stopped_instance_stays_stopped(moving: Moving) -> None:
 
 @pytest.mark.parametrize(
     ("key", "query", "removed"),
-    [("", "", False), ("prune_seeds = true\n", "", True), ("", "?prune=true", True)]
-    + [("prune_seeds = true\n", "?prune=false", False)],
+    [
+        ("", "", False),
+        ("prune_seeds = true\n", "", True),
+        ("", "?prune=true", True),
+        ("prune_seeds = true\n", "?prune=false", False),
+    ],
 )
 async def test_what_the_file_made_and_names_no_more_is_removed_where_pruning_is_on(
     moving: Moving, key: str, query: str, removed: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,12 @@ def began(*views: InstanceView) -> Happenings:
     happenings = Happenings()
     happenings.note(views)
     return happenings
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def test_what_is_there_at_first_has_not_happened() -> None:
@@ -83,14 +89,12 @@ async def test_a_follower_hears_what_was_and_what_comes_until_the_end() -> None:
 
     async def follow() -> None:
         async for each in happenings.follow(1):
-            heard.append(each.kind)
+            heard.append(each.kind)  # noqa: PERF401  in time, not at the end
 
     task = asyncio.create_task(follow())
-    while not heard:
-        await asyncio.sleep(0)
+    await until(lambda: heard)
     happenings.note([replace(VIEW, state=State.RUNNING)])
-    while len(heard) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(heard) == 2)
     happenings.close()
     await asyncio.wait_for(task, LIMIT_S)
     assert heard == ["starting", "running"]
@@ -183,14 +187,10 @@ async def test_what_is_refused_or_fails_too_often_is_given_up_and_told(receiver:
         await receiver.heard(1)
         happenings.note([])
         await receiver.heard(3)
-        async with asyncio.timeout(LIMIT_S):
-            while "event 3" not in "".join(webhooks.alarms()):
-                await asyncio.sleep(0.001)
+        await until(lambda: "event 3" in "".join(webhooks.alarms()))
         happenings.note([VIEW])
         bodies = await receiver.heard(4)
-        async with asyncio.timeout(LIMIT_S):
-            while webhooks.alarms():
-                await asyncio.sleep(0.001)
+        await until(lambda: not webhooks.alarms())
     assert [body["event"] for body in bodies] == ["created", "deleted", "deleted", "created"]
 
 
@@ -201,9 +201,7 @@ async def test_a_reload_ends_what_is_gone_and_leaves_the_rest(receiver: Receiver
     async with webhooks.running([stays, goes]):
         await asyncio.sleep(0)
         happenings.note([VIEW])
-        async with asyncio.timeout(LIMIT_S):
-            while not webhooks.alarms():
-                await asyncio.sleep(0.001)
+        await until(webhooks.alarms)
         webhooks.configure([stays])
         assert webhooks.alarms() == []
         happenings.note([])
