@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import tomli_w
+
 from teimgr import typed
-from teimgr.access import MIN_KEY_CHARS, CertificateRules, Key, Policy, digest
+from teimgr.access import MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
 from teimgr.errors import InvalidConfig
 from teimgr.tls_files import TlsFiles
 from teimgr.typed import Fault
@@ -154,6 +156,15 @@ def policy_of(auth: Auth | None, environ: Mapping[str, str] = os.environ) -> Pol
     certified = auth.mtls if auth.asks_for(MTLS) else None
     keys = tuple(key.read(environ) for key in auth.api_keys) if auth.asks_for(API_KEYS) else None
     return Policy(certified.rules() if certified else CertificateRules(), keys, certified is not None)
+
+
+def table_of_new_key(name: str, rights: Sequence[str], instances: Sequence[str] | None) -> tuple[str, str]:
+    """A key that nobody had before, and its table as TOML, which tells nothing of it."""
+    key = new_key()
+    table: dict[str, Any] = {"name": name, "key_sha256": digest(key), "rights": list(rights)}
+    if instances is not None:
+        table["instances"] = list(instances)
+    return key, "[[auth.api_keys]]\n" + tomli_w.dumps(table)
 
 
 def faults(auth: Auth) -> Iterator[Fault]:

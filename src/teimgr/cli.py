@@ -8,7 +8,7 @@ from pathlib import Path
 
 from teimgr import __version__, config_arguments, model_arguments
 
-COMMANDS = ("serve", "config", "models", "quickstart")
+COMMANDS = ("serve", "config", "models", "key", "quickstart")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,6 +48,15 @@ def quickstart(options: argparse.Namespace) -> int:
     return start(once=options.once)
 
 
+def key_new(options: argparse.Namespace) -> int:
+    """Make an API key: the key for who calls, its table for the configuration."""
+    from teimgr.auth import table_of_new_key
+
+    key, table = table_of_new_key(options.name, options.rights, options.instances)
+    print(f"# The key, for {options.name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")
+    return 0
+
+
 def _with_command(arguments: list[str]) -> list[str]:
     """Put `serve` before bare flags, as tei-manager was called."""
     flags = ("-h", "--help", "-V", "--version")
@@ -64,10 +73,20 @@ def _parser() -> argparse.ArgumentParser:
     config_arguments.add_to(commands)
     models = commands.add_parser("models", help="the models of a running daemon")
     model_arguments.add_to(models.add_subparsers(metavar="VERB", required=True))
+    _add_key(commands)
     quick = commands.add_parser("quickstart", help="a daemon with one ready instance of a real small model")
     quick.add_argument("--once", action="store_true", help="embed one text, show the answer, and stop")
     quick.set_defaults(run=quickstart)
     return parser
+
+
+def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verbs = commands.add_parser("key", help="API keys").add_subparsers(metavar="VERB", required=True)
+    new = verbs.add_parser("new", help="make a key, and its table for the configuration")
+    new.add_argument("name", help="who will have it")
+    new.add_argument("--rights", nargs="+", choices=("admin", "inference", "read"), default=["inference"])
+    new.add_argument("--instances", nargs="+", metavar="NAME", help="names or globs; default: all instances")
+    new.set_defaults(run=key_new)
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

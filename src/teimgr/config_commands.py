@@ -18,6 +18,8 @@ def check(file: Path) -> int:
         InvalidConfig: it is not; the message has a line for each fault.
     """
     settings = read(Source(file=file), seed_faults).settings
+    if settings.tls_files is not None:
+        settings.tls_files.context()
     for warning in settings.warnings():
         print(f"{file}: warning: {warning}")
     print(f"{file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")

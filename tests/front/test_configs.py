@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from teimgr.auth import ApiKey, Auth, Mtls, Tls
 from teimgr.configuration import load
-from teimgr.settings import Auth, Mtls, Otel, Settings, Webhook
+from teimgr.settings import Otel, Settings, Webhook
 from teimgr.spec import InstanceSpec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -59,6 +60,8 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
     [
         ("[[instances]]", InstanceSpec, {"wanted_running", "seeded"}),
         ("[auth.mtls]", Mtls, set()),
+        ("[auth.tls]", Tls, set()),
+        ("[[auth.api_keys]]", ApiKey, set()),
         ("[[webhooks]]", Webhook, set()),
     ],
 )
@@ -72,7 +75,9 @@ def test_the_full_file_shows_every_key_of_its_tables(table: str, kind: type[Any]
 
 @pytest.mark.parametrize(("table", "kind"), [("auth", Auth), ("otel", Otel)])
 def test_the_full_file_shows_every_key_of_a_table_that_it_has(table: str, kind: type[Any]) -> None:
-    defaults = {field.name: plain(field.default) for field in fields(kind) if field.name != "mtls"}
+    defaults = {field.name: plain(field.default) for field in fields(kind)}
+    for name in ("mtls", "tls", "api_keys"):  # tables of their own
+        defaults.pop(name, None)
     assert tomllib.loads(FULL)[table] == defaults
 
 
@@ -84,5 +89,6 @@ def test_every_configuration_loads(file: Path, tmp_path: Path, monkeypatch: pyte
         (tmp_path / "certs" / name).touch()
     settings = load(file, {})
     opens = any(not host.startswith("127.") for host in (settings.api_host, settings.grpc_host))
-    assert opens == (file.name in ("container.toml", "mtls.toml"))
+    assert opens == (file.name in ("container.toml", "mtls.toml", "api-keys.toml"))
     assert (settings.mtls is not None) == (file.name == "mtls.toml")
+    assert (settings.tls_files is not None) == (file.name in ("mtls.toml", "api-keys.toml"))
