@@ -87,38 +87,55 @@ class Account(NamedTuple):
 class Origin:
     """Who asks: an id that ties the log lines of all processes together, and the span that our work belongs to."""
 
-    __slots__ = ("_packed", "account", "request_id", "trace")
+    __slots__ = ("_packed", "_request_id", "_trace", "account")
 
-    def __init__(self, request_id: str, trace: Trace | None = None) -> None:
-        self.request_id = request_id
-        self.trace = trace
+    def __init__(self, request_id: str, trace: Trace | None = None, packed: bytes | None = None) -> None:
+        self._request_id = request_id
+        self._trace = trace
+        self._packed = packed
         self.account: Account | None = None
-        self._packed: bytes | None = None
+
+    @property
+    def request_id(self) -> str:
+        """What is logged and echoed."""
+        if not self._request_id and self._packed:
+            self._request_id = self._packed[_TRACE.size :].decode("ascii", "replace")
+        return self._request_id
+
+    @property
+    def trace(self) -> Trace | None:
+        """The span that our work belongs to, if any."""
+        if self._trace is None and self._packed is not None and len(self._packed) >= _TRACE.size:
+            trace_id, span_id, flags = _TRACE.unpack_from(self._packed)
+            self._trace = Trace(trace_id, span_id, bool(flags & _SAMPLED)) if any(trace_id) else None
+        return self._trace
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Origin:
         """The origin that a client's headers say; an id of our own where they say none that is fit."""
+        if not headers:
+            return cls(_fresh_id())
         traceparent = headers.get(TRACEPARENT)
         return cls(request_id_of(headers), Trace.parse(traceparent) if traceparent else None)
 
     @property
     def is_sampled(self) -> bool:
         """Whether somebody keeps the trace, and wants an account."""
-        return self.trace is not None and self.trace.sampled
+        if self._trace is None and self._packed is not None:  # as it came in a frame, which is not taken apart for this
+            return len(self._packed) >= _TRACE.size and bool(self._packed[_TRACE.size - 1] & _SAMPLED)
+        return self._trace is not None and self._trace.sampled
 
     def pack(self) -> bytes:
         """As it rides in front of a request."""
         if self._packed is None:
-            trace = _NO_TRACE if self.trace is None else _TRACE.pack(*self.trace)
-            self._packed = trace + self.request_id.encode()
+            trace = _NO_TRACE if self._trace is None else _TRACE.pack(*self._trace)
+            self._packed = trace + self._request_id.encode()
         return self._packed
 
     @classmethod
     def unpack(cls, block: bytes) -> Origin:
-        """The inverse of `pack`."""
-        trace_id, span_id, flags = _TRACE.unpack_from(block.ljust(_TRACE.size, b"\0"))
-        trace = Trace(trace_id, span_id, bool(flags & _SAMPLED)) if any(trace_id) else None
-        return cls(block[_TRACE.size :].decode("ascii", "replace"), trace)
+        """The inverse of `pack`; the parts are looked for when somebody asks, which is seldom."""
+        return cls("", packed=block)
 
     def facts(self) -> dict[str, str]:
         """For log lines."""
@@ -164,4 +181,8 @@ def working_for(origin: Origin | None) -> Iterator[None]:
 def request_id_of(headers: Mapping[str, str]) -> str:
     """The id that a client gave, when it is fit to be logged and echoed, else a fresh one."""
     given = headers.get(REQUEST_ID)
-    return given if given is not None and _FIT.fullmatch(given) else f"{_prefix}-{next(_numbers):x}"
+    return given if given is not None and _FIT.fullmatch(given) else _fresh_id()
+
+
+def _fresh_id() -> str:
+    return f"{_prefix}-{next(_numbers):x}"

@@ -93,9 +93,11 @@ class MuxHandlers:
         async def handle(request: Any, context: Context) -> bytes | None:
             note = self._counters.begin(rpc.name)
             status, failure = grpc.StatusCode.CANCELLED, ""
-            origin = self._telemetry.begin(name, _said(context), about)
+            said = _said(context)
+            origin = self._telemetry.begin(name, said, about)
             CURRENT.set(origin)  # for this call's task, and those that it starts
-            context.set_trailing_metadata(((REQUEST_ID, origin.request_id),))
+            if said:  # trailers cost a call some percent: who does not ask for them gets them with failures alone
+                context.set_trailing_metadata(((REQUEST_ID, origin.request_id),))
             try:
                 caller = caller_of_call(self._policy.now, context)
                 caller.require(_NEEDED)
@@ -110,7 +112,7 @@ class MuxHandlers:
             except Exception:
                 status = grpc.StatusCode.INTERNAL
                 _log.exception("call failed", extra={"method": rpc.name, "instance": note.instance})
-                await context.abort(status, "Internal error")
+                await context.abort(status, "Internal error", ((REQUEST_ID, origin.request_id),))
             finally:
                 self._counters.end(note, status.name)
                 self._ended(origin, note, status, failure)

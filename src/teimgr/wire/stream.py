@@ -184,4 +184,4 @@ def _with_context(header: Header, buffer: bytearray, start: int) -> tuple[Header
     if not header.context_bytes:
         return header, start
     begin = start + min(header.context_bytes, header.length)
-    return header._replace(context=bytes(memoryview(buffer)[start:begin])), begin
+    return Header(*header[:-1], bytes(memoryview(buffer)[start:begin])), begin
