@@ -32,13 +32,13 @@ def serve(options: argparse.Namespace) -> int:
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
     source = Source(file=options.config, overrides=keys)
-    settings = read(source, seed_faults).settings
+    configuration = read(source, seed_faults)
     for warning in unheard():
         print(f"teimgr: warning: {warning}", file=sys.stderr)
     # The daemon imports much; a mistake in a setting is answered before that.
     from teimgr.daemon import main as run
 
-    return run(settings, source)
+    return run(configuration, source)
 
 
 def quickstart(options: argparse.Namespace) -> int:

@@ -126,10 +126,13 @@ def scalars() -> Iterator[Scalar]:
 
 
 def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A sentence for each `TEIMGR_…` variable that no key reads, most likely a slip of the pen."""
+    """A sentence for each variable of ours or tei-manager's that no key reads: a slip of the pen, or a promise.
+
+    tei-manager's documentation names some that it never read, those that were to turn on TLS among them.
+    """
     known = [variable for scalar in scalars() for variable in scalar.variables]
     for variable in sorted(environ):
-        if variable.startswith("TEIMGR_") and variable not in known:
+        if variable.startswith(("TEIMGR_", "TEI_MANAGER_")) and variable not in known:
             yield f"the environment variable {variable} is not read; {typed.nearest(variable, known)}"
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from teimgr import __version__, logs
 from teimgr.access import PolicyInForce
 from teimgr.auth import policy_of
-from teimgr.configuration import Source
+from teimgr.configuration import Configuration, Source
 from teimgr.control.gpus import GpuInventory
 from teimgr.control.happenings import Happenings
 from teimgr.control.live_probe import LiveProbe
@@ -44,22 +44,22 @@ log = logging.getLogger(__name__)
 EXIT_REFUSED = 1
 
 
-def main(settings: Settings, source: Source) -> int:
+def main(configuration: Configuration, source: Source) -> int:
     """Run the daemon until a signal ends it; the result is the exit status."""
+    settings = configuration.settings
     logs.setup(settings.log_level, settings.log_format)
     try:
-        return uvloop.run(Daemon(settings, source).run())
+        return uvloop.run(Daemon(configuration, source).run())
     except TeimgrError as error:
         log.critical("cannot start: %s", error.message, extra={"code": error.code.name})
         return EXIT_REFUSED
 
 
 class Daemon:
-    """All parts of one daemon, told by `settings`; a reload reads `source` again. Setting `stopping` ends it."""
+    """All parts of one daemon, told by `configuration`; a reload reads `source` again. Setting `stopping` ends it."""
 
-    def __init__(self, settings: Settings, source: Source) -> None:
-        self.settings = settings
-        self.source = source
+    def __init__(self, configuration: Configuration, source: Source) -> None:
+        self.settings = settings = configuration.settings
         self.metrics = Metrics()
         self.directory = Directory()
         self.launcher = LocalLauncher(
@@ -87,7 +87,7 @@ class Daemon:
         self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
         self.happenings = Happenings()
         self.webhooks = Webhooks(self.happenings)
-        self.reloader = Reloader(source, settings, self.manager, self._apply)
+        self.reloader = Reloader(source, configuration, self.manager, self._apply)
         self.app: FastAPI | None = None
 
     async def run(self) -> int:
@@ -187,7 +187,12 @@ class Daemon:
     def _apply(self, settings: Settings) -> None:
         """Have what changes without a start be as a reload says."""
         logs.setup(settings.log_level, settings.log_format)
-        self.policy.swap(policy_of(settings.auth))
+        policy = policy_of(settings.auth)
+        if policy.is_certified and self.settings.mtls is None:
+            # The listeners demand no certificates before the next start, so nobody would be asked for anything.
+            log.error("mutual TLS begins with the next start; until then who may call stays as it is")
+        else:
+            self.policy.swap(policy)
         self.inference.aliases = settings.aliases
         self.webhooks.configure(settings.webhooks)
         if self.app is not None:

@@ -33,7 +33,7 @@ SPEC_RULES: Mapping[str, typed.Rule] = {
         "calls inside a worker; four times as many wait before one is refused", 1, U32
     ),
     "gpu_id": typed.Rule("index of the GPU; absent: the one with most free memory, or the CPU", 0, U32),
-    "prometheus_port": typed.Rule("port of the instance's te_* metrics; absent: a free one from 9100", 0, U16),
+    "prometheus_port": typed.Rule("port of the instance's te_* metrics; absent: a free one from 9100; 0: none", 0, U16),
     "startup_timeout_secs": typed.Rule("limit of a start; absent: the daemon's", 1, I64),
     "threads": typed.Rule("CPU threads of each worker; absent: a fair share", 1, 4096),
     "replicas": typed.Rule("workers of the instance, or 'per-gpu': one on each GPU", 1, 256),
@@ -100,7 +100,9 @@ class Settings:
     grpc_host: str = key("127.0.0.1", "address of the gRPC listener")
     grpc_port: int = key(9001, "port of the gRPC listener", low=1, high=U16, also="TEI_MANAGER_GRPC_PORT")
     grpc_max_message_size_mb: int = key(40, "largest gRPC message either way, MiB", low=1, high=2047)
-    grpc_max_parallel_streams: int = key(1024, "messages of one stream in flight", low=1, high=U32)
+    grpc_max_parallel_streams: int = key(
+        1024, "messages of one stream in flight", low=1, high=U32, also="TEI_MANAGER_GRPC_MAX_STREAMS"
+    )
     grpc_request_timeout_secs: int = key(30, "limit of a unary call; 0: none", low=0, high=I64)
     mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
     arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies that ask for none")

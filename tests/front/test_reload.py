@@ -13,7 +13,7 @@ import pytest
 from rest import Front, listening
 
 from teimgr.auth import Auth, Mtls
-from teimgr.configuration import Source, read
+from teimgr.configuration import Configuration, Source, read
 from teimgr.control.happenings import Happenings
 from teimgr.control.live_probe import LiveProbe
 from teimgr.control.reload import LIVE, Reloader, live_keys
@@ -44,14 +44,14 @@ class Moving:
         self.applied: list[Settings] = []
 
     def tools(self, fleet: Any) -> FleetTools:
-        self.reloader = Reloader(Source(file=self.file, environ={}), self.settings, fleet, self.applied.append)
+        self.reloader = Reloader(Source(file=self.file, environ={}), self.said, fleet, self.applied.append)
         self.happenings.note(fleet.list())
         fleet.noticed = self.happenings.note
         return FleetTools(self.happenings, LiveProbe(Directory(), 1.0), self.reloader)
 
     @property
-    def settings(self) -> Settings:
-        return read(Source(file=self.file, environ={})).settings
+    def said(self) -> Configuration:
+        return read(Source(file=self.file, environ={}))
 
     async def reload(self, text: str | None = None, query: str = "", status: int = 200) -> Any:
         if text is not None:
@@ -66,9 +66,12 @@ class Moving:
 async def moving(tmp_path: Path) -> AsyncIterator[Moving]:
     moving = Moving(tmp_path / "t.toml")
     moving.file.write_text(SEEDS)
-    async with listening(moving.settings, tools=moving.tools) as front, aiohttp.ClientSession(front.url) as front.http:
+    async with (
+        listening(moving.said.settings, tools=moving.tools) as front,
+        aiohttp.ClientSession(front.url) as front.http,
+    ):
         moving.front = front
-        for seed in moving.settings.instances:
+        for seed in moving.said.settings.instances:
             await front.fleet.create(seed)
         await front.create("mine")
         yield moving
@@ -185,6 +188,7 @@ async def test_only_live_keys_are_taken_up(moving: Moving) -> None:
     assert (settings.api_port, settings.log_level, settings.webhooks[0].secret) == (9100, "debug", "hush")
     shown = {each["key"]: each for each in await moving.front.call("GET", "/config", 200)}
     assert (shown["api_port"]["value"], shown["log_level"]["value"]) == (9100, "debug")
+    assert shown["api_port"]["source"] == f"{moving.file}:2"  # of the start
     assert shown["log_level"]["source"] == f"{moving.file}:2"
     assert shown["webhooks[0].secret"]["value"] == "***"
     waits = (await moving.reload(query="?dry_run=true"))["plan"]["settings"]

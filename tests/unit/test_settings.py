@@ -90,6 +90,7 @@ def test_our_variable_wins_over_that_of_tei_manager() -> None:
         ("TEI_MANAGER_GRPC_PORT", "7001", "grpc_port", 7001),
         ("TEI_MANAGER_GRPC_ENABLED", "false", "grpc_enabled", False),
         ("TEI_MANAGER_LOG_DIR", "/x/logs", "log_dir", Path("/x/logs")),
+        ("TEI_MANAGER_GRPC_MAX_STREAMS", "7", "grpc_max_parallel_streams", 7),
         ("TEIMGR_MAX_INSTANCES", "4", "max_instances", 4),
         ("TEIMGR_RESTART_BACKOFF_SECS", "1.5", "restart_backoff_secs", 1.5),
         ("TEIMGR_ARROW_OUTPUT_DTYPE", "f16", "arrow_output_dtype", "f16"),
@@ -355,7 +356,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_every_fault_is_told_with_its_line(file: Path) -> None:
     file.write_text(
         "api_prot = 1\n\nmodels = [\n  'm',\n]\n[[instances]]\nname = 'a'\n# no model\nport = 'x'\n"
-        "[[instances]]\nname = 'b'\nmodel_id = 'm'\ntags = {a = 1}\n[auth.mtls]\nca_cert = 'x'\n[templates.t]\nnme = 1\n"
+        "[[instances]]\nname = 'b'\nmodel_id = 'm'\ntags = {a = 1}\n"
+        "[auth.mtls]\nca_cert = 'x'\n[templates.t]\nnme = 1\n"
     )
     with pytest.raises(InvalidConfig) as caught:
         load(file, {})
@@ -443,6 +445,9 @@ def test_any_plain_table_is_read_or_refused_with_a_path(table: dict[str, object]
 
 
 def test_a_misspelt_variable_is_told_with_the_nearest_known_one() -> None:
+    promised = list(unheard({"TEI_MANAGER_GRPC_TLS_ENABLED": "true", "TEI_MANAGER_GRPC_PORT": "9001"}))
+    assert [each.split()[3] for each in promised] == ["TEI_MANAGER_GRPC_TLS_ENABLED"]
+
     said = list(unheard({"TEIMGR_API_PRT": "1", "TEIMGR_API_PORT": "9000", "HOME": "/"}))
 
     assert len(said) == 1

@@ -90,10 +90,15 @@ class Step:
 
 
 class Reloader:
-    """Reads `source` again when it is asked to. `apply` is given the settings whose live keys are the new ones."""
+    """Reads `source` again when it is asked to. `apply` is given the settings whose live keys are the new ones.
 
-    def __init__(self, source: Source, settings: Settings, fleet: Fleet, apply: Callable[[Settings], None]) -> None:
-        self.settings = settings
+    `configuration` is what is in effect: keys that wait for the next start have the value of this one.
+    """
+
+    def __init__(
+        self, source: Source, configuration: Configuration, fleet: Fleet, apply: Callable[[Settings], None]
+    ) -> None:
+        self.configuration = configuration
         self._source = source
         self._fleet = fleet
         self._apply = apply
@@ -109,20 +114,9 @@ class Reloader:
         present = {view.spec.name: view.spec for view in self._fleet.list()}
         return [
             f"instance {seed.name!r} differs from the configuration in {', '.join(changes)}; a reload moves it"
-            for seed in self.settings.instances
+            for seed in self.configuration.settings.instances
             if (spec := present.get(seed.name)) and (changes := differences(seed, replace(spec, seeded=True)))
         ]
-
-    def configuration(self) -> Configuration:
-        """The settings in effect, with who says them now; a file that is wrong by now says nothing.
-
-        Keys that wait for the next start have the value of this one.
-        """
-        try:
-            said_by = read(self._source).said_by
-        except InvalidConfig:
-            said_by = {}
-        return Configuration(self.settings, said_by)
 
     async def plan(self, *, prune: bool | None = None) -> Plan:
         """What a reload would do now.
@@ -146,9 +140,8 @@ class Reloader:
                 log.error("reload refused", extra={"reason": error.message})
                 raise
             plan = self._plan(found, prune)
-            live = live_keys(self.settings, found.settings)
-            self.settings = replace(self.settings, **{name: getattr(found.settings, name) for name in live})
-            self._apply(self.settings)
+            self.configuration = _taken_up(self.configuration, found)
+            self._apply(self.configuration.settings)
             steps = [await _try(*step) for step in self._moves(plan)]
             self._say(plan, steps)
             return plan, steps
@@ -160,8 +153,10 @@ class Reloader:
         settings = found.settings
         present = [view.spec for view in self._fleet.list()]
         pruning = settings.prune_seeds if prune is None else prune
-        changes = tuple(_changed(Configuration(self.settings, {}), found))
-        return Plan(changes, live_keys(self.settings, settings), *_moved(settings.instances, present, pruning))
+        changes = tuple(_changed(self.configuration, found))
+        return Plan(
+            changes, live_keys(self.configuration.settings, settings), *_moved(settings.instances, present, pruning)
+        )
 
     def _moves(self, plan: Plan) -> Iterator[tuple[str, str, Callable[[], Awaitable[object]]]]:
         """The moves in their order: room is made first."""
@@ -236,6 +231,19 @@ def live_keys(old: Settings, new: Settings) -> frozenset[str]:
     return LIVE if old.tls_files == new.tls_files else LIVE - {"auth"}
 
 
+def _taken_up(old: Configuration, new: Configuration) -> Configuration:
+    """What is in effect after a reload: the live keys of the new one, the others of the old one."""
+    live = live_keys(old.settings, new.settings)
+    settings = replace(old.settings, **{name: getattr(new.settings, name) for name in live})
+    kept = {path: by for path, by in old.said_by.items() if _top(path) not in live}
+    return Configuration(settings, kept | {path: by for path, by in new.said_by.items() if _top(path) in live})
+
+
+def _top(path: str) -> str:
+    """The top-level key that the one at `path` is in or below."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
 def _change(before: Value | None, after: Value | None, live: frozenset[str]) -> dict[str, Any]:
     each = after or before
     assert each is not None
@@ -244,7 +252,7 @@ def _change(before: Value | None, after: Value | None, live: frozenset[str]) -> 
         "before": before.value if before else None,
         "after": after.value if after else None,
         "source": after.source if after else "default",
-        "applies": "at once" if re.split(r"[.\[]", each.path)[0] in live else "at the next start",
+        "applies": "at once" if _top(each.path) in live else "at the next start",
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -74,7 +73,7 @@ class Reloaded(BaseModel):
 async def config(request: Request) -> Response:
     """Every setting in effect, with its source; secrets are not shown."""
     reloader: Reloader = request.app.state.reloader
-    found = effective(await asyncio.to_thread(reloader.configuration))
+    found = effective(reloader.configuration)
     return answer([{"key": each.path, "value": each.value, "source": each.source} for each in found])
 
 
