@@ -193,13 +193,14 @@ class WorkerView:
 
     `replica` counts from 0; while an update rolls, two workers have the same number. `role` is where it is in an
     update: `serving` for those of the instance as it is, `joining` for those that are to take over, `leaving` for those
-    that serve only who has not heard yet. `gpu` is the card's UUID, None on the CPU.
+    that serve only who has not heard yet. `gpu` is the card's UUID and `gpu_id` its index, None on the CPU.
     """
 
     replica: int
     role: str
     state: State
     gpu: str | None = None
+    gpu_id: int | None = None
     pid: int | None = None
     incarnation: str | None = None
     uptime_secs: int | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from teimgr.control.change import changed
 from teimgr.errors import (
     AlreadyRunning,
     InstanceExists,
@@ -17,7 +18,7 @@ from teimgr.errors import (
     PortConflict,
 )
 from teimgr.settings import Settings
-from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, check_name
+from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, UpdateView, check_name
 
 CREATED_AT = "2026-03-04T12:00:00.123456Z"
 
@@ -60,13 +61,18 @@ class Fleet:
             raise NotRunning(name, view.state.value)
         return self.put(replace(view, spec=replace(view.spec, wanted_running=False), state=State.STOPPED, pid=None))
 
-    async def restart(self, name: str) -> InstanceView:
+    async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
         view = self.get(name)
+        if rolling:
+            return self.put(replace(view, update=UpdateView(state="done" if wait else "rolling")))
         return self.put(replace(view, state=State.STARTING, restarts=view.restarts + 1))
 
-    async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
+    async def update(
+        self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False
+    ) -> InstanceView:
         view = self.get(name)
-        return self.put(replace(view, spec=replace(view.spec, **changes)))
+        update = UpdateView(state="done" if wait else "rolling", changes=tuple(sorted(changes)))
+        return self.put(replace(view, spec=changed(view.spec, changes), update=update))
 
     async def delete(self, name: str) -> InstanceView:
         view = self.get(name)

@@ -15,12 +15,14 @@ from teimgr.control.events import (
     Exited,
     Failure,
     Gone,
+    HandOver,
     Kill,
     Launch,
     News,
     ProbeFailed,
     ProbeOk,
     Restart,
+    Retire,
     Start,
     Stop,
     Terminate,
@@ -120,6 +122,19 @@ def test_delete_is_done_when_the_process_is_gone() -> None:
 
 def test_delete_without_a_process_is_done_at_once() -> None:
     assert after(Delete())[1] == [Gone()]
+
+
+def test_a_running_worker_that_retires_hands_over_first() -> None:
+    life, effects = after(Retire(), life=RUNNING)
+    assert (life.phase, effects) == (Phase.STOPPING, [HandOver()])
+
+    life, effects = after(KILLED, life=life)
+    assert (life.phase, effects) == (Phase.STOPPED, [Gone()])
+
+
+def test_what_does_not_serve_retires_at_once() -> None:
+    assert after(Start(), Retire())[1] == [Terminate()]
+    assert after(Start(), HOPELESS, Retire())[1] == [Gone()]
 
 
 @pytest.mark.parametrize("command", [Start(), Stop(), Restart(), Adopt()])
@@ -267,7 +282,7 @@ def test_every_event_has_a_cell_for_every_phase() -> None:
     assert all(set(row) == set(Phase) for row in TRANSITIONS.values())
 
 
-_COMMANDS: st.SearchStrategy[Event] = st.sampled_from([Start(), Stop(), Restart(), Delete(), Adopt()])
+_COMMANDS: st.SearchStrategy[Event] = st.sampled_from([Start(), Stop(), Restart(), Delete(), Retire(), Adopt()])
 _NEWS: st.SearchStrategy[Event] = st.sampled_from(
     [
         WorkerReady(),

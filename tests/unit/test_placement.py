@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import pytest
 
 from teimgr.control.cores import usable_cores
 from teimgr.control.gpus import Gpu, GpuInventory, Inventory, only_visible
-from teimgr.control.placement import LOADING_BYTES, place, share_threads
-from teimgr.control.planner import Planner
+from teimgr.control.placement import LOADING_BYTES, place, replicas, share_threads
+from teimgr.control.planner import Others, Planner
 from teimgr.errors import InvalidGpuId
 from teimgr.settings import Settings
-from teimgr.spec import InstanceSpec
+from teimgr.spec import InstanceSpec, WorkerSpec
 
 GIB = 1 << 30
 
@@ -121,31 +122,53 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, quota: str, cores: 
 # The planner
 
 
-def planner(inventory: Inventory) -> Planner:
-    return Planner(Settings(), GpuInventory({}, lambda: inventory), cores=8)
+async def planner(inventory: Inventory) -> Planner:
+    made = Planner(Settings(), GpuInventory({}, lambda: inventory), cores=8)
+    await made.look()
+    return made
 
 
 async def test_orders_name_the_card_by_uuid_and_spread_what_is_loading() -> None:
-    plans = planner(Inventory((card(0, 10), card(1, 10))))
-    names = ["a", "b", "c"]
-    specs = [spec(name) for name in names]
-
-    orders = [await plans.plan(each, specs, names) for each in specs]
+    plans = await planner(Inventory((card(0, 10), card(1, 10))))
+    specs = [spec(name) for name in "abc"]
+    orders: list[WorkerSpec] = []
+    for each in specs:
+        loading = Counter(order.gpu for order in orders if order.gpu)
+        orders.append(plans.plan(each, 0, Others(specs, loading)))
 
     assert [order.gpu for order in orders] == ["GPU-0", "GPU-1", "GPU-0"]
     assert [order.threads for order in orders] == [2, 2, 2]
     assert {order.nice for order in orders} == {0}
 
 
+async def test_replicas_are_spread_before_memory_is_looked_at() -> None:
+    plans = await planner(Inventory((card(0, 10), card(1, 70))))
+    wanted = replace(spec(), replicas="per-gpu")
+    orders: list[WorkerSpec] = []
+    for number in range(plans.replicas(wanted)):
+        beside = Counter(order.gpu for order in orders if order.gpu)
+        orders.append(plans.plan(wanted, number, Others([wanted] * 2, {}, beside)))
+
+    assert [(order.gpu, order.replica, order.threads) for order in orders] == [("GPU-1", 0, 4), ("GPU-0", 1, 4)]
+    assert all(plans.accepts(wanted, order) for order in orders)
+    assert not plans.accepts(wanted, replace(orders[0], replica=2))
+
+
+def test_one_replica_per_card_is_one_where_there_is_no_card() -> None:
+    wanted = replace(spec(), replicas="per-gpu")
+
+    assert (replicas(wanted, NONE), replicas(wanted, TWO), replicas(replace(spec(), replicas=5), TWO)) == (1, 2, 5)
+
+
 async def test_a_worker_on_the_cpu_is_nicer() -> None:
-    order = await planner(NONE).plan(spec(), [spec()], [])
+    order = (await planner(NONE)).plan(spec(), 0, Others([spec()]))
 
     assert (order.gpu, order.nice, order.threads) == (None, Settings().cpu_worker_nice, 8)
 
 
 async def test_a_live_worker_is_accepted_where_it_was_placed_if_it_was_told_the_same() -> None:
-    plans = planner(TWO)
-    order = await plans.plan(spec(), [spec()], [])
+    plans = await planner(TWO)
+    order = plans.plan(spec(), 0, Others([spec()]))
 
     assert plans.accepts(spec(), replace(order, threads=1))
     assert plans.accepts(spec(gpu_id=1), order)
@@ -160,7 +183,7 @@ async def test_extra_arguments_win_over_fields_and_settings() -> None:
     flags = ("--pooling", "cls", "--max-client-batch-size=9", "--trust-remote-code")
     wanted = replace(spec(), pooling="mean", kind="embedding", extra_args=flags)
 
-    order = await planner(NONE).plan(wanted, [wanted], [])
+    order = (await planner(NONE)).plan(wanted, 0, Others([wanted]))
 
     assert (order.pooling, order.max_client_batch_size) == ("cls", 9)
     assert (order.kind, order.trust_remote_code) == ("embedding", True)

@@ -76,6 +76,8 @@ def check_fields(spec: InstanceSpec) -> None:
     for key, allowed in SPEC_WORDS.items():
         if (value := getattr(spec, key)) is not None and value not in allowed:
             raise ValidationError(f"{key}: must be one of {', '.join(allowed)} (got {value!r})")
+    if spec.replicas == "per-gpu" and spec.gpu_id is not None:
+        raise ValidationError("replicas: 'per-gpu' and a gpu_id exclude each other")
     for name, rule in SPEC_RULES.items():
         try:
             rule.check(getattr(spec, name), name)

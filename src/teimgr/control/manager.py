@@ -1,23 +1,27 @@
-"""The only door to the instances: what is wanted, under which name, on which port, and who supervises it."""
+"""The only door to the instances: what is wanted, under which name, on which port, and what to tell its workers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 from teimgr.control.admission import Admission, check_fields
 from teimgr.control.attempt import ProbePlan
+from teimgr.control.batch_tokens import with_batch_tokens
+from teimgr.control.change import Reach, changed, reach
 from teimgr.control.cores import usable_cores
 from teimgr.control.events import Command, Delete, Restart, Start, Stop
 from teimgr.control.gpus import GpuInventory
+from teimgr.control.instance import Instance
 from teimgr.control.model_check import check_model
 from teimgr.control.placement import place
-from teimgr.control.planner import Planner
+from teimgr.control.planner import Others, Planner
 from teimgr.control.restore import wanted_at_boot
 from teimgr.control.store import Store
 from teimgr.control.supervisor import Supervisor
@@ -46,10 +50,11 @@ class Metrics(ControlMetrics, Protocol):
 
 
 class Manager:
-    """Owns the set of instances; each instance's supervisor owns that instance.
+    """Owns the set of instances; each instance owns its workers' supervisors.
 
     Checks that a decision rests on and the decision itself happen without an await in between, so two calls cannot
-    both have the last port. `booted` is set when the instances of before are known; the verbs wait for it.
+    both have the last port. `booted` is set when the instances of before are known; the verbs wait for it. `noticed`
+    is called with all views at every change.
     """
 
     def __init__(
@@ -70,12 +75,12 @@ class Manager:
         self._metrics = metrics
         self._planner = Planner(settings, gpus, cores or usable_cores())
         self._admission = Admission(settings)
-        self._supervisors: dict[str, Supervisor] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._instances: dict[str, Instance] = {}
         self._saving = asyncio.Lock()
         self._alarms: dict[str, str] = {}
         self.booted = asyncio.Event()
         self._refused: list[str] | None = None
+        self.noticed: Callable[[Sequence[InstanceView]], None] = lambda views: None
         self._around = Surroundings(
             launcher=launcher,
             directory=directory,
@@ -97,6 +102,8 @@ class Manager:
         await self._launcher.start()
         wanted = await asyncio.to_thread(wanted_at_boot, self._settings, self._store)
         self._raise_alarm("load", wanted.alarm)
+        if any(not spec.max_batch_tokens for spec in wanted.specs):
+            await self._planner.look()  # for them alone: slow drivers need not hold up the listeners
         self._refused = [name for spec in wanted.specs if (name := self._restore(spec))]
 
     async def boot(self) -> None:
@@ -109,18 +116,19 @@ class Manager:
         """
         if self._refused is None:
             await self.restore()
-        self._planner.inventory = await self._gpus.read()
-        adopted = await self._launcher.adopt(self._accepts)
-        await self._begin({each.handle.spec.name: each for each in adopted}, self._refused or ())
+        await self._planner.look()
+        found: defaultdict[str, dict[int, Adopted]] = defaultdict(dict)
+        for each in await self._launcher.adopt(self._accepts):
+            found[each.handle.spec.name][each.handle.spec.replica] = each
+        await self._begin(found, self._refused or ())
         await self._save()
 
-    async def _begin(self, adopted: Mapping[str, Adopted], refused: Collection[str]) -> None:
-        for name in self._supervisors:
-            self._supervise(name, adopted.get(name))
-        await asyncio.gather(*(supervisor.started.wait() for supervisor in self._supervisors.values()))
-        for name, supervisor in self._supervisors.items():
-            if supervisor.spec.wanted_running and name not in adopted and name not in refused:
-                await supervisor.accept(Start())
+    async def _begin(self, adopted: Mapping[str, Mapping[int, Adopted]], refused: Collection[str]) -> None:
+        for name, instance in self._instances.items():
+            await instance.begin(self._planner.replicas(instance.spec), adopted.get(name, {}))
+        for name, instance in self._instances.items():
+            if instance.spec.wanted_running and name not in refused:
+                await instance.start_missing()
         self.booted.set()
 
     async def shutdown(self, *, at_once: bool = False) -> None:
@@ -128,11 +136,10 @@ class Manager:
 
         `at_once` gives them no grace, also where an earlier call did. After a boot that failed there may be none.
         """
-        await asyncio.gather(*(self._halt(self._supervisors[name], at_once) for name in self._tasks))
-        for task in self._tasks.values():
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks.values())
+        begun = [instance for instance in self._instances.values() if instance.is_supervised]
+        await asyncio.gather(*(self._halt(instance, at_once) for instance in begun))
+        if tasks := [task for instance in self._instances.values() for task in instance.close()]:
+            await asyncio.wait(tasks)
 
     # What users ask
 
@@ -146,15 +153,47 @@ class Manager:
         await self.booted.wait()
         check_fields(request)
         await asyncio.to_thread(check_model, worker_spec(request, self._settings, gpu_uuid=None, threads=1))
-        place(request, await self._gpus.read())
+        request = with_batch_tokens(request, await self._planner.look(), self._settings.auto_max_batch_tokens_per_gib)
+        place(request, self._planner.inventory)
         spec = self._admission.admit(request, self._specs())
         spec = replace(spec, created_at=_now(), wanted_running=True)
-        supervisor = self._enlist(spec)
-        self._supervise(spec.name, None)
-        await supervisor.accept(Start())
+        instance = self._enlist(spec)
+        await instance.begin(self._planner.replicas(spec), {})
+        await instance.accept(Start())
         await self._save()
         self._metrics.instance_created(spec)
-        return supervisor.view()
+        return instance.view()
+
+    async def update(
+        self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False
+    ) -> InstanceView:
+        """Change what is wanted, and begin to have it: keys of `InstanceSpec`, None for a key's default.
+
+        Where workers have to be told something else, new ones start beside the old ones, and take over once all have
+        proved themselves; with `recreate` the old ones end first. When a new one fails, all is as before, and the
+        view's `update` says why. With `wait` this returns when it is over.
+
+        Raises:
+            InstanceNotFound, UpdateInProgress.
+            ValidationError, InvalidConfig, InvalidGpuId: the changes are wrong; nothing was begun.
+            UpdateFailed: it failed, and `wait` was asked for.
+        """
+        await self.booted.wait()
+        instance = self._find(name)
+        wanted = changed(instance.spec, changes)
+        check_fields(wanted)
+        await asyncio.to_thread(check_model, worker_spec(wanted, self._settings, gpu_uuid=None, threads=1))
+        place(wanted, await self._planner.look())
+        if not wanted.max_batch_tokens:
+            chosen = with_batch_tokens(wanted, self._planner.inventory, self._settings.auto_max_batch_tokens_per_gib)
+            changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
+
+        def make(present: InstanceSpec) -> tuple[InstanceSpec, int, Reach]:
+            spec = changed(present, changes)
+            return spec, self._planner.replicas(spec), reach(present, spec, self._settings)
+
+        await instance.change(make, tuple(sorted(changes)), recreate=recreate)
+        return await self._after_change(instance, wait)
 
     async def start(self, name: str) -> InstanceView:
         """Have it running; returns while it is starting.
@@ -172,13 +211,22 @@ class Manager:
         """
         return await self._command(name, Stop())
 
-    async def restart(self, name: str) -> InstanceView:
-        """Have a new process; returns when the old one is gone and the new one is starting.
+    async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
+        """Have new processes; returns when the old ones are gone and the new ones are starting.
+
+        A `rolling` one is an `update` without changes: nothing is lost, and `wait` means what it does there.
 
         Raises:
             InstanceNotFound.
+            UpdateInProgress, UpdateFailed: as `update`.
         """
-        return await self._command(name, Restart())
+        if not rolling:
+            return await self._command(name, Restart())
+        await self.booted.wait()
+        instance = self._find(name)
+        await self._planner.look()
+        await instance.change(lambda spec: (spec, self._planner.replicas(spec), Reach.REPLACE), keys=(), recreate=False)
+        return await self._after_change(instance, wait)
 
     async def delete(self, name: str) -> InstanceView:
         """Forget it; returns its last view when its process is gone. Its log file stays.
@@ -187,18 +235,18 @@ class Manager:
             InstanceNotFound.
         """
         await self.booted.wait()
-        supervisor, task = self._find(name), self._tasks[name]
-        await supervisor.accept(Delete())
-        view = await supervisor.settle()
-        await asyncio.wait({task})
-        self._forget(supervisor)
+        instance = self._find(name)
+        await instance.accept(Delete())
+        view = await instance.settle()
+        await instance.gone()
+        self._forget(instance)
         await self._save()
         self._metrics.instance_deleted(name)
         return view
 
     def list(self) -> list[InstanceView]:
         """All instances, in the order of their creation."""
-        return [self._shown(supervisor) for supervisor in self._supervisors.values()]
+        return [self._shown(instance) for instance in self._instances.values()]
 
     def get(self, name: str) -> InstanceView:
         """One instance.
@@ -208,32 +256,37 @@ class Manager:
         """
         return self._shown(self._find(name))
 
-    def _shown(self, supervisor: Supervisor) -> InstanceView:
+    def _shown(self, instance: Instance) -> InstanceView:
         """Its view; until the boot is over nobody knows that an instance that is wanted has no worker."""
-        view = supervisor.view()
+        view = self._with_cards(instance.view())
         if self.booted.is_set() or not view.spec.wanted_running or view.state is not State.STOPPED:
             return view
         return replace(view, state=State.STARTING)
 
-    # Instances and their supervisors
+    def _with_cards(self, view: InstanceView) -> InstanceView:
+        index_of = self._planner.index_of
+        return replace(view, workers=tuple(replace(each, gpu_id=index_of(each.gpu)) for each in view.workers))
 
-    def _find(self, name: str) -> Supervisor:
+    # Instances
+
+    def _find(self, name: str) -> Instance:
         try:
-            return self._supervisors[name]
+            return self._instances[name]
         except KeyError:
             raise InstanceNotFound(name) from None
 
     def _specs(self) -> Sequence[InstanceSpec]:
-        return [supervisor.spec for supervisor in self._supervisors.values()]
+        return [instance.spec for instance in self._instances.values()]
 
-    def _enlist(self, spec: InstanceSpec) -> Supervisor:
-        supervisor = Supervisor(spec, lambda: self._plan(spec), self._around)
-        self._supervisors[spec.name] = supervisor
-        return supervisor
+    def _enlist(self, spec: InstanceSpec) -> Instance:
+        instance = Instance(spec, self._planner.replicas(spec), self._plan, self._save, self._around)
+        self._instances[spec.name] = instance
+        return instance
 
     def _restore(self, spec: InstanceSpec) -> str | None:
         """Enlist what was wanted before; its name when it cannot be tried, which its view explains."""
         try:
+            spec = with_batch_tokens(spec, self._planner.inventory, self._settings.auto_max_batch_tokens_per_gib)
             self._enlist(self._admission.readmit(spec, self._specs()))
         except (InvalidInstanceName, InstanceExists) as error:
             self._raise_alarm("load", f"not restored: {error.message}")
@@ -242,48 +295,62 @@ class Manager:
             return spec.name
         return None
 
-    def _supervise(self, name: str, adopted: Adopted | None) -> None:
-        task = asyncio.create_task(self._supervisors[name].run(adopted), name=f"supervisor of {name}")
-        task.add_done_callback(_report_defect)
-        self._tasks[name] = task
-
-    def _forget(self, supervisor: Supervisor) -> None:
-        name = supervisor.spec.name
-        if self._supervisors.get(name) is supervisor:
-            del self._supervisors[name], self._tasks[name]
-            self._planner.forget(name)
+    def _forget(self, instance: Instance) -> None:
+        name = instance.spec.name
+        if self._instances.get(name) is instance:
+            del self._instances[name]
+            instance.forget()
             self._changed()
 
     async def _command(self, name: str, command: Command) -> InstanceView:
         await self.booted.wait()
-        supervisor = self._find(name)
-        await supervisor.accept(command)
+        instance = self._find(name)
+        await instance.accept(command)
         await self._save()
-        return await supervisor.settle()
+        return self._with_cards(await instance.settle())
 
-    async def _halt(self, supervisor: Supervisor, at_once: bool) -> None:
+    async def _after_change(self, instance: Instance, wait: bool) -> InstanceView:
+        await asyncio.sleep(0)  # what needs no worker is done in a moment
+        if wait:
+            await instance.changed()
+        return self._shown(instance)
+
+    async def _halt(self, instance: Instance, at_once: bool) -> None:
         """Stop one for the daemon's sake, wanted or not."""
-        with suppress(NotRunning, InstanceNotFound, Unavailable):
-            await supervisor.accept(Stop(), wanted_stays=True)
         if at_once:
-            supervisor.hurry()
-        await supervisor.settle()
+            instance.hurry()
+        with suppress(NotRunning, InstanceNotFound, Unavailable):
+            await instance.accept(Stop(), wanted_stays=True)
+        if at_once:
+            instance.hurry()
+        await instance.settle()
 
     # Plans
 
-    async def _plan(self, spec: InstanceSpec) -> WorkerSpec:
-        starting = [name for name, each in self._supervisors.items() if each.state is State.STARTING]
-        return await self._planner.plan(spec, self._alive(), starting)
+    async def _plan(self, supervisor: Supervisor) -> WorkerSpec:
+        """The orders for the next worker of one replica, which from now on has its place."""
+        await self._planner.look()
+        spec = supervisor.spec
+        starting = [each.gpu for each in self._supervisors(State.STARTING) if each is not supervisor]
+        mates = [each.gpu for each in self._instances[spec.name].mates(supervisor)]
+        others = Others(self._alive(), _count(starting), _count(mates))
+        order = self._planner.plan(spec, supervisor.number, others)
+        supervisor.gpu = order.gpu
+        return order
 
     def _accepts(self, found: WorkerSpec) -> bool:
-        supervisor = self._supervisors.get(found.name)
-        wanted = supervisor is not None and supervisor.spec.wanted_running
-        return supervisor is not None and wanted and self._planner.accepts(supervisor.spec, found)
+        instance = self._instances.get(found.name)
+        wanted = instance is not None and instance.spec.wanted_running
+        return instance is not None and wanted and self._planner.accepts(instance.spec, found)
+
+    def _supervisors(self, *states: State) -> Sequence[Supervisor]:
+        """Those in one of the states, of all instances."""
+        everybody = (each for instance in self._instances.values() for each in instance.supervisors)
+        return [each for each in everybody if each.state in states]
 
     def _alive(self) -> Sequence[InstanceSpec]:
-        """The instances that have or are about to have a worker."""
-        alive = (State.STARTING, State.RUNNING)
-        return [each.spec for each in self._supervisors.values() if each.state in alive]
+        """The specs of the workers that there are or are about to be."""
+        return [each.spec for each in self._supervisors(State.STARTING, State.RUNNING)]
 
     # State and figures
 
@@ -309,14 +376,15 @@ class Manager:
 
     def _changed(self) -> None:
         """Some instance is not what it was: figures, and perhaps everybody's share of the CPU."""
-        self._metrics.fleet(self.list())
+        views = self.list()
+        self._metrics.fleet(views)
+        self.noticed(views)
         for name, threads in self._planner.shares(self._alive()).items():
-            self._supervisors[name].set_threads(threads)
+            self._instances[name].set_threads(threads)
 
 
-def _report_defect(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()):
-        log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
+def _count(gpus: Iterable[str | None]) -> Counter[str]:
+    return Counter(gpu for gpu in gpus if gpu is not None)
 
 
 def _now() -> str:

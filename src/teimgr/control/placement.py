@@ -12,19 +12,29 @@ LOADING_BYTES = 2 << 30
 """What a worker that is still loading is taken to need, for the card's own figure does not show it yet."""
 
 
-def place(spec: InstanceSpec, inventory: Inventory, loading: Mapping[str, int] | None = None) -> Gpu | None:
+def place(
+    spec: InstanceSpec,
+    inventory: Inventory,
+    loading: Mapping[str, int] | None = None,
+    beside: Mapping[str, int] | None = None,
+) -> Gpu | None:
     """The card for one more worker of `spec`; None means the CPU, which is for hosts without a card.
 
-    `loading` counts, by UUID, the workers whose memory NVML cannot show yet. Without a `gpu_id` the card with the most
-    memory to spare wins, the first of equals.
+    `loading` counts, by UUID, the workers whose memory NVML cannot show yet, `beside` the other replicas of the
+    instance. Without a `gpu_id` a card with the fewest of these wins, among equals that with the most memory to spare.
 
     Raises:
         InvalidGpuId: `gpu_id` is none of the cards.
     """
     if spec.gpu_id is not None:
         return _named(spec.gpu_id, inventory)
-    pending = loading or {}
-    return max(inventory.gpus, key=lambda gpu: _spare_bytes(gpu, pending), default=None)
+    pending, others = loading or {}, beside or {}
+    return max(inventory.gpus, key=lambda gpu: (-others.get(gpu.uuid, 0), _spare_bytes(gpu, pending)), default=None)
+
+
+def replicas(spec: InstanceSpec, inventory: Inventory) -> int:
+    """How many workers `spec` asks for; one for each card, where it does not name a number, and at least one."""
+    return max(1, len(inventory.gpus)) if spec.replicas == "per-gpu" else spec.replicas
 
 
 def _named(gpu_id: int, inventory: Inventory) -> Gpu:
@@ -38,8 +48,11 @@ def _spare_bytes(gpu: Gpu, loading: Mapping[str, int]) -> int:
     return gpu.memory_free_bytes - LOADING_BYTES * loading.get(gpu.uuid, 0)
 
 
-def share_threads(cores: int, wanted: Iterable[InstanceSpec]) -> dict[str, int]:
-    """Name → CPU threads of its worker: an equal share of the cores, at least one; an explicit `threads` wins."""
-    specs = list(wanted)
+def share_threads(cores: int, workers: Iterable[InstanceSpec]) -> dict[str, int]:
+    """Name → CPU threads of each of its workers: an equal share of the cores, at least one; explicit `threads` win.
+
+    `workers` has the spec of each worker, so an instance's once for each of its replicas.
+    """
+    specs = list(workers)
     share = max(1, cores // max(1, len(specs)))
     return {spec.name: spec.threads or share for spec in specs}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from teimgr.control import placement
 from teimgr.control.gpus import GpuInventory, Inventory
 from teimgr.control.placement import place, share_threads
 from teimgr.control.workerspec import worker_spec
@@ -13,44 +14,63 @@ from teimgr.settings import Settings
 from teimgr.spec import InstanceSpec, WorkerSpec
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The workers that a new one has to get on with.
+
+    `alive` share the cores, the new one among them. `loading` counts by card those whose memory it cannot show yet,
+    `beside` the other replicas of the same crew.
+    """
+
+    alive: Sequence[InstanceSpec]
+    loading: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
+
+
 class Planner:
-    """Remembers where it placed each instance; `inventory` is the last one it looked at."""
+    """`inventory` is the last one that was looked at. Only `look` waits, so plans cannot be outrun by one another."""
 
     def __init__(self, settings: Settings, gpus: GpuInventory, cores: int) -> None:
         self.inventory = Inventory()
         self._settings = settings
         self._gpus = gpus
         self._cores = cores
-        self._placed: dict[str, str | None] = {}
 
-    async def plan(self, spec: InstanceSpec, alive: Sequence[InstanceSpec], starting: Sequence[str]) -> WorkerSpec:
-        """The orders for one launch. `alive` share the cores; `starting` names whose memory no card may show yet.
+    async def look(self) -> Inventory:
+        """The cards as they are now."""
+        self.inventory = await self._gpus.read()
+        return self.inventory
+
+    def plan(self, spec: InstanceSpec, replica: int, others: Others) -> WorkerSpec:
+        """The orders for one launch.
 
         Raises:
             TeimgrError: there is no place for it, or it cannot be told.
         """
-        self.inventory = await self._gpus.read()
-        loading = Counter(uuid for name in starting if name != spec.name and (uuid := self._placed.get(name)))
-        gpu = place(spec, self.inventory, loading)
-        self._placed[spec.name] = uuid = gpu.uuid if gpu else None
-        return worker_spec(spec, self._settings, uuid, self.shares(alive).get(spec.name, 1))
+        gpu = place(spec, self.inventory, others.loading, others.beside)
+        threads = self.shares(others.alive).get(spec.name, 1)
+        return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica)
 
     def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
         """Whether a live worker that was told `found` is one that we could have launched for `spec` now."""
+        if found.replica >= self.replicas(spec):
+            return False
         try:
             chosen = place(spec, self.inventory) if spec.gpu_id is not None else None
-            same = worker_spec(spec, self._settings, chosen.uuid if chosen else found.gpu, 1).hash == found.hash
+            gpu = chosen.uuid if chosen else found.gpu
+            same = worker_spec(spec, self._settings, gpu, 1, found.replica).hash == found.hash
         except TeimgrError:
             return False
-        fits = same and (found.gpu is None or found.gpu in {gpu.uuid for gpu in self.inventory.gpus})
-        if fits:
-            self._placed[spec.name] = found.gpu
-        return fits
+        return same and (found.gpu is None or found.gpu in {gpu.uuid for gpu in self.inventory.gpus})
+
+    def replicas(self, spec: InstanceSpec) -> int:
+        """How many workers `spec` asks for on this host."""
+        return placement.replicas(spec, self.inventory)
 
     def shares(self, alive: Sequence[InstanceSpec]) -> dict[str, int]:
-        """CPU threads by name."""
+        """CPU threads of each worker, by its instance's name."""
         return share_threads(self._cores, alive)
 
-    def forget(self, name: str) -> None:
-        """The instance is deleted."""
-        self._placed.pop(name, None)
+    def index_of(self, gpu: str | None) -> int | None:
+        """The index of the card with this UUID."""
+        return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)

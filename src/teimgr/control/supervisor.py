@@ -1,6 +1,6 @@
-"""One task per instance: events from the mailbox go into its `Life`, effects come out and are carried out.
+"""One task per replica: events from the mailbox go into its `Life`, effects come out and are carried out.
 
-Nobody else changes anything of the instance. Handling an event waits for nothing, so the mailbox stays short however
+Nobody else changes anything of the replica. Handling an event waits for nothing, so the mailbox stays short however
 long a launch or a stop takes: those are the attempt's, and come back as events.
 """
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from teimgr.control.attempt import Attempt
 from teimgr.control.events import (
@@ -21,6 +22,7 @@ from teimgr.control.events import (
     Event,
     Exited,
     Gone,
+    HandOver,
     Kill,
     Launch,
     News,
@@ -31,12 +33,12 @@ from teimgr.control.events import (
     Tick,
     WorkerReady,
 )
-from teimgr.control.lifecycle import CommandRefused, Life, Phase
+from teimgr.control.lifecycle import CommandRefused, Life, Phase, Policy
 from teimgr.control.surroundings import Surroundings
-from teimgr.directory import Endpoint, Entry
+from teimgr.directory import Endpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.base import Adopted
-from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, WorkerSpec
+from teimgr.spec import InstanceSpec, ModelInfo, State, WorkerSpec, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +47,31 @@ log = logging.getLogger(__name__)
 class _Ask:
     command: Command
     answer: asyncio.Future[None]
-    wanted_stays: bool
 
 
 class Supervisor:
-    """The owner of one instance. `plan` says, at each launch, what the worker is to be told.
+    """The owner of one replica, the `number`-th of an instance as `spec` has it.
 
-    `started` is set once `run` has taken over, an adopted worker included.
+    `plan` says, at each launch, what the worker is to be told; `changed` hears, in the loop, that something is not what
+    it was. `gpu` is the card that the present worker was or the next one is to be placed on. `started` is set once
+    `run` has taken over, an adopted worker included.
     """
 
-    def __init__(self, spec: InstanceSpec, plan: Callable[[], Awaitable[WorkerSpec]], around: Surroundings) -> None:
-        timeout_s = spec.startup_timeout_secs or around.policy.startup_timeout_s
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        number: int,
+        plan: Callable[[Supervisor], Awaitable[WorkerSpec]],
+        around: Surroundings,
+        changed: Callable[[], None],
+    ) -> None:
         self.spec = spec
+        self.number = number
+        self.gpu: str | None = None
         self._plan = plan
         self._around = around
-        self._life = Life(policy=replace(around.policy, startup_timeout_s=timeout_s))
+        self._changed = changed
+        self._life = Life(policy=self._policy())
         # Not bounded by a number: each event is handled at once, and its senders are few.
         self._mailbox: asyncio.Queue[_Ask | News] = asyncio.Queue()
         self._settled = asyncio.Condition()
@@ -70,14 +82,11 @@ class Supervisor:
         self._probed_at: datetime | None = None
         self.started = asyncio.Event()
         self._closed = False
-        self._publish()
 
-    # What the manager asks
+    # What the instance asks
 
-    async def accept(self, command: Command, *, wanted_stays: bool = False) -> None:
+    async def accept(self, command: Command) -> None:
         """Have the command taken up; its outcome is another matter, `settle`.
-
-        It is the user's last word on whether the instance is wanted running, unless `wanted_stays`.
 
         Raises:
             AlreadyRunning, NotRunning, InstanceNotFound: it makes no sense now.
@@ -85,38 +94,81 @@ class Supervisor:
         if self._closed:
             raise self._absence()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._mailbox.put_nowait(_Ask(command, answer, wanted_stays))
+        self._mailbox.put_nowait(_Ask(command, answer))
         await answer
 
-    async def settle(self) -> InstanceView:
-        """The view, as soon as no process is on its way out."""
+    async def settle(self) -> None:
+        """Return as soon as no process is on its way out."""
         async with self._settled:
             await self._settled.wait_for(lambda: self._closed or not self._life.is_ending)
-        return self.view()
 
     @property
     def state(self) -> State:
-        """The word for where the instance is."""
+        """The word for where the replica is."""
         return self._life.phase.state
 
-    def view(self) -> InstanceView:
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is to be a worker."""
+        return self._life.is_wanted
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last worker is of no use, and there is no other yet."""
+        return self._life.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING) or self._life.verdict is not None
+
+    @property
+    def restarts(self) -> int:
+        """How often a worker of it was followed by another."""
+        return self._life.restarts
+
+    @property
+    def reason(self) -> str | None:
+        """What to tell users of it."""
+        return self._life.reason
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """What the last worker that was ready said of its model."""
+        return self._model
+
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads of its worker, while there is one."""
+        return self._threads if self._attempt and self._attempt.handle else None
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where its worker answers, while it serves."""
+        handle = self._attempt.handle if self._attempt else None
+        if handle is None or self._life.phase is not Phase.RUNNING:
+            return None
+        return Endpoint(str(handle.socket), handle.incarnation)
+
+    def view(self, role: str) -> WorkerView:
         """A snapshot for display."""
         life, handle = self._life, self._attempt.handle if self._attempt else None
-        return InstanceView(
-            spec=self.spec,
+        return WorkerView(
+            replica=self.number,
+            role=role,
             state=self.state,
+            gpu=self.gpu,
             pid=handle.pid if handle else None,
+            incarnation=handle.incarnation if handle else None,
             uptime_secs=max(0, int(time.time() - handle.started_at)) if handle else None,
             restarts=life.restarts,
             health_check_failures=life.probe_failures,
             last_health_check=self._probed_at.isoformat().replace("+00:00", "Z") if self._probed_at else None,
             reason=life.reason,
-            model=self._model,
-            threads=self._threads if handle else None,
         )
 
+    def respecify(self, spec: InstanceSpec) -> None:
+        """Take `spec` for that of the present worker too; it differs in nothing that a worker is told."""
+        self.spec = spec
+        self._life = replace(self._life, policy=self._policy())
+
     def set_threads(self, threads: int) -> None:
-        """The instance's share of the CPU, for the worker that runs and those that follow."""
+        """The worker's share of the CPU, for the worker that runs and those that follow."""
         self._threads = threads
         if self._attempt is not None:
             self._attempt.set_threads(threads)
@@ -127,14 +179,13 @@ class Supervisor:
             self._attempt.end(0.0)
 
     def give_up(self, reason: str) -> None:
-        """Make the instance one that has failed, before `run`: it cannot even be tried."""
+        """Make the replica one that has failed, before `run`: it cannot even be tried."""
         self._life = Life.failed(self._life.policy, reason)
-        self._publish()
 
     # The task
 
     async def run(self, adopted: Adopted | None = None) -> None:
-        """Supervise until the instance is deleted, or the task is cancelled, which leaves the worker alone."""
+        """Supervise until the replica is deleted, or the task is cancelled, which leaves the worker alone."""
         try:
             async with asyncio.TaskGroup() as self._attempts:
                 if adopted is not None:
@@ -150,6 +201,7 @@ class Supervisor:
         return self._life.deleted and self._life.phase is Phase.STOPPED
 
     def _adopt(self, adopted: Adopted) -> None:
+        self.gpu = adopted.handle.spec.gpu
         self._step(Adopt())
         self._begin(adopted)
         assert self._attempt is not None
@@ -189,8 +241,6 @@ class Supervisor:
             if not ask.answer.done():
                 ask.answer.set_exception(self._refusal(ask.command))
             return
-        if not ask.wanted_stays:
-            self.spec = replace(self.spec, wanted_running=self._life.is_wanted)
         if not ask.answer.done():
             ask.answer.set_result(None)
 
@@ -221,14 +271,14 @@ class Supervisor:
         self._life, effects = before.step(event, self._now())
         if before.phase is not self._life.phase:
             self._turned(before.phase)
-        self._publish()
+        self._changed()
         for effect in effects:
             self._carry_out(effect)
-        self._around.changed()
 
     def _turned(self, before: Phase) -> None:
         life = self._life
-        facts = {"instance": self.spec.name, "from": before.name.lower(), "to": life.phase.name.lower()}
+        facts = {"instance": self.spec.name, "replica": self.number}
+        facts |= {"from": before.name.lower(), "to": life.phase.name.lower()}
         level = logging.ERROR if life.phase is Phase.FAILED else logging.INFO
         log.log(level, "phase", extra=facts | ({"reason": life.reason} if life.reason else {}))
         if life.phase is Phase.WAITING:
@@ -249,39 +299,29 @@ class Supervisor:
                 self._begin(None)
             case Terminate():
                 self._end(self._around.grace_s)
+            case HandOver():
+                self._end(self._around.grace_s, handover=True)
             case Kill():
                 self._end(0.0)
             case Gone():
-                self._around.directory.remove(self.spec.name)
+                pass  # which ends `run`
 
     def _begin(self, adopted: Adopted | None) -> None:
         assert self._attempts is not None
         around = self._around
-        self._attempt = Attempt(around.launcher, self._plan, around.probes, self._mailbox.put_nowait, adopted)
+        plan = partial(self._plan, self)
+        self._attempt = Attempt(around.launcher, plan, around.probes, self._mailbox.put_nowait, adopted)
         if self._threads is not None:
             self._attempt.set_threads(self._threads)
         self._attempts.create_task(self._attempt.run(), name=f"attempt of {self.spec.name}")
 
-    def _end(self, grace_s: float) -> None:
+    def _end(self, grace_s: float, *, handover: bool = False) -> None:
         if self._attempt is not None:
-            self._attempt.end(grace_s)
+            self._attempt.end(grace_s, handover=handover)
 
-    def _publish(self) -> None:
-        if self._is_gone:
-            return
-        handle = self._attempt.handle if self._attempt else None
-        serving = self._life.phase is Phase.RUNNING and handle is not None
-        endpoint = (Endpoint(str(handle.socket), handle.incarnation),) if serving and handle else ()
-        self._around.directory.publish(
-            Entry(
-                name=self.spec.name,
-                model_id=self.spec.model_id,
-                state=self.state,
-                reason=self._life.reason,
-                dimension=self._model.dimension if self._model else 0,
-                endpoints=endpoint,
-            )
-        )
+    def _policy(self) -> Policy:
+        timeout_s = self.spec.startup_timeout_secs or self._around.policy.startup_timeout_s
+        return replace(self._around.policy, startup_timeout_s=timeout_s)
 
     @staticmethod
     def _now() -> float:

@@ -9,8 +9,10 @@ from teimgr.settings import Settings
 from teimgr.spec import InstanceSpec, WorkerSpec
 
 
-def worker_spec(spec: InstanceSpec, settings: Settings, gpu_uuid: str | None, threads: int) -> WorkerSpec:
-    """The worker's orders. `extra_args` win over the instance's fields, which win over the settings.
+def worker_spec(
+    spec: InstanceSpec, settings: Settings, gpu_uuid: str | None, threads: int, replica: int = 0
+) -> WorkerSpec:
+    """The orders of one worker. `extra_args` win over the instance's fields, which win over the settings.
 
     Raises:
         InvalidConfig: an extra argument cannot be understood.
@@ -18,6 +20,7 @@ def worker_spec(spec: InstanceSpec, settings: Settings, gpu_uuid: str | None, th
     told = WorkerSpec(
         name=spec.name,
         model_id=spec.model_id,
+        replica=replica,
         revision=spec.revision,
         dtype=spec.dtype,
         pooling=spec.pooling,

@@ -13,7 +13,15 @@ from teimgr.front.callers import caller_of
 from teimgr.front.filters import ModelIds, Statuses, Tags, chosen
 from teimgr.front.gpus import TheBoard, card_of
 from teimgr.front.manager import Manager
-from teimgr.front.schemas import CreateInstance, Failure, InstanceInfo, instance_info
+from teimgr.front.schemas import (
+    CreateInstance,
+    Failure,
+    InstanceInfo,
+    RestartInstance,
+    UpdateInstance,
+    instance_info,
+)
+from teimgr.spec import InstanceView
 
 router = APIRouter(tags=["instances"])
 
@@ -31,6 +39,17 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 }
 CREATE_BODY = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": CreateInstance.model_json_schema()}}}
+}
+
+UPDATE_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": UpdateInstance.model_json_schema()}}}
+}
+RESTART_BODY = {
+    "requestBody": {"required": False, "content": {"application/json": {"schema": RestartInstance.model_json_schema()}}}
+}
+ROLLING: dict[int | str, dict[str, Any]] = {
+    202: {"model": InstanceInfo, "description": "new workers are starting beside the old ones"},
+    409: {"model": Failure, "description": "another update is under way, or this one came to nothing"},
 }
 
 
@@ -91,7 +110,32 @@ async def stop_instance(name: str, manager: TheManager) -> Response:
     return answer(instance_info(await manager.stop(name)))
 
 
-@router.post("/instances/{name}/restart", response_model=InstanceInfo, responses=UNKNOWN)
-async def restart_instance(name: str, manager: TheManager) -> Response:
-    """Stop an instance where it runs, and start it."""
-    return answer(instance_info(await manager.restart(name)))
+@router.post(
+    "/instances/{name}/restart", response_model=InstanceInfo, responses=ROLLING | UNKNOWN, openapi_extra=RESTART_BODY
+)
+async def restart_instance(
+    request: Request, name: str, manager: TheManager, rolling: bool = False, wait: bool = False
+) -> Response:
+    """Stop an instance where it runs, and start it; rolling: new workers start beside the old ones, with no gap."""
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        rolling |= (await read_json(request, RestartInstance)).rolling
+    return _progress(await manager.restart(name, rolling=rolling, wait=wait), rolling)
+
+
+@router.patch(
+    "/instances/{name}", response_model=InstanceInfo, responses=ROLLING | UNKNOWN | REFUSED, openapi_extra=UPDATE_BODY
+)
+async def update_instance(request: Request, name: str, manager: TheManager, wait: bool = False) -> Response:
+    """Change an instance without a gap: new workers start beside the old ones, prove themselves, and take over.
+
+    The answer is 202 while they do, and the instance's `update` says how it goes; with `wait` it comes when all
+    is done, and is a 409 `UPDATE_FAILED` when the instance is as it was. What needs no other worker is done at once.
+    """
+    body = await read_json(request, UpdateInstance)
+    recreate = body.strategy == "recreate"
+    return _progress(await manager.update(name, body.changes(), recreate=recreate, wait=wait), True)
+
+
+def _progress(view: InstanceView, is_update: bool) -> Response:
+    rolls = is_update and view.update is not None and view.update.state == "rolling"
+    return answer(instance_info(view), 202 if rolls else 200)

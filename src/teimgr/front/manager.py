@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from teimgr.spec import InstanceSpec, InstanceView
 
@@ -34,8 +35,18 @@ class Manager(Protocol):
             NotRunning: it is stopped already.
         """
 
-    async def restart(self, name: str) -> InstanceView:
-        """Stop it where it runs, and start it."""
+    async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
+        """Stop it where it runs, and start it; `rolling` as an `update` that changes nothing."""
+
+    async def update(
+        self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False
+    ) -> InstanceView:
+        """Change keys of its spec (None: back to the default), without a gap unless `recreate`.
+
+        Raises:
+            UpdateInProgress: another change of it is under way.
+            UpdateFailed: with `wait`, when it came to nothing.
+        """
 
     async def delete(self, name: str) -> InstanceView:
         """Stop it and forget it; the result is how it was last."""

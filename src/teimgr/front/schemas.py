@@ -6,6 +6,7 @@ Requests are strict: no unknown field, no text where a number is meant. `null` i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -15,7 +16,7 @@ from teimgr.configuration import with_template
 from teimgr.control.extra_args import shown
 from teimgr.errors import ValidationError
 from teimgr.settings import SPEC_RULES, U32
-from teimgr.spec import DTYPES, KINDS, POOLINGS, InstanceSpec, InstanceView, State
+from teimgr.spec import DTYPES, KINDS, POOLINGS, InstanceSpec, InstanceView, State, WorkerView
 from teimgr.typed import Faulty
 
 Text = Annotated[str, Field(max_length=4096)]
@@ -70,6 +71,9 @@ class CreateInstance(BaseModel):
     threads: int | None = _number("threads")
     prometheus_port: int | None = _number("prometheus_port")
     startup_timeout_secs: int | None = _number("startup_timeout_secs")
+    replicas: Literal["per-gpu"] | Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None, description="workers of the instance (default 1), or per-gpu: one on each"
+    )
     tags: dict[TagText, TagText] | None = Field(
         None, max_length=64, description="for people and filters: {team: search}"
     )
@@ -102,6 +106,83 @@ class CreateInstance(BaseModel):
         if not filled.get("model_id"):
             raise ValidationError(f"missing field `model_id`, which the template {self.template!r} has not either")
         return filled
+
+
+class UpdateInstance(BaseModel):
+    """What PATCH /instances/{name} takes: what is not said stays, `null` is the default again."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"examples": [{"dtype": "float32"}]})
+
+    strategy: Literal["rolling", "recreate"] = Field(
+        "rolling", description="recreate: the old workers end before the new ones start, where both have no room"
+    )
+    model_id: Annotated[Text, Field(min_length=1)] | None = Field(None, description="another model")
+    revision: Text | None = Field(None, description="branch, tag or commit on the hub")
+    max_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=U32)] | None = Field(
+        None, description="token budget of one batch; auto or 0: from the free GPU memory"
+    )
+    max_concurrent_requests: int | None = _number("max_concurrent_requests")
+    pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(None, description=", ".join(POOLINGS))
+    kind: Annotated[Text, _one_of(*KINDS)] | None = Field(None, description=", ".join(KINDS))
+    trust_remote_code: bool | None = Field(None, description="run code of the model's own repository")
+    dtype: Annotated[Text, _one_of(*DTYPES)] | None = Field(None, description=", ".join(DTYPES))
+    gpu_id: int | None = _number("gpu_id")
+    threads: int | None = _number("threads")
+    startup_timeout_secs: int | None = _number("startup_timeout_secs")
+    replicas: Literal["per-gpu"] | Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None, description="workers of the instance, or per-gpu: one on each"
+    )
+    tags: dict[TagText, TagText] | None = Field(None, max_length=64, description="all of them anew")
+    extra_args: list[Text] | None = Field(None, max_length=256, description="flags of TEI, all of them anew")
+
+    def changes(self) -> dict[str, Any]:
+        """The keys of a spec that were said.
+
+        Raises:
+            ValidationError: `model_id` is null, and has no default.
+        """
+        given = {key: getattr(self, key) for key in self.model_fields_set - {"strategy"}}
+        if given.get("model_id", "") is None:
+            raise ValidationError("model_id: has no default to go back to")
+        if given.get("max_batch_tokens") == "auto":
+            given["max_batch_tokens"] = 0
+        if given.get("extra_args") is not None:
+            given["extra_args"] = tuple(given["extra_args"])
+        return given
+
+
+class RestartInstance(BaseModel):
+    """What POST /instances/{name}/restart may take."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    rolling: bool = Field(False, description="new workers start beside the old ones, and no call is lost")
+
+
+class WorkerFacts(BaseModel):
+    """One worker of an instance; all of one instance take connections of its port."""
+
+    replica: int
+    role: Literal["serving", "joining", "leaving"] = Field(description="joining and leaving in the midst of an update")
+    state: State
+    pid: int | None
+    gpu: str | None = Field(description="UUID of its card")
+    gpu_id: int | None
+    uptime_secs: int | None
+    restarts: int
+    health_check_failures: int
+    last_health_check: str | None
+    reason: str | None
+
+
+class Update(BaseModel):
+    """The last change of an instance. One that failed has left everything as it was."""
+
+    state: Literal["rolling", "done", "failed"]
+    changes: list[str] = Field(description="the keys that it is about; none for a rolling restart")
+    reason: str | None
+    started_at: str
+    finished_at: str | None
 
 
 class ModelFacts(BaseModel):
@@ -175,6 +256,9 @@ class InstanceInfo(BaseModel):
     extra_args: list[str] = Field(description="as they were given, but for the value of --api-key")
     tags: dict[str, str]
     seeded: bool = Field(description="the configuration made it")
+    replicas: int | Literal["per-gpu"]
+    workers: list[WorkerFacts] = Field(description="one for each replica, in an update those of before or after too")
+    update: Update | None = Field(description="null while nothing was changed since the daemon started")
     model: ModelFacts | None = Field(description="null until the model is loaded")
     gpu: CardOfInstance | None = Field(description="the card it is on; told by GET alone, null on the CPU")
 
@@ -222,6 +306,10 @@ class Failure(BaseModel):
     timestamp: str
 
 
+def _worker_facts(worker: WorkerView) -> dict[str, Any]:
+    return {name: getattr(worker, name) for name in WorkerFacts.model_fields} | {"state": worker.state.value}
+
+
 def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
     """`InstanceInfo` of a view, as plain values; `gpu` is the card it is on, where that was looked up."""
     spec, model = view.spec, view.model
@@ -252,6 +340,9 @@ def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict
         "extra_args": shown(spec.extra_args),
         "tags": dict(spec.tags),
         "seeded": spec.seeded,
+        "replicas": spec.replicas,
+        "workers": [_worker_facts(worker) for worker in view.workers],
+        "update": asdict(view.update) if view.update else None,
         "model": model.to_dict() if model else None,
         "gpu": gpu,
     }

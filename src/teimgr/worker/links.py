@@ -61,8 +61,8 @@ class Links:
 
     @property
     def has_callers(self) -> bool:
-        """Whether anybody but daemons is connected."""
-        return len(self.open) > len(self._watchers)
+        """Whether anybody is connected who has sent calls; one that only looks does not count."""
+        return any(link.is_callers for link in self.open)
 
     def announce(self, facts: dict[str, Any]) -> None:
         """Tell every watcher, and each later one first thing."""
@@ -105,6 +105,7 @@ class Link(FrameProtocol):
 
     def __init__(self, links: Links) -> None:
         super().__init__(links.max_frame_bytes)
+        self.is_callers = False
         self._links = links
         self._unanswered: dict[int, LinkCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,6 +140,7 @@ class Link(FrameProtocol):
         elif header.method in self._links.controls:
             self._control(header, payload)
         else:
+            self.is_callers = True
             self._links.service.handle(LinkCall(self, self._unanswered, header, payload))
 
     def link_lost(self, error: Exception | None) -> None:
