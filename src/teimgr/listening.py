@@ -84,20 +84,20 @@ class Listener:
         """Use `context` for every connection from now on; those that there are keep theirs.
 
         A new server on the same listening socket, because the authorities of a context in use can only be added to, and
-        clients would resume sessions that the former ones let in. uvloop loses no connection by it; asyncio's own loop may
-        lose one that it accepts in that moment.
+        clients would resume sessions that the former ones let in. uvloop loses no connection by it; asyncio's own loop
+        may lose one that it accepts in that moment.
         """
         server, config = self._server, self._server.config
         kind: Any = config.http_protocol_class
         protocol = partial(kind, config=config, server_state=server.server_state, app_state=server.lifespan.state)
         loop = asyncio.get_running_loop()
-        former = self._server.servers
-        sockets = [sock.dup() for server in former for sock in server.sockets]
-        self._server.servers = [
+        former = server.servers
+        sockets = [sock.dup() for each in former for sock in each.sockets]
+        server.servers = [
             await loop.create_server(protocol, sock=sock, ssl=context, backlog=config.backlog) for sock in sockets
         ]
-        for server in former:
-            server.close()
+        for each in former:
+            each.close()
 
     def leave(self) -> None:
         """Leave the address to those who share the socket.

@@ -136,11 +136,18 @@ class DaemonProcess:
         run = self.folder / "run"
         return sorted(path.name for path in run.iterdir()) if run.exists() else []
 
+    def await_grpc(self) -> None:
+        """Return when the gRPC port, which a process of its own opens, takes connections."""
+        self._await_port(self.grpc_port)
+
     def _await_listening(self) -> None:
+        self._await_port(self.api_port)
+
+    def _await_port(self, port: int) -> None:
         limit = time.monotonic() + LISTEN_LIMIT_S
         while True:
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.api_port)) == 0:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return
             assert self.process is not None
             if self.process.poll() is not None or time.monotonic() > limit:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ def test_the_commands_of_mtls(tmp_path: Path) -> None:
     for language, code in blocks[:at]:
         run(language, code, tmp_path)
     with daemon(blocks[at][1], tmp_path) as teimgr:
-        await_grpc(teimgr)
+        teimgr.await_grpc()
         answers = [run(language, code, tmp_path, teimgr) for language, code in blocks[at + 1 :]]
     assert answers[0] == "[]"
     assert "tei_multiplexer.v1.TeiMultiplexer" in answers[1]
@@ -51,7 +49,7 @@ def test_the_commands_of_api_keys(tmp_path: Path) -> None:
     )
     assert without_hashes(told) == without_hashes(shown)
     with daemon(told, tmp_path) as teimgr:
-        await_grpc(teimgr)
+        teimgr.await_grpc()
         answers = [run(language, code, tmp_path, teimgr) for language, code in blocks[at:]]
         log = (teimgr.folder / "daemon.log").read_text() + (teimgr.folder / "logs" / "_mux-0.log").read_text()
     assert answers[0] == "[][]"
@@ -99,17 +97,6 @@ def without_hashes(config: str) -> dict[str, Any]:
     for key in auth["api_keys"]:
         del key["key_sha256"]
     return auth
-
-
-def await_grpc(teimgr: DaemonProcess) -> None:
-    """Return when the gRPC port, which a process of its own opens, takes connections."""
-    limit = time.monotonic() + LIMIT_S
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", teimgr.grpc_port)) == 0:
-                return
-        assert time.monotonic() < limit, teimgr.log()
-        time.sleep(0.05)
 
 
 def run(language: str, code: str, folder: Path, teimgr: DaemonProcess | None = None) -> str:

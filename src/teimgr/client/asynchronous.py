@@ -19,7 +19,8 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
 class AsyncClient(Lifecycle, Inference, Scoring, Tables):
-    """One daemon: `api` is its REST side, `grpc` its multiplexer; `https://` speaks TLS as `tls` says.
+    """One daemon: `api` is its REST side, `grpc` its multiplexer; `https://` speaks TLS as `tls` says, and
+    `api_key` goes with every call.
 
     Used as `async with`; nothing is sent before the first call. `timeout_s` bounds every call, stop and restart
     with their grace included. `max_message_bytes` bounds one gRPC message, either way.
@@ -31,12 +32,13 @@ class AsyncClient(Lifecycle, Inference, Scoring, Tables):
         grpc: str = GRPC,
         *,
         tls: Tls | None = None,
+        api_key: str | None = None,
         timeout_s: float = 60.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         tls = tls or Tls()
-        self._rest = Rest(Endpoint.parse(api), tls)
-        self._calls = Calls(Endpoint.parse(grpc), tls, max_message_bytes)
+        self._rest = Rest(Endpoint.parse(api), tls, api_key)
+        self._calls = Calls(Endpoint.parse(grpc), tls, max_message_bytes, api_key)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:

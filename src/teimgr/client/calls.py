@@ -26,10 +26,11 @@ _TLS_HINT = " (the server may speak TLS: https://)"
 class Calls:
     """Opened and closed by its owner, inside a running event loop."""
 
-    def __init__(self, endpoint: Endpoint, tls: Tls, max_message_bytes: int) -> None:
+    def __init__(self, endpoint: Endpoint, tls: Tls, max_message_bytes: int, api_key: str | None = None) -> None:
         self._endpoint = endpoint
         self._tls = tls
         self._max_message_bytes = max_message_bytes
+        self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._channel: Any = None
         self._unary: dict[str, Any] = {}
 
@@ -85,7 +86,7 @@ class Calls:
         if call is None:
             call = self._unary[method] = self._opened().unary_unary(_path(method))
         try:
-            reply: bytes = await call(request, timeout=timeout_s)
+            reply: bytes = await call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from error
         except asyncio.CancelledError:
@@ -118,7 +119,9 @@ class Calls:
             return
         if self._channel is not channel:
             raise Cancelled("the client was closed during the call")
-        conversation = Conversation(channel.stream_stream(_path(method))(), first, requests, window)
+        conversation = Conversation(
+            channel.stream_stream(_path(method))(metadata=self._metadata), first, requests, window
+        )
         try:
             while (reply := await conversation.reply(idle_s)) is not None:
                 yield reply
@@ -134,7 +137,7 @@ class Calls:
             Cancelled: the client was closed.
             TeimgrError: what the status meant; DeadlineExceeded when the server takes or says nothing for `idle_s`.
         """
-        call = self._opened().stream_unary(_path(method))()
+        call = self._opened().stream_unary(_path(method))(metadata=self._metadata)
         ending = Ending(call)
         try:
             async for request in requests:

@@ -17,9 +17,10 @@ from teimgr.errors import DeadlineExceeded, Internal, Unavailable, ValidationErr
 class Rest:
     """Opened and closed by its owner, inside a running event loop."""
 
-    def __init__(self, endpoint: Endpoint, tls: Tls) -> None:
+    def __init__(self, endpoint: Endpoint, tls: Tls, api_key: str | None = None) -> None:
         self._endpoint = endpoint
         self._tls = tls
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -29,7 +30,7 @@ class Rest:
             InvalidConfig: a certificate file cannot be used.
         """
         context = self._tls.ssl_context() if self._endpoint.secure else True
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context), headers=self._headers)
 
     async def close(self) -> None:
         """Close every connection."""

@@ -85,10 +85,13 @@ class Client:
         grpc: str = GRPC,
         *,
         tls: Tls | None = None,
+        api_key: str | None = None,
         timeout_s: float = 60.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        self._client = AsyncClient(api, grpc, tls=tls, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
+        self._client = AsyncClient(
+            api, grpc, tls=tls, api_key=api_key, timeout_s=timeout_s, max_message_bytes=max_message_bytes
+        )
         self._loop: LoopThread | None = None
 
     def __enter__(self) -> Self:
