@@ -130,6 +130,7 @@ def test_the_state_wins_at_a_start_and_health_says_where_it_differs(model: str) 
         daemon.close()
 
 
+@pytest.mark.clause("M4-read")
 def test_a_state_file_of_tei_manager_is_taken_over_by_pointing_at_it(model: str) -> None:
     """Its name says JSON as in tei-manager's container, and TOML is inside; ports and Prometheus ports stay."""
     daemon = Daemon()

@@ -83,6 +83,7 @@ async def test_the_same_configuration_changes_nothing(moving: Moving) -> None:
     assert done == {"dry_run": False, "plan": nothing, "steps": [], "failed": 0}
 
 
+@pytest.mark.clause("D-reload")
 async def test_a_dry_run_shows_the_plan_and_moves_nothing(moving: Moving) -> None:
     text = SEEDS.replace("9100", "9200").replace('name = "b"', 'name = "c"\nport = 8100')
     text = text.replace('model_id = "m"\n', 'model_id = "n"\n', 1) + "[aliases]\nx = 'a'\n"
@@ -100,6 +101,7 @@ async def test_a_dry_run_shows_the_plan_and_moves_nothing(moving: Moving) -> Non
     assert moving.front.fleet.get("a").spec.model_id == "m"
 
 
+@pytest.mark.clause("D-reload")
 async def test_a_reload_moves_the_fleet(moving: Moving) -> None:
     text = (
         SEEDS.replace('model_id = "m"\n', 'model_id = "n"\ntags = {t = "1"}\n', 1)

@@ -92,6 +92,7 @@ async def test_a_route_that_nobody_thought_of_is_closed(everything: Everything) 
     assert Rights([*everything.routes, forgotten]).of("GET", "/forgotten/a", Policy(keys=())).need == ADMIN_ALL
 
 
+@pytest.mark.clause("M6-keys")
 async def test_the_rights_matrix(everything: Everything) -> None:
     """Each route with each key: let in or refused, as its row of the table says and nothing else."""
     rows = [(route, verb) for route in everything.routes for verb in verbs(route)]
@@ -180,6 +181,7 @@ async def test_what_is_no_key(settings: Settings, headers: dict[str, str]) -> No
         await front.call("GET", "/instances", 401, headers=headers)
 
 
+@pytest.mark.clause("M6-keys")
 async def test_a_key_for_some_instances(settings: Settings) -> None:
     async with asking(settings) as front:
         for name in ("mine", "theirs", "team-1"):

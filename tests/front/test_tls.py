@@ -193,6 +193,7 @@ async def until(what: Any) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.clause("M6-renewal")
 @on_uvloop
 async def test_certificates_and_authority_are_renewed_under_live_traffic(settings: Settings, tmp_path: Path) -> None:
     before, after = Authority(tmp_path / "before"), Authority(tmp_path / "after", "after")

@@ -60,8 +60,8 @@ def _round(target: Target, report: Report, examples: int, seed: int, phases: str
         *("--workers", "1"),  # CPython 3.11 cannot compile in two threads at once, and hypothesis does
         *("--report", "json", "--report-json-path", str(said)),
     ]
-    environ = os.environ | {"SCHEMATHESIS_HOOKS": "tests.fuzz.rest_hooks"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    environ = os.environ | {"SCHEMATHESIS_HOOKS": "tests.fuzz.rest_hooks", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
     report.output += done.stdout + done.stderr
     facts = json.loads(said.read_text()) if said.exists() else {}
     report.cases += facts.get("test_cases", {}).get("generated", 0)

@@ -71,6 +71,7 @@ async def test_only_clients_with_a_certificate_of_the_authority_get_through(
     await control.close()
 
 
+@pytest.mark.clause("M6-subjects")
 @needs_openssl
 async def test_subjects_and_alternative_names_are_judged_as_on_rest(
     tmp_path: Path, start_mux: Any, start_worker: Any
@@ -99,6 +100,7 @@ async def test_subjects_and_alternative_names_are_judged_as_on_rest(
     await control.close()
 
 
+@pytest.mark.clause("M6-renewal")
 @needs_openssl
 async def test_certificates_and_authority_are_renewed_under_live_traffic(
     tmp_path: Path, start_mux: Any, start_worker: Any
@@ -197,6 +199,7 @@ async def ending_of(rpc: Rpc, channel: Any, metadata: Any) -> tuple[grpc.StatusC
     return await answered.code(), await answered.details()
 
 
+@pytest.mark.clause("M6-keys")
 @pytest.mark.parametrize("rpc", RPCS, ids=lambda rpc: rpc.path)
 async def test_every_rpc_asks_for_a_key_with_the_right_of_inference(keyed: Control, channel: Any, rpc: Rpc) -> None:
     for metadata in ((), bearer("x" * 40), (("authorization", ASKER),), bearer("")):

@@ -14,6 +14,7 @@ TWO = Inventory((Gpu(0, "GPU-0", 20 * GIB), Gpu(1, "GPU-1", 10 * GIB + GIB // 2)
 AUTO = {"name": "a", "model_id": "m", "max_batch_tokens": 0}
 
 
+@pytest.mark.clause("N-auto-tokens")
 @pytest.mark.parametrize(
     ("keys", "inventory", "tokens"),
     [

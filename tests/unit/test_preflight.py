@@ -43,6 +43,7 @@ def test_machine_code_runs_on_its_generation_and_the_rest_is_compiled(
     assert runs_on(capability, archs) is runs
 
 
+@pytest.mark.clause("N-preflight")
 def test_the_sentence_names_the_card_and_the_right_build() -> None:
     assert problems([card(9, 0), card()], CUDA_13) == []
     (old,) = problems([card(6, 1)], CUDA_13)
@@ -63,6 +64,7 @@ def with_card(mode: str, build: TorchBuild | LaunchFailed, *cards: Gpu) -> Prefl
     return Preflight(mode, GpuInventory({}, lambda: Inventory(cards)), asked)  # type: ignore[arg-type]
 
 
+@pytest.mark.clause("N-preflight")
 async def test_warn_is_an_alarm_and_fail_is_a_refusal() -> None:
     warning = with_card("warn", CUDA_13, card(6, 1))
     await warning.run()

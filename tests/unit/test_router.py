@@ -74,6 +74,7 @@ def test_a_model_id_leads_to_any_running_instance_of_it() -> None:
         assert {first.instance, second.instance} == {"a", "c"}
 
 
+@pytest.mark.clause("D-replicas")
 def test_the_replica_with_the_fewest_bytes_under_way_wins() -> None:
     fleet = router(entry("a", "1", "2", "3"))
     busy = dict(zip("123", (300, 20, 100), strict=True))

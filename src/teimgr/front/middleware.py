@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr import telemetry
-from teimgr.errors import InvalidInstanceName
+from teimgr.errors import InvalidInstanceName, TeimgrError, ValidationError
 from teimgr.front.answers import VERBS, error_response
 from teimgr.metrics import Metrics
 from teimgr.origin import REQUEST_ID, TRACEPARENT, TRACESTATE, Origin, working_for
@@ -94,9 +94,9 @@ class HeadAsGet:
 
 
 class WholeNames:
-    """Refuse an encoded path separator in an instance's name.
+    """Refuse an encoded path separator in an instance's name, and a name that is no UTF-8.
 
-    Routing sees the decoded path, where `a%2Flogs` would be the log of `a`.
+    Routing sees the decoded path, where `a%2Flogs` would be the log of `a`, and any wrong byte the same sign.
     """
 
     PREFIX = b"/instances/"
@@ -107,9 +107,15 @@ class WholeNames:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
         raw: bytes = scope.get("raw_path") or b""
-        lowered = raw.lower()
-        if not raw.startswith(self.PREFIX) or not (b"%2f" in lowered or b"%5c" in lowered):
+        if not raw.startswith(self.PREFIX) or b"%" not in raw:
             return await self._app(scope, receive, send)
         name = unquote(raw.removeprefix(self.PREFIX).partition(b"/")[0].decode("ascii", "replace"))
-        refused = error_response(InvalidInstanceName(name, "it cannot contain path separators"))
-        return await refused(scope, receive, send)
+        refused: TeimgrError
+        lowered = raw.lower()
+        if b"%2f" in lowered or b"%5c" in lowered:
+            refused = InvalidInstanceName(name, "it cannot contain path separators")
+        elif "\ufffd" in name:
+            refused = ValidationError("Invalid URL: the name of an instance is no UTF-8")
+        else:
+            return await self._app(scope, receive, send)
+        return await error_response(refused)(scope, receive, send)

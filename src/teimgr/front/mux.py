@@ -193,9 +193,11 @@ def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.max_send_message_length", -1),
         # On by default, it would let a second mux share the port by mistake.
         ("grpc.so_reuseport", int(config.reuse_port)),
-        # Clients may ping every 10 s, calls or not; half of that leaves room for jitter.
+        # Clients of tei-manager may ping as often as they like, calls or not.
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        # Messages come as they are: identity alone, as on tei-manager's port and the instances'.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
     )
 
 

@@ -96,7 +96,7 @@ NEEDS: dict[str, Need] = {
     "POST /models/{model_id:path}/download": ADMIN_ALL,
     "DELETE /models/{model_id:path}/download": ADMIN_ALL,
     "POST /models/{model_id:path}/load": ADMIN_ALL,
-} | {f"POST {path.path}": INFERENCE for path in paths()}
+} | {f"{path.method} {path.path}": INFERENCE if path.method == "POST" else EITHER for path in paths()}
 
 _DIALECTS = {path.path: path.dialect for path in paths()}
 

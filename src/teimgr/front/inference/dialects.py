@@ -15,7 +15,7 @@ CHOICE = "x-teimgr-dialect"
 
 
 class DialectPath(NamedTuple):
-    """One path for POST: `path` is Starlette's template, `inner` what the worker knows it as.
+    """One path: `path` is Starlette's template, `inner` what the worker knows it as.
 
     With `{model}` or `{name}` in the template the path names the model or the instance, else the body does.
     """
@@ -23,6 +23,7 @@ class DialectPath(NamedTuple):
     path: str
     dialect: str
     inner: str
+    method: str = "POST"
 
 
 _INSTANCE = "/instances/{name}"
@@ -39,5 +40,6 @@ def paths() -> Iterator[DialectPath]:
     for inner in _TEI:
         yield DialectPath(_INSTANCE + inner, TEI, inner)
     yield DialectPath(_INSTANCE, TEI, "/")
+    yield DialectPath(_INSTANCE + "/info", TEI, "/info", "GET")
     for inner in _TEI_OPENAI:
         yield DialectPath(_INSTANCE + inner, TEI_OPENAI, inner)

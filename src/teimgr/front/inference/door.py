@@ -57,7 +57,7 @@ class InferenceDoor:
 
     def routes(self) -> list[Route]:
         """A route for each path of each dialect."""
-        return [Route(one.path, partial(self.answer, one), methods=["POST"]) for one in paths()]
+        return [Route(one.path, partial(self.answer, one), methods=[one.method]) for one in paths()]
 
     async def answer(self, path: DialectPath, request: Request) -> Response:
         """The worker's answer, or why there is none, in the words of the dialect."""
