@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from teimgr.engine import kinds
+from teimgr.engine.cutting import cut
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.footprint import device_bytes, tensor_bytes
 from teimgr.engine.intake import Intake
@@ -147,6 +148,14 @@ class Engine:
             EmptyInput, TokenizerFailed
         """
         return self._tokenizer.decode(ids, skip_special_tokens)
+
+    def cut(self, text: str, max_tokens: int, *, left: bool = False) -> str:
+        """`text` without what is beyond `max_tokens` tokens at its end, or at its beginning where `left`.
+
+        Raises:
+            TokenizerFailed
+        """
+        return cut(self._tokenizer, text, max_tokens, left=left)
 
     def prove(self, timeout_s: float) -> None:
         """Return when results are known to be right: a batch finished just now, or the known input goes through.

@@ -15,15 +15,8 @@ from teimgr.errors import Code, TeimgrError
 from teimgr.wire.http_frames import HttpReply
 from teimgr.wire.status import STATUS
 
-TEI, TEI_OPENAI, OPENAI, COHERE, VLLM, INFINITY, SIE = (
-    "tei",
-    "tei-openai",
-    "openai",
-    "cohere",
-    "vllm",
-    "infinity",
-    "sie",
-)
+TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
+VLLM, INFINITY, SIE = "vllm", "infinity", "sie"
 
 JSON_TYPE = {"content-type": "application/json"}
 RETRY_AFTER_S = 1
@@ -37,6 +30,7 @@ _ELSEWHERE = {
     Code.INVALID_INSTANCE_NAME: 404,
     Code.INFERENCE_FAILED: 500,
 }
+_TEI_PREFIXES = ("Backend error: ", "Input validation error: ")
 _UNKNOWN = (Code.INSTANCE_NOT_FOUND, Code.MODEL_NOT_FOUND)
 
 
@@ -63,6 +57,8 @@ def refusal(dialect: str, status: int, message: str, param: str | None = None) -
 
 
 def _reply(dialect: str, fault: Fault) -> HttpReply:
+    if dialect not in (TEI, TEI_OPENAI):
+        fault = fault._replace(message=_without_prefix(fault.message))
     value = _BODIES.get(dialect, _openai)(fault)
     return HttpReply(fault.status, JSON_TYPE | _patience(dialect, fault), orjson.dumps(value))
 
@@ -73,6 +69,13 @@ def _status(dialect: str, code: Code) -> int:
     if dialect == INFINITY and code in _UNKNOWN:
         return 400
     return _ELSEWHERE.get(code, STATUS[code].http)
+
+
+def _without_prefix(message: str) -> str:
+    """The sentence without the words that TEI puts before it."""
+    for prefix in _TEI_PREFIXES:
+        message = message.removeprefix(prefix)
+    return message
 
 
 def _patience(dialect: str, fault: Fault) -> dict[str, str]:
@@ -98,6 +101,10 @@ def _openai(fault: Fault) -> object:
 
 def _cohere(fault: Fault) -> object:
     return {"message": fault.message}
+
+
+def _jina(fault: Fault) -> object:
+    return {"detail": fault.message}
 
 
 def _vllm(fault: Fault) -> object:
@@ -150,6 +157,7 @@ _BODIES: Mapping[str, Callable[[Fault], object]] = {
     TEI_OPENAI: _tei_openai,
     OPENAI: _openai,
     COHERE: _cohere,
+    JINA: _jina,
     VLLM: _vllm,
     INFINITY: _infinity,
     SIE: _sie,

@@ -19,6 +19,7 @@ from teimgr.front.callers import caller_of
 from teimgr.front.inference.bodies import SMALL_BYTES, Bodies, SlowClient
 from teimgr.front.inference.dialects import CHOICE, DialectPath, paths
 from teimgr.front.inference.figures import InferenceFigures
+from teimgr.front.inference.model_list import ModelList
 from teimgr.front.inference.naming import Naming
 from teimgr.metrics import Metrics
 from teimgr.route.links import LinkLimits
@@ -57,10 +58,12 @@ class InferenceDoor:
 
     def routes(self) -> list[Route]:
         """A route for each path of each dialect."""
-        return [Route(one.path, partial(self.answer, one), methods=[one.method]) for one in paths()]
+        forwarded = [Route(one.path, partial(self.answer, one), methods=[one.method]) for one in paths()]
+        return [*ModelList(self._naming_of).routes(), *forwarded]
 
     async def answer(self, path: DialectPath, request: Request) -> Response:
         """The worker's answer, or why there is none, in the words of the dialect."""
+        path = path.chosen(request.headers.get(CHOICE))
         began = time.perf_counter()
         reply = await self._told(path, request)
         self._figures.answered(path.dialect, path.inner, reply.status, time.perf_counter() - began)
@@ -94,7 +97,7 @@ class InferenceDoor:
             return reply
 
     async def _lease(self, path: DialectPath, request: Request, payload: bytearray, start: int) -> Lease:
-        naming = self.naming.of(seen_by(caller_of(request.scope), self._router))
+        naming = self._naming_of(request)
         named: dict[str, str] = request.path_params
         if "name" in named:
             return naming.instance(named["name"])
@@ -102,6 +105,10 @@ class InferenceDoor:
             return naming.lease(named["model"])
         look = partial(text_of, "model", payload, start)
         return naming.lease(await asyncio.to_thread(look) if len(payload) > _LONG_LOOK_BYTES else look())
+
+    def _naming_of(self, request: Request) -> Naming:
+        """The names that the caller of `request` may use."""
+        return self.naming.of(seen_by(caller_of(request.scope), self._router))
 
     async def _call(self, lease: Lease, payload: bytearray) -> HttpReply:
         flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE

@@ -49,24 +49,33 @@ class Naming:
 
     def names(self) -> list[str]:
         """Everything that a `model` may say, sorted: instances, aliases and model ids."""
-        return sorted({*self._instances(), *self._model_ids(), *self._aliases()})
+        aliases = (alias for alias in self._aliases() if self.model_id(alias) is not None)
+        return sorted({*self._instances(), *self._model_ids(), *aliases})
 
-    def known(self, model: str) -> str | None:
-        """The model id behind a name; None where nothing is called so."""
-        meant = model if model in self._instances() else self._aliases().get(model, model)
-        for entry in self._router.snapshot.entries:
-            if meant in (entry.name, entry.model_id):
-                return entry.model_id
-        return None
+    def check(self, model: str) -> None:
+        """See that something is called so, whether or not it runs.
+
+        Raises:
+            ModelNotFound: the text names what nearly is.
+        """
+        if self.model_id(model) is None:
+            raise ModelNotFound(f"The model '{model}' does not exist{_nearest(model, self.names())}")
+
+    def model_id(self, model: str) -> str | None:
+        """The id of the model behind a name; None where nothing is called so."""
+        meant = self._meant(model)
+        return next((one.model_id for one in self._router.snapshot.entries if meant in (one.name, one.model_id)), None)
+
+    def _meant(self, model: str) -> str:
+        """The instance or model id that a name stands for."""
+        return model if model in self._instances() else self._aliases().get(model, model)
 
     def _target(self, model: str) -> Target:
-        instances = self._instances()
-        meant = model if model in instances else self._aliases().get(model, model)
-        if meant in instances:
+        self.check(model)
+        meant = self._meant(model)
+        if meant in self._instances():
             return Target(instance_name=meant)
         having = [entry for entry in self._router.snapshot.entries if entry.model_id == meant]
-        if not having:
-            raise ModelNotFound(f"The model '{model}' does not exist{_nearest(model, self.names())}")
         if not any(entry.state is State.RUNNING for entry in having):
             states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in having)
             raise Unavailable(f"No instance of the model '{meant}' is running: {states}")
@@ -87,12 +96,13 @@ class Naming:
 
 def _nearest(name: str, known: list[str]) -> str:
     """What a caller may have meant, as the end of a sentence."""
-    folded = {one.casefold(): one for one in known} | {
-        one.casefold().rpartition("/")[2]: one for one in known if "/" in one
-    }
-    found = difflib.get_close_matches(name.casefold(), folded, _NEAREST, 0.5)
-    found += [key for key in folded if name.casefold() in key and key not in found][: _NEAREST - len(found)]
-    nearest = list(dict.fromkeys(folded[one] for one in found))
+    called: dict[str, list[str]] = {}
+    for one in known:
+        for word in {one.casefold(), one.casefold().rpartition("/")[2]}:  # a model's id, or that without its owner
+            called.setdefault(word, []).append(one)
+    given = name.casefold()
+    words = difflib.get_close_matches(given, called, _NEAREST, 0.5) or [word for word in called if given in word]
+    nearest = list(dict.fromkeys(one for word in words for one in sorted(called[word], key=len)))[:_NEAREST]
     if nearest:
         return f"; did you mean {' or '.join(map(repr, nearest))}?"
     return f"; there are {', '.join(map(repr, known[:_NEAREST]))}" if known else "; there are none"

@@ -1,0 +1,83 @@
+"""What several dialects have in common: vectors as JSON tells them, usage, names of answers, a model's prompts."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.engine.job import Job
+from teimgr.errors import EmptyInput, WrongModelKind
+from teimgr.spec import ModelInfo
+
+# What the dialects that say nothing of it let a client send at once.
+MOST_INPUTS = 10_000
+
+# The names under which models keep the prompts of the two sides of a search, in the order in which they are looked for.
+QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_query")
+DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus", "doc", "text")
+
+
+def usage(job: Job) -> dict[str, int]:
+    """Every token that the model read, special ones and prompt included."""
+    return {"prompt_tokens": job.tokens, "total_tokens": job.tokens}
+
+
+def named(prefix: str) -> str:
+    """An id for an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+def base64_of(values: NDArray[Any]) -> str:
+    """The numbers as base64 of their little-endian bytes."""
+    return base64.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
+
+
+def best_first(scores: NDArray[np.float32], top_n: int | None) -> list[int]:
+    """Rows by falling score (float32 [N]), and of equal ones the first first; `top_n` of them where it is given."""
+    order: list[int] = np.argsort(-scores, kind="stable").tolist()
+    return order[:top_n]
+
+
+def prompt_among(model: ModelInfo, names: Sequence[str]) -> str | None:
+    """The first of `names` that is a prompt of the model; None where none is: the model's default counts then."""
+    return next((name for name in names if name in model.prompts), None)
+
+
+def text_of_parts(parts: list[Any]) -> str | None:
+    """The text of a content that is given in parts; None where one of them is no text."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return "\n".join(whole) if len(whole) == len(parts) else None
+
+
+def need_texts(texts: Sequence[object], field: str) -> None:
+    """See that there is something to work on.
+
+    Raises:
+        EmptyInput: there are no texts, or one of them is empty.
+    """
+    if not texts:
+        raise EmptyInput(f"`{field}` cannot be empty")
+    if any(isinstance(text, str) and not text for text in texts):
+        raise EmptyInput(f"`{field}` cannot have an empty text")
+
+
+def need_kind(model: ModelInfo, kinds: Sequence[str], doing: str) -> None:
+    """See that the model can do what the route is for.
+
+    Raises:
+        WrongModelKind: it is of another kind.
+    """
+    if model.kind not in kinds:
+        raise WrongModelKind(f"The model '{model.model_id}' is of kind {model.kind} and does not do {doing}")
