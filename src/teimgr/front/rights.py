@@ -96,6 +96,8 @@ NEEDS: dict[str, Need] = {
     "POST /models/{model_id:path}/download": ADMIN_ALL,
     "DELETE /models/{model_id:path}/download": ADMIN_ALL,
     "POST /models/{model_id:path}/load": ADMIN_ALL,
+    "GET /v1/models": EITHER,
+    "GET /v1/models/{model:path}": EITHER,
 } | {f"{path.method} {path.path}": INFERENCE if path.method == "POST" else EITHER for path in paths()}
 
 _DIALECTS = {path.path: path.dialect for path in paths()}

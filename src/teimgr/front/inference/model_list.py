@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -18,10 +19,10 @@ OWNER = "teimgr"
 
 
 class ModelList:
-    """The names of the fleet: instances, aliases and model ids."""
+    """The names of the fleet: instances, aliases and model ids; `naming_of` gives those that a request may use."""
 
-    def __init__(self, naming: Naming) -> None:
-        self._naming = naming
+    def __init__(self, naming_of: Callable[[Request], Naming]) -> None:
+        self._naming_of = naming_of
         self._since = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -30,22 +31,23 @@ class ModelList:
 
     async def all(self, request: Request) -> Response:
         """All names, sorted."""
-        return _json({"object": "list", "data": [self._card(name) for name in self._naming.names()]})
+        naming = self._naming_of(request)
+        return _json({"object": "list", "data": [self._card(name, naming) for name in naming.names()]})
 
     async def one(self, request: Request) -> Response:
         """One name; 404 where nothing is called so."""
-        name = request.path_params["model"]
+        name, naming = request.path_params["model"], self._naming_of(request)
         try:
-            self._naming.check(name)
+            naming.check(name)
         except ModelNotFound as error:
             reply = failure(OPENAI, error)
             return Response(reply.body, reply.status, dict(reply.headers))
-        return _json(self._card(name))
+        return _json(self._card(name, naming))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str, naming: Naming) -> dict[str, Any]:
         """`root` is the model behind the name, as vLLM says it; `created` is when the daemon began to know it."""
         card = {"id": name, "object": "model", "created": self._since, "owned_by": OWNER}
-        return card | {"root": self._naming.model_id(name)}
+        return card | {"root": naming.model_id(name)}
 
 
 def _json(value: object) -> Response:
