@@ -15,7 +15,8 @@ import pytest
 from daemon_process import DaemonProcess, toml
 from models import build
 
-LIMIT_S = 60.0
+LIMIT_S = 100.0
+pytestmark = pytest.mark.timeout(300)
 
 
 class Daemon(DaemonProcess):

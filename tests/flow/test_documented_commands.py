@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -18,11 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from authority import Authority, needs_openssl
 from daemon_process import MINILM, DaemonProcess
 from models import build_splade
 
 GRPCURL = Path(__file__).resolve().parents[1] / "contract" / "grpcurl.py"
-LIMIT_S = 60.0
+LIMIT_S = 100.0
+pytestmark = pytest.mark.timeout(300)
 MODEL = MINILM.replace("/", "%2F")
 
 
@@ -83,6 +86,7 @@ def column(reply: dict[str, str], name: str) -> list[Any]:
         return reader.read_all()[name].to_pylist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.clause("M7.5-curl", "M7.5-grpcurl", "M7.5-port")
 def test_the_documented_commands_work_in_their_order(shell: Shell) -> None:
     the_daemon_is_alive(shell)
     instances_are_created(shell)
@@ -91,6 +95,17 @@ def test_the_documented_commands_work_in_their_order(shell: Shell) -> None:
     models_are_managed(shell)
     http_embeds_on_the_port_of_an_instance(shell)
     grpc_calls_work_from_reflection(shell)
+
+
+def wait_for_port(port: int) -> None:
+    """Return once somebody listens there: REST answers a moment before the multiplexer does."""
+    limit = time.monotonic() + LIMIT_S
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def the_daemon_is_alive(shell: Shell) -> None:
@@ -175,3 +190,28 @@ def grpc_calls_work_from_reflection(shell: Shell) -> None:
     nobody = '"target": {"instance_name": "nobody"}'
     refused = shell.run(f"""{call} -d '{{{nobody}, "request": {{"inputs": "x"}}}}' {mux}/Embed""", status=64 + 5)
     assert "Code: NotFound" in refused
+
+
+@pytest.mark.clause("M7.5-grpcurl")
+@needs_openssl
+def test_the_grpcurl_commands_with_certificates(tmp_path: Path) -> None:
+    """`-cacert`, `-cert` and `-key` in place of `-plaintext`, as docs/MTLS.md has them."""
+    authority = Authority(tmp_path / "certs")
+    authority.server()
+    authority.sign("client", "/O=Search/CN=client")
+    folder = authority.folder
+    files = {"ca_cert": "ca.pem", "server_cert": "server.pem", "server_key": "server.key"}
+    mtls = {key: str(folder / name) for key, name in files.items()}
+    with DaemonProcess(auth={"enabled": True, "providers": ["mtls"], "mtls": mtls}) as daemon:
+        shell = Shell(daemon, tmp_path)
+        call = f"grpcurl -cacert {folder / 'ca.pem'} -cert {folder / 'client.pem'} -key {folder / 'client.key'}"
+        wait_for_port(daemon.grpc_port)
+        listed = shell.run(f"{call} localhost:9001 list").split()
+        assert "tei_multiplexer.v1.TeiMultiplexer" in listed
+        embed = "localhost:9001 tei_multiplexer.v1.TeiMultiplexer/Embed"
+        nobody = """'{"target": {"instance_name": "nobody"}, "request": {"inputs": "x"}}'"""
+        assert "Code: NotFound" in shell.run(f"{call} -d {nobody} {embed}", status=64 + 5)
+        stranger = f"grpcurl -cacert {folder / 'ca.pem'}"
+        assert "Code: Unavailable" in shell.run(f"{stranger} localhost:9001 list", status=64 + 14)
+        curl = f"curl --cacert {folder / 'ca.pem'} --cert {folder / 'client.pem'} --key {folder / 'client.key'}"
+        assert shell.json(f"{curl} https://localhost:9000/health")["status"] == "healthy"
