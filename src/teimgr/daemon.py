@@ -187,12 +187,7 @@ class Daemon:
     def _apply(self, settings: Settings) -> None:
         """Have what changes without a start be as a reload says."""
         logs.setup(settings.log_level, settings.log_format)
-        policy = policy_of(settings.auth)
-        if policy.is_certified and self.settings.mtls is None:
-            # The listeners demand no certificates before the next start, so nobody would be asked for anything.
-            log.error("mutual TLS begins with the next start; until then who may call stays as it is")
-        else:
-            self.policy.swap(policy)
+        self.policy.swap(policy_of(settings.auth))
         self.inference.aliases = settings.aliases
         self.webhooks.configure(settings.webhooks)
         if self.app is not None:

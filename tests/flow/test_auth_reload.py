@@ -65,4 +65,4 @@ def test_mutual_tls_that_a_reload_asks_for_opens_nothing(tmp_path: Path) -> None
             client.list()
         with daemon.client(api_key=ADMIN) as client:
             assert client.list() == []
-        assert "mutual TLS begins with the next start" in daemon.log()
+        assert "at the next start" in daemon.log()
