@@ -2,7 +2,7 @@
 """Set-up and the project's verbs, with the standard library alone.
 
     python3.11 dev.py run      make .venv, install, start a ready fleet of one real model
-    python3.11 dev.py test     make .venv, install, run the tests
+    python3.11 dev.py test     make .venv and .venv-clients, install, run the tests
     python3.11 dev.py check    format, lint, types, import layers, freshness of generated code
     python3.11 dev.py fix      format and safe fixes
     python3.11 dev.py proto    regenerate src/teimgr/pb
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 PYTHON = BIN / "python"
+CLIENTS = ROOT / ".venv-clients"
 PROTOS = (
     "tei/v1/tei.proto",
     "tei_multiplexer/v1/multiplexer.proto",
@@ -62,7 +63,7 @@ def run(arguments: list[str]) -> int:
 
 def test(arguments: list[str]) -> int:
     """The whole suite, or the part that the arguments name."""
-    return install("test", "check") or call(PYTHON, "-m", "pytest", *arguments)
+    return install("test", "check") or clients() or call(PYTHON, "-m", "pytest", *arguments)
 
 
 def check(arguments: list[str]) -> int:
@@ -146,6 +147,23 @@ def install(*extras: str) -> int:
     print(f"Installing teimgr[{','.join(extras)}] into {VENV.name} …", flush=True)
     verbosity = [] if sys.stdout.isatty() else ["-qq"]  # people get pip's progress bars, logs get errors only
     status = call(PYTHON, "-m", "pip", "install", *verbosity, "--editable", f"{ROOT}[{','.join(extras)}]")
+    if status == 0:
+        stamp.write_text(wanted)
+    return status
+
+
+def clients() -> int:
+    """Make .venv-clients, where outside clients live whose pins exclude ours; nothing where it is of today."""
+    requirements = ROOT / "tests" / "clients" / "requirements.txt"
+    stamp = CLIENTS / ".installed"
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return 0
+    print(f"Installing outside clients into {CLIENTS.name} …", flush=True)
+    venv.create(CLIENTS, with_pip=True, clear=True)
+    # The file names everything: no resolving; and most of it is never imported, so it is not compiled beforehand.
+    quickly = ["-qq", "--no-deps", "--no-compile"]
+    status = call(CLIENTS / "bin" / "python", "-m", "pip", "install", *quickly, "--requirement", requirements)
     if status == 0:
         stamp.write_text(wanted)
     return status
