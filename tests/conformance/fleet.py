@@ -113,6 +113,6 @@ def create(daemon: DaemonProcess, folder: Path) -> None:
     with daemon.client() as client:
         for name, model in MODELS.items():
             path = MINILM if model.build is None else str(model.build(folder / name))
-            client.create(name, path, dtype="float32", extra_args=model.flags)
+            client.create(name, path, dtype="float32", prometheus_port=0, extra_args=model.flags)
         for name in MODELS:
             client.wait_until_running(name, deadline_s=STARTING_LIMIT_S)

@@ -14,6 +14,7 @@ SEQUELS: tuple[Sequel, ...] = (
     Sequel("2.4 Overloaded", "test_a_full_instance_is_429_at_once", ALONE),
     Sequel("2.4 NaN", "test_nan_over_grpc_is_internal", GRPC_SURFACES),
     Sequel("2.4 unknown method", "test_an_unknown_method_is_unimplemented", (PORT, MUX)),
+    Sequel("2.6 health", "test_a_vector_with_nan_is_424", ALONE),
     Sequel("2.6 health", "test_health_is_that_of_the_kind", ALONE),
     Sequel("2.6 reflection", "test_reflection_needs_no_key", ALONE),
     Sequel("9.7 streams never overload", "test_ten_thousand_messages_overload_nothing", ALONE),

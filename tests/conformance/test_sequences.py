@@ -50,7 +50,10 @@ def test_a_vector_with_nan_is_424(surfaces: Surfaces) -> None:
     assert surfaces.http(PORT, Http("", "poisoned", "/embed", {"inputs": ["fog", "dog"]})).status == 200
     reply = surfaces.http(PORT, Http("", "poisoned", "/embed", {"inputs": ["fog", POISON]}))
     health = surfaces.http(PORT, _health("poisoned"))
+    stub = health_pb2_grpc.HealthStub(surfaces.channel(surfaces.ports["poisoned"]))
+    over_grpc = stub.Check(health_pb2.HealthCheckRequest(service="tei.v1.Embed"), timeout=10).status
 
+    assert over_grpc == health_pb2.HealthCheckResponse.NOT_SERVING
     assert (reply.status, reply.json) == (424, {"error": NAN_VECTOR, "error_type": "Backend"})
     assert (health.status, health.json) == (503, {"error": "unhealthy", "error_type": "Unhealthy"})
     assert healthy(surfaces, "poisoned", restarts + 1) == restarts + 1
