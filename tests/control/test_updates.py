@@ -58,6 +58,7 @@ async def crew(fleet: Fleet, replicas: int, flags: str = "", **values: Any) -> I
 # Rolling
 
 
+@pytest.mark.clause("D-update")
 async def test_a_change_starts_the_new_worker_beside_the_old_one_and_then_ends_that(fleet: Fleet) -> None:
     await fleet.create()
     old = (await fleet.running()).pid
@@ -87,6 +88,7 @@ async def test_wait_returns_when_the_new_worker_serves(fleet: Fleet) -> None:
     await gone(old)
 
 
+@pytest.mark.clause("D-update")
 @pytest.mark.parametrize("flags", ["fail-permanent", "fail-transient", "exit-at-once=7", "never-ready"])
 async def test_a_new_worker_that_fails_changes_nothing(fleet: Fleet, flags: str) -> None:
     await fleet.create(startup_timeout_secs=2)
@@ -212,6 +214,7 @@ async def test_recreate_ends_the_old_worker_first_and_brings_it_back_when_the_ne
 # Replicas
 
 
+@pytest.mark.clause("D-replicas")
 async def test_replicas_serve_side_by_side_and_share_the_cores(fleet: Fleet) -> None:
     view = await crew(fleet, 2)
 
@@ -236,6 +239,7 @@ async def test_a_crash_of_one_replica_is_no_matter_of_the_other(fleet: Fleet) ->
     watch.assert_no_gap()
 
 
+@pytest.mark.clause("D-replicas")
 async def test_replicas_come_and_go_while_the_others_stay(fleet: Fleet) -> None:
     await fleet.create()
     first = (await fleet.running()).pid
@@ -282,7 +286,7 @@ async def test_stop_and_delete_end_every_replica(fleet: Fleet) -> None:
 
 @pytest.fixture
 def crash(folder: Path) -> Callable[..., None]:
-    """Runs a daemon with `a` until all its workers are there, and perhaps until more come by a change; then kills it."""
+    """Runs a daemon with `a` until that many workers are there, perhaps after the beginning of a change; kills it."""
 
     def run(*, replicas: int = 1, change: str = "", workers: int) -> None:
         command = [sys.executable, "-m", "fakes.rolling_daemon", str(folder), str(replicas), change]
