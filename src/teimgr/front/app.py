@@ -27,6 +27,7 @@ from teimgr.front.fleet_tools import FleetTools
 from teimgr.front.gate import Gate
 from teimgr.front.gpus import GpuBoard
 from teimgr.front.inference import InferenceDoor
+from teimgr.front.inference.openapi import describe
 from teimgr.front.manager import Manager
 from teimgr.front.middleware import HeadAsGet, Observe, WholeNames
 from teimgr.front.probes import Alarms
@@ -77,6 +78,7 @@ def create_app(
             app.include_router(router)
     if inference is not None:
         app.router.routes.extend(inference.routes())
+        describe(app)
     answers.install(app)
     _surround(app, metrics, policy or PolicyInForce(policy_of(settings.auth)), telemetry)
     return app
