@@ -1,7 +1,7 @@
 """The table of the contract: every clause, and the tests that say they prove it.
 
-A test says so with `@pytest.mark.clause("M2.4-null", …)`. The files are parsed and not imported: that needs no model and
-no GPU.
+A test says so with `@pytest.mark.clause("M2.4-null", …)`. The files are parsed and not imported: that needs no
+model and no GPU.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import models
 import numpy as np
-from daemon_process import DaemonProcess
+from daemon_process import DaemonProcess, free_ports
 
 from teimgr.client import Client
 
@@ -56,8 +56,9 @@ def running() -> Iterator[Target]:
         daemon = DaemonProcess(max_instances=len(FLEET) + 2, grpc_request_timeout_secs=60)
         with closing(daemon), daemon.client() as client:
             daemon.start({"HF_HOME": str(folder / "hub"), "OMP_NUM_THREADS": "1"})
-            for name, build in FLEET.items():
-                client.create(name, str(build(folder / name)), dtype="float32")
+            for (name, build), port in zip(FLEET.items(), free_ports(len(FLEET)), strict=True):
+                # A port for metrics of its own choice: other daemons on this machine count upwards from 9100 as well.
+                client.create(name, str(build(folder / name)), dtype="float32", prometheus_port=port)
             for name in FLEET:
                 client.wait_until_running(name, deadline_s=STARTING_LIMIT_S)
             yield Target(daemon)
