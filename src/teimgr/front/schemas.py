@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from teimgr.configuration import with_template
@@ -39,6 +39,21 @@ def _one_of(*allowed: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _batch_tokens(value: object) -> object:
+    """0 is how the rest of the daemon says "auto"; REST has the word alone, as tei-manager has."""
+    if type(value) is int and value < 1:
+        raise ValueError("must be >= 1, or auto")
+    return 0 if value == "auto" else value
+
+
+BatchTokens = Annotated[
+    int,
+    Field(le=U32),
+    BeforeValidator(_batch_tokens),
+    WithJsonSchema({"anyOf": [{"const": "auto", "type": "string"}, {"type": "integer", "minimum": 1, "maximum": U32}]}),
+]
+
+
 class CreateInstance(BaseModel):
     """What POST /instances takes."""
 
@@ -55,8 +70,8 @@ class CreateInstance(BaseModel):
     )
     revision: Text | None = Field(None, description="branch, tag or commit on the hub")
     port: int | None = _number("port")
-    max_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=U32)] | None = Field(
-        None, description="token budget of one batch (default 16384); auto or 0: from the free GPU memory"
+    max_batch_tokens: BatchTokens | None = Field(
+        None, description="token budget of one batch (default 16384); auto: from the free GPU memory"
     )
     max_concurrent_requests: int | None = _number("max_concurrent_requests", 512)
     pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(
@@ -92,8 +107,6 @@ class CreateInstance(BaseModel):
             ValidationError: there is no such template, or nobody says which model.
         """
         given = self.model_dump(exclude_none=True, exclude={"template"})
-        if given.get("max_batch_tokens") == "auto":
-            given["max_batch_tokens"] = 0
         if self.template is not None:
             given = self._filled(given, templates or {})
         return InstanceSpec(**given | {"extra_args": tuple(given.get("extra_args", ()))})
@@ -118,8 +131,8 @@ class UpdateInstance(BaseModel):
     )
     model_id: Annotated[Text, Field(min_length=1)] | None = Field(None, description="another model")
     revision: Text | None = Field(None, description="branch, tag or commit on the hub")
-    max_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=U32)] | None = Field(
-        None, description="token budget of one batch; auto or 0: from the free GPU memory"
+    max_batch_tokens: BatchTokens | None = Field(
+        None, description="token budget of one batch; auto: from the free GPU memory"
     )
     max_concurrent_requests: int | None = _number("max_concurrent_requests")
     pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(None, description=", ".join(POOLINGS))
@@ -144,8 +157,6 @@ class UpdateInstance(BaseModel):
         given = {key: getattr(self, key) for key in self.model_fields_set - {"strategy"}}
         if given.get("model_id", "") is None:
             raise ValidationError("model_id: has no default to go back to")
-        if given.get("max_batch_tokens") == "auto":
-            given["max_batch_tokens"] = 0
         if given.get("extra_args") is not None:
             given["extra_args"] = tuple(given["extra_args"])
         return given
