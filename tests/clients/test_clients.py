@@ -123,6 +123,18 @@ def test_openai(hear: Hear, truth: Truth) -> None:
 def test_litellm(hear: Hear, truth: Truth) -> None:
     told = hear("litellm_sdk")
 
-    for name in ("as_openai", "as_infinity", "as_hugging_face"):
+    for name in ("as_openai", "as_infinity", "as_hugging_face", "as_vllm"):
         same(told[name], truth.vectors)
-    same_ranks(told["ranks"], truth.ranks())
+    for name in ("ranks", "ranks_as_cohere", "ranks_as_infinity"):
+        same_ranks(told[name], truth.ranks())
+
+
+def test_cohere(hear: Hear, truth: Truth) -> None:
+    told = hear("cohere_sdk")
+
+    same(told["embedded_by_1"], truth.vectors)
+    same(told["embedded_by_2"], truth.vectors)
+    assert told["binary_by_2"] == np.packbits(truth.vectors > 0, axis=1).tolist()
+    same_ranks(told["ranks_by_1"], truth.ranks())
+    same_ranks(told["two_ranks_by_2"], truth.ranks()[:2])
+    assert told["of_nobody"].startswith("NotFoundError")

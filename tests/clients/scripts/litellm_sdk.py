@@ -1,4 +1,4 @@
-"""litellm: three of its providers, and a rerank."""
+"""litellm: providers whose API an instance's port speaks, and those that the daemon does."""
 
 from __future__ import annotations
 
@@ -32,4 +32,22 @@ def ranks(told: Any) -> Any:
     return [[told.texts[rank["index"]], rank["relevance_score"]] for rank in found.results]
 
 
-main(as_openai, as_infinity, as_hugging_face, ranks)
+def as_vllm(told: Any) -> Any:
+    where = {"model": "hosted_vllm/embedding", "api_base": f"{told.daemon}/v1", "api_key": "none"}
+    return _vectors(litellm.embedding(input=told.texts, **where))
+
+
+def ranks_as_cohere(told: Any) -> Any:
+    return _daemon_ranks(told, "cohere/reranker", f"{told.daemon}/v1/rerank")
+
+
+def ranks_as_infinity(told: Any) -> Any:
+    return _daemon_ranks(told, "infinity/reranker", told.daemon)
+
+
+def _daemon_ranks(told: Any, model: str, url: str) -> Any:
+    found = litellm.rerank(model=model, query=told.query, documents=told.texts, api_base=url, api_key="none")
+    return [[told.texts[rank["index"]], rank["relevance_score"]] for rank in found.results]
+
+
+main(as_openai, as_infinity, as_hugging_face, ranks, as_vllm, ranks_as_cohere, ranks_as_infinity)
