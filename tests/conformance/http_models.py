@@ -78,11 +78,11 @@ def prompts_and_texts() -> Iterator[Http]:
     clause = "4.5 max_input_length"
     for instance in ("embedding", "classifier", "reranker", "sparse", "cls"):
         told = holds(lambda told: told["max_input_length"] == 96)
-        yield Http(clause, instance, "/info", verb="GET", answer=told, surfaces=(PORT,))
+        yield Http(clause, instance, "/info", verb="GET", answer=told)
     real = holds(
         lambda told: told["max_input_length"] == 256
     )  # sentence_bert_config.json, not the 512 of its positions
-    yield Http(clause, "minilm", "/info", verb="GET", answer=real, surfaces=(PORT,))
+    yield Http(clause, "minilm", "/info", verb="GET", answer=real)
     body = {"inputs": "test " * 255, "truncate": False}
     yield invalid(clause, "minilm", "/embed", body, too_long(257, 256))
     yield Http(clause, "minilm", "/embed", {"inputs": "test " * 254, "truncate": False})

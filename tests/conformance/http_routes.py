@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from tests.conformance.case import COST_HEADERS, PORT, AskHttp, Http, Reply
+from tests.conformance.case import COST_HEADERS, AskHttp, Http, Reply
 from tests.conformance.checks import (
     TOLERANCE,
     all_of,
@@ -120,7 +120,7 @@ def headers() -> Iterator[Http]:
     yield Http(clause, "embedding", "/tokenize", {"inputs": "fog"}, told=absent)
     yield Http(clause, "embedding", "/decode", {"ids": [5]}, told=absent)
     yield Http(clause, "embedding", "/vertex", {"instances": [{"inputs": "fog"}]}, told=absent)
-    yield Http(clause, "embedding", "/info", verb="GET", told=absent, surfaces=(PORT,))
+    yield Http(clause, "embedding", "/info", verb="GET", told=absent)
     yield Http(clause, "embedding", "/embed", {"inputs": ""}, 400, told=absent)
     yield Http(clause, "embedding", "/embed", {}, 422, told=absent)
     clause = "1.6 characters"
@@ -463,7 +463,7 @@ def infos() -> Iterator[Http]:
             and (told["max_concurrent_requests"], told["max_batch_tokens"]) == (512, 16384)
         )
     )
-    yield Http(clause, "embedding", "/info", verb="GET", answer=answer, surfaces=(PORT,))
+    yield Http(clause, "embedding", "/info", verb="GET", answer=answer)
     strict = holds(
         lambda told: (
             (told["auto_truncate"], told["max_client_batch_size"], told["max_concurrent_requests"]) == (False, 4, 1)
@@ -471,7 +471,7 @@ def infos() -> Iterator[Http]:
             and told["served_model_name"] == told["model_id"]
         )
     )
-    yield Http(clause, "strict", "/info", verb="GET", answer=strict, surfaces=(PORT,))
+    yield Http(clause, "strict", "/info", verb="GET", answer=strict)
     labels = {
         "id2label": {"0": "anger", "1": "joy", "2": "surprise"},
         "label2id": {"anger": 0, "joy": 1, "surprise": 2},
@@ -486,7 +486,7 @@ def infos() -> Iterator[Http]:
         ("reranker", {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}),
     ):
         answer = holds(lambda told, kind=kind: told["model_type"] == kind)
-        yield Http("1.15 model types", instance, "/info", verb="GET", answer=answer, surfaces=(PORT,))
+        yield Http("1.15 model types", instance, "/info", verb="GET", answer=answer)
 
 
 def vertex() -> Iterator[Http]:
