@@ -46,7 +46,7 @@ def daemon(tiny: Path, collector: Collector) -> Iterator[DaemonProcess]:
     try:
         with process.client() as client:
             client.create("a", str(tiny), dtype="float32")
-            client.wait_until_running("a", deadline_s=60)
+            client.wait_until_running("a", deadline_s=100)
         yield process
     finally:
         process.close()
@@ -227,6 +227,7 @@ def events(path: Path, request_id: str) -> list[dict[str, Any]]:
     return [event for event in found if event["request_id"] == request_id]
 
 
+@pytest.mark.timeout(240)
 def test_over_http_the_same_spans_come(tiny: Path, collector: Collector) -> None:
     trace_id = "34" * 16
     process = DaemonProcess(otel={"endpoint": collector.http_endpoint})
@@ -234,7 +235,7 @@ def test_over_http_the_same_spans_come(tiny: Path, collector: Collector) -> None
     try:
         with process.client() as client:
             client.create("a", str(tiny), dtype="float32")
-            client.wait_until_running("a", deadline_s=60)
+            client.wait_until_running("a", deadline_s=100)
         with grpc.insecure_channel(f"127.0.0.1:{process.grpc_port}") as channel:
             request = embed_request()
             metadata = (("traceparent", f"00-{trace_id}-{PARENT}-01"),)
