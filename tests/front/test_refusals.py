@@ -161,7 +161,7 @@ async def test_an_unknown_route_is_404_in_the_same_shape(front: Front, path: str
     ("method", "path", "allowed"),
     [
         ("PUT", "/instances", "GET, HEAD, POST"),
-        ("PATCH", "/instances/a", "GET, HEAD, DELETE"),
+        ("PUT", "/instances/a", "GET, HEAD, PATCH, DELETE"),
         ("GET", "/instances/a/start", "POST"),
         ("POST", "/health", "GET, HEAD"),
         ("OPTIONS", "/instances", "GET, HEAD, POST"),
