@@ -112,9 +112,10 @@ async def test_what_no_worker_is_told_is_changed_at_once(fleet: Fleet) -> None:
     await fleet.create()
     before = await fleet.running()
 
-    view = await fleet.manager.update("a", {"startup_timeout_secs": 77}, wait=True)
+    view = await fleet.manager.update("a", {"startup_timeout_secs": 77})
 
-    assert (view.pid, view.spec.startup_timeout_secs) == (before.pid, 77)
+    assert view.update is not None
+    assert (view.update.state, view.pid, view.spec.startup_timeout_secs) == ("done", before.pid, 77)
     assert fleet.manager._store.load().specs[0].startup_timeout_secs == 77
 
 
@@ -191,7 +192,7 @@ async def test_a_stopped_instance_is_changed_without_being_started(fleet: Fleet)
     await fleet.running()
     await fleet.manager.stop("a")
 
-    view = await fleet.manager.update("a", {"model_id": "fake:busy"}, wait=True)
+    view = await fleet.manager.update("a", {"model_id": "fake:busy"})
 
     assert (view.state, view.spec.model_id, fleet.left_over()) == (State.STOPPED, "fake:busy", set())
     await fleet.manager.start("a")

@@ -191,3 +191,29 @@ async def answered(port: int) -> bool:
         return False
     finally:
         writer.close()
+
+
+async def test_who_leaves_ends_connections_with_their_next_answer_and_others_take_the_new_ones() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock.dup(), Echo) as stays, asyncio.timeout(30):
+        async with serving(hello, sock.dup(), Echo) as leaves:
+            kept = [await connected(sock) for _ in range(8)]
+            while stays.connections + leaves.connections < len(kept):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            leaves.leave()
+            for reader, writer in kept:
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                if b"connection: close" in head:
+                    assert await reader.read() == b""
+            while leaves.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            fresh = [await connected(sock) for _ in range(8)]
+            for reader, writer in fresh:
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
+            assert leaves.connections == 0
+        for _, writer in (*kept, *fresh):
+            writer.close()
+    sock.close()

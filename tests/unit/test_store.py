@@ -35,6 +35,7 @@ FULL = InstanceSpec(
     threads=3,
     kind="reranker",
     trust_remote_code=True,
+    replicas="per-gpu",
     tags={"team": "search"},
     wanted_running=False,
     seeded=True,

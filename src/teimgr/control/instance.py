@@ -182,7 +182,8 @@ class Instance:
     ) -> None:
         """Begin to be what `make` says of the present spec: another one, its replicas, and how far that reaches.
 
-        With `recreate` the old workers end before the new ones start. `changed` waits for the end of it.
+        With `recreate` the old workers end before the new ones start. `changed` waits for the end of it; what no worker
+        has to start for is over when this returns.
 
         Raises:
             UpdateInProgress: another change is under way.
@@ -194,6 +195,8 @@ class Instance:
             self._update = UpdateView(state="rolling", changes=keys, started_at=_now())
             work = self._carry_out(spec, replicas, reach, recreate=recreate)
             self._updating = asyncio.create_task(self._conclude(work), name=f"update of {spec.name}")
+            if reach is Reach.IN_PLACE or not self.spec.wanted_running:
+                await asyncio.wait({self._updating})
 
     async def changed(self) -> None:
         """Return when no change is under way.

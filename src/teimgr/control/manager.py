@@ -310,7 +310,6 @@ class Manager:
         return self._with_cards(await instance.settle())
 
     async def _after_change(self, instance: Instance, wait: bool) -> InstanceView:
-        await asyncio.sleep(0)  # what needs no worker is done in a moment
         if wait:
             await instance.changed()
         return self._shown(instance)
