@@ -104,10 +104,9 @@ async def test_documents_may_be_objects(ask: Asking, documents: Any, more: dict[
 
 
 async def test_documents_are_cut_to_the_tokens_asked_for(ask: Asking) -> None:
-    short = ["fog fog fog fog", "the quick fox"]
-    tokens = max([await ask.tokens("reranker", [text]) - 2 for text in short])
-    assert tokens == min([await ask.tokens("reranker", [text]) - 2 for text in short])
-    long = ["fog " * 30, "the quick fox " * 10]
+    short = ["the quick fox", "the quick fox"]
+    tokens = await ask.tokens("reranker", short[:1]) - 2
+    long = ["the quick fox " * 10, "the quick fox and fog by the harbour"]
     answer = (await ask.post("/v2/rerank", request(documents=long, max_tokens_per_doc=tokens))).ok
     cut = (await ask.post("/v2/rerank", request(documents=short))).ok
 

@@ -81,10 +81,10 @@ def flat(value: Any) -> list[Any]:
             {"message": "Input validation error: `inputs` cannot be empty", "code": 400, "type": "Empty"},
         ),
         (
-            "/instances/classifer/embed",
+            "/instances/classifie/embed",
             {"inputs": "fog"},
             404,
-            {"error": "Instance 'classifer' not found; did you mean 'classifier'?", "error_type": "Validation"},
+            {"error": "Instance 'classifie' not found; did you mean 'classifier'?", "error_type": "Validation"},
         ),
         (
             "/instances/idle/embed",
