@@ -6,10 +6,11 @@ Names, labels and buckets are those of `catalogue.py`.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import Counter as Count
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from teimgr import catalogue
 from teimgr.catalogue import Family
@@ -17,7 +18,11 @@ from teimgr.exposition import Page, Sample, histogram, text
 from teimgr.memory import resident_bytes
 from teimgr.spec import InstanceSpec, InstanceView, State
 
-Labels = tuple[str, ...]
+# The companion `…_created` of every counter doubles the page and says nothing that Prometheus asks for.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+CollectorT = TypeVar("CollectorT", Counter, Gauge, Histogram)
 
 
 class Metrics:
@@ -28,8 +33,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Awaitable[Page]]] = []
-        self._numbers: dict[Family, dict[Labels, float]] = {}
-        self._histograms: dict[Family, dict[Labels, _Histogram]] = {}
+        self._registry = CollectorRegistry()
+        self._collectors: dict[Family, Counter | Gauge | Histogram] = {}
         self._muxes: dict[str, Mapping[str, Any]] = {}
         self.fleet(())
         self.alarms(0)
@@ -97,53 +102,41 @@ class Metrics:
         """What this process counts and the muxes said, as text, without `sources`."""
         return text(self._own() | mux_page(self._muxes)).encode()
 
-    def _own(self) -> Page:
-        numbers: Page = {
-            family: [Sample("", dict(zip(family.labels, labels, strict=True)), value) for labels, value in rows.items()]
-            for family, rows in self._numbers.items()
-        }
-        histograms: Page = {
-            family: [
-                sample
-                for labels, row in rows.items()
-                for sample in row.samples(family, dict(zip(family.labels, labels, strict=True)))
-            ]
-            for family, rows in self._histograms.items()
-        }
-        return numbers | histograms
-
     def count(self, family: Family, *labels: str, by: float = 1) -> None:
         """`by` more of a counter; `labels` in the order of the catalogue."""
-        rows = self._numbers.setdefault(family, {})
-        rows[labels] = rows.get(labels, 0) + by
+        self._series(Counter, family, labels).inc(by)
 
     def set(self, family: Family, value: float, *labels: str) -> None:
         """What a gauge is now."""
-        self._numbers.setdefault(family, {})[labels] = value
+        self._series(Gauge, family, labels).set(value)
 
     def observe(self, family: Family, value: float, *labels: str) -> None:
         """One more value of a histogram."""
-        rows = self._histograms.setdefault(family, {})
-        if labels not in rows:
-            rows[labels] = _Histogram(family)
-        rows[labels].observe(family, value)
+        self._series(Histogram, family, labels).observe(value)
+
+    def _series(self, kind: type[CollectorT], family: Family, labels: tuple[str, ...]) -> CollectorT:
+        """The collector of `family` for these labels; a family is registered when it is first heard of."""
+        if family not in self._collectors:
+            more = {"buckets": family.bounds} if kind is Histogram else {}
+            self._collectors[family] = kind(
+                family.name,
+                family.help,
+                family.labels,
+                registry=self._registry,
+                **more,  # type: ignore[arg-type]
+            )
+        collector = self._collectors[family]
+        assert isinstance(collector, kind)
+        return collector.labels(*labels) if labels else collector
+
+    def _own(self) -> Page:
+        return {family: list(_samples(family, collector)) for family, collector in self._collectors.items()}
 
 
-class _Histogram:
-    """One series of a family with buckets."""
-
-    __slots__ = ("_counts", "_sum")
-
-    def __init__(self, family: Family) -> None:
-        self._counts = [0] * (len(family.bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, family: Family, value: float) -> None:
-        self._counts[bisect_left(family.bounds, value)] += 1
-        self._sum += value
-
-    def samples(self, family: Family, labels: Mapping[str, str]) -> Iterable[Sample]:
-        return histogram(family.bounds, self._counts, self._sum, labels)
+def _samples(family: Family, collector: Counter | Gauge | Histogram) -> Iterator[Sample]:
+    for metric in collector.collect():
+        for sample in metric.samples:
+            yield Sample(sample.name.removeprefix(family.name), sample.labels, sample.value)
 
 
 _OF_LINKS = {
