@@ -6,6 +6,7 @@ Each surface gets that many cases; the exit status is 0 when nothing was found.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--only", choices=("rest", "rpc"))
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     with target.running() as running, TemporaryDirectory() as folder:
         if options.only != "rpc":
             begun = time.monotonic()

@@ -1,17 +1,21 @@
-"""schemathesis over the OpenAPI document of the daemon, from a process of its own."""
+"""schemathesis over the OpenAPI documents of the daemon and of the instances' ports, from a process of its own."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import subprocess
 import sys
 import urllib.request
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from tests.fuzz.target import SEED, Target
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 # `Allow` is not judged: ids of models have slashes, so that /models/a/download is a model too and may be deleted.
@@ -23,8 +27,11 @@ CHECKS = (
     "response_schema_conformance",
     "unsupported_method",
 )
-ROUNDS = 12
-EVERY_PHASE = "examples,coverage,fuzzing"
+ROUND_CASES = 2_000
+MOST_ROUNDS = 50  # of a document with so little input that no round makes its number of cases
+BOUNDARIES = "examples,coverage"
+FUZZING = "fuzzing"
+_serials = count()
 
 
 @dataclass
@@ -36,24 +43,51 @@ class Report:
     output: str = ""
 
 
-def run(target: Target, cases: int, folder: Path, phases: str = EVERY_PHASE) -> Report:
-    """At least `cases` requests, in rounds of different seeds, until something is found.
+@dataclass(frozen=True)
+class _Document:
+    """An OpenAPI document, and where what it describes is served."""
 
-    The phase "coverage" walks every boundary of the document, which takes its time and is the same every time.
+    url: str
+    base: str
+
+    def operations_with_input(self) -> int:
+        """Those that more than one case can be made for."""
+        with urllib.request.urlopen(self.url) as reply:
+            paths = json.load(reply)["paths"]
+        operations = [operation for path in paths.values() for operation in path.values()]
+        return sum(1 for operation in operations if "requestBody" in operation or operation.get("parameters"))
+
+
+def run(target: Target, cases: int, folder: Path, boundaries: bool = True) -> Report:
+    """At least `cases` requests, four fifths to the daemon and the rest to the instances' ports, until one is wrong.
+
+    `boundaries` walks every boundary of the daemon's document first, which takes its time and is the same every time.
     """
     report = Report()
-    for serial in range(ROUNDS):
-        missing = cases - report.cases
-        if missing <= 0 or report.failures:
-            break
-        _round(target, report, math.ceil(missing / _operations_with_input(target)), SEED + serial, phases, folder)
+    ports = [f"http://127.0.0.1:{port}" for port in target.ports.values()]
+    for base in ports:
+        _fuzz(_Document(f"{base}/api-doc/openapi.json", base), report, report.cases + cases // 20, folder)
+    daemon = _Document(f"{target.daemon.api}/openapi.json", target.daemon.api)
+    if boundaries:
+        _round(daemon, report, 1, SEED, BOUNDARIES, folder)
+    _fuzz(daemon, report, cases, folder)
     return report
 
 
-def _round(target: Target, report: Report, examples: int, seed: int, phases: str, folder: Path) -> None:
-    said = folder / f"schemathesis-{seed}.json"
+def _fuzz(document: _Document, report: Report, until: int, folder: Path) -> None:
+    """Rounds of different seeds, until the report has so many cases."""
+    operations = document.operations_with_input()
+    for serial in range(MOST_ROUNDS):
+        missing = min(until - report.cases, ROUND_CASES)
+        if missing <= 0 or report.failures:
+            break
+        _round(document, report, math.ceil(missing / operations), SEED + serial, FUZZING, folder)
+
+
+def _round(document: _Document, report: Report, examples: int, seed: int, phases: str, folder: Path) -> None:
+    said = folder / f"schemathesis-{next(_serials)}.json"
     command = [
-        *(str(Path(sys.executable).with_name("schemathesis")), "run", f"{target.daemon.api}/openapi.json"),
+        *(str(Path(sys.executable).with_name("schemathesis")), "run", document.url, "--url", document.base),
         *("--checks", ",".join(CHECKS), "--phases", phases, "--continue-on-failure"),
         *("--max-examples", str(examples), "--seed", str(seed), "--generation-database", "none"),
         *("--suppress-health-check", "all", "--request-timeout", "30", "--warnings", "off"),
@@ -66,12 +100,5 @@ def _round(target: Target, report: Report, examples: int, seed: int, phases: str
     facts = json.loads(said.read_text()) if said.exists() else {}
     report.cases += facts.get("test_cases", {}).get("generated", 0)
     found = [f"{each['title']} ({each['count']})" for kind in ("failures", "errors") for each in facts.get(kind, [])]
+    log.info("%s, %s, seed %d: %d cases, %s", document.base, phases, seed, report.cases, found or "nothing found")
     report.failures += found or ([f"schemathesis ended with {done.returncode}"] if done.returncode else [])
-
-
-def _operations_with_input(target: Target) -> int:
-    """Those that more than one case can be made for."""
-    with urllib.request.urlopen(f"{target.daemon.api}/openapi.json") as reply:
-        paths = json.load(reply)["paths"]
-    operations = [operation for path in paths.values() for operation in path.values()]
-    return sum(1 for operation in operations if "requestBody" in operation or operation.get("parameters"))

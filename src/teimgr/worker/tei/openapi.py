@@ -216,7 +216,9 @@ _FAILURES = {
     "424": "Inference failed, or the model does not do this",
     "429": "Model is overloaded",
 }
-_IN_PLAIN_TEXT = ("413", "415")
+# A body that cannot be read is refused by the server that TEI is built on, what it says by TEI.
+_IN_PLAIN_TEXT = ("400", "413", "415", "422")
+_IN_JSON = ("400", "422", "424", "429")
 
 
 @cache
@@ -238,8 +240,7 @@ def document() -> dict[str, Any]:
 
 def _post(operation: Operation) -> dict[str, Any]:
     failures = {
-        status: {"description": text, "content": _plain() if status in _IN_PLAIN_TEXT else _json(operation.error)}
-        for status, text in _FAILURES.items()
+        status: {"description": text, "content": _told(status, operation.error)} for status, text in _FAILURES.items()
     }
     return {
         "tags": [_TAG],
@@ -249,6 +250,11 @@ def _post(operation: Operation) -> dict[str, Any]:
         "requestBody": {"required": True, "content": _json(operation.request)},
         "responses": {"200": {"description": "OK", "content": _json(operation.response)}, **failures},
     }
+
+
+def _told(status: str, error: type[BaseModel]) -> dict[str, Any]:
+    plain = _plain() if status in _IN_PLAIN_TEXT else {}
+    return (_json(error) if status in _IN_JSON else {}) | plain
 
 
 def _got() -> dict[str, Any]:
