@@ -151,6 +151,8 @@ def convert(value: object, annotation: Any, path: str, rule: Rule = NO_RULE) -> 
     Raises:
         Faulty: it is of another type, or breaks `rule`.
     """
+    if annotation is Any:  # judged by whoever knows what it is
+        return value
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return convert(value, _kind_for(value, [kind for kind in arguments if kind is not type(None)]), path, rule)
