@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import schemathesis
 
-# An endless answer is nothing to check, and a trial or a download that is waited for is somebody else's test.
-ENDLESS = ("follow",)
+# A parameter that asks for an answer which never ends: nothing to check in it.
+ENDLESS = "follow"
 
 
 @schemathesis.hook
-def map_query(context, query):  # type: ignore[no-untyped-def]
-    """No query asks for an answer that never ends."""
-    if isinstance(query, dict):
-        return {key: value for key, value in query.items() if key not in ENDLESS}
-    return query
-
-
-@schemathesis.hook
-def map_case(context, case):  # type: ignore[no-untyped-def]
-    """Nothing deletes or stops the fleet of the fuzzer, though schemathesis learns its names from the list."""
+def before_call(context, case, kwargs):  # type: ignore[no-untyped-def]
+    """The fleet of the fuzzer stays, though schemathesis learns its names from the list; and every answer ends."""
+    case.query = {key: value for key, value in (case.query or {}).items() if key != ENDLESS}
     parameters = case.path_parameters or {}
     if str(parameters.get("name", "")).startswith("fuzz-") and case.method not in ("GET", "HEAD"):
         case.path_parameters = {**parameters, "name": "nobody"}
-    return case
 
 
 @schemathesis.check
