@@ -63,7 +63,9 @@ def run(arguments: list[str]) -> int:
 
 def test(arguments: list[str]) -> int:
     """The whole suite, or the part that the arguments name."""
-    return install("test", "check") or clients() or call(PYTHON, "-m", "pytest", *arguments)
+    # Two processes, since a test mostly waits for one core; what shares a daemon stays together (tests/conftest.py).
+    shared = [] if arguments else ["-n", "2", "--dist", "loadgroup"]
+    return install("test", "check") or clients() or call(PYTHON, "-m", "pytest", *shared, *arguments)
 
 
 def check(arguments: list[str]) -> int:

@@ -33,7 +33,7 @@ SPEC_RULES: Mapping[str, typed.Rule] = {
         "calls inside a worker; four times as many wait before one is refused", 1, U32
     ),
     "gpu_id": typed.Rule("index of the GPU; absent: the one with most free memory, or the CPU", 0, U32),
-    "prometheus_port": typed.Rule("port of the instance's te_* metrics; absent: a free one from 9100; 0: none", 0, U16),
+    "prometheus_port": typed.Rule("port of the instance's te_* metrics; absent: a free one; 0: none", 0, U16),
     "startup_timeout_secs": typed.Rule("limit of a start; absent: the daemon's", 1, I64),
     "threads": typed.Rule("CPU threads of each worker; absent: a fair share", 1, 4096),
     "replicas": typed.Rule("workers of the instance, or 'per-gpu': one on each GPU", 1, 256),
@@ -117,6 +117,12 @@ class Settings:
         8080, "first port for instances", low=UNPRIVILEGED_PORT, high=U16, label="instance_port_start"
     )
     instance_port_end: int = key(8180, "port after the last one for instances", low=1, high=U16 + 1)
+    prometheus_port_start: int = key(
+        9100,
+        "first port for the instances' te_* metrics; another where a second daemon serves this host",
+        low=UNPRIVILEGED_PORT,
+        high=U16,
+    )
     max_instances: int | None = key(None, "most instances at a time; absent: no limit", low=1, high=U32)
     max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
 

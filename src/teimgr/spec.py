@@ -56,9 +56,8 @@ class InstanceSpec:
     """What a user wants under one name. An edit is a new spec.
 
     The keys are those of the contract's create body, seed and state file; `dtype`, `revision`, `threads`, `kind`,
-    `trust_remote_code` and `replicas` (a number of workers, or one per GPU) are teimgr's own. `port` and `prometheus_port` are resolved before a spec is stored; 0 and None
-    ask for one.
-    `max_batch_tokens` 0 asks for as many as the GPU's free memory allows. `tags` are for people and filters.
+    `trust_remote_code` and `replicas` (a number of workers, or one per GPU) are teimgr's own. `port` and
+    `prometheus_port` are resolved before a spec is stored; 0 and None ask for one. `max_batch_tokens` 0 asks for as many as the GPU's free memory allows. `tags` are for people and filters.
     `wanted_running` is the user's last word: a stop survives a restart of the daemon. `seeded` is an instance that
     the configuration made.
     """
@@ -89,8 +88,8 @@ class InstanceSpec:
 class WorkerSpec:
     """Everything one worker process is told, as the JSON object it is launched with.
 
-    `replica` tells the workers of one instance apart. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID, so that NVML's and CUDA's orders cannot disagree)
-    or None for the CPU. Times are seconds.
+    `replica` tells the workers of one instance apart. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID, so
+    that NVML's and CUDA's orders cannot disagree) or None for the CPU. Times are seconds.
     """
 
     name: str
@@ -212,7 +211,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateView:
-    """The last change of an instance: `rolling`, `done`, or `failed` for `reason`. `changes` are the keys it is about."""
+    """The last change of an instance, of the keys `changes`: `rolling`, `done`, or `failed` for `reason`."""
 
     state: str
     changes: tuple[str, ...] = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +24,9 @@ from teimgr.client import AsyncClient, Client
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 LISTEN_LIMIT_S = 30.0
 STOP_LIMIT_S = 40.0
+PORTS_EACH = 40  # for a daemon's instances, and as many for their metrics
+FIRST_PORT = 15_000
+PORTS_OF_A_PROCESS = 4_000
 
 
 class DaemonProcess:
@@ -29,12 +34,13 @@ class DaemonProcess:
 
     def __init__(self, **settings: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tm"))
-        self.api_port, self.grpc_port, first = free_ports(3)
+        self.api_port, self.grpc_port, *block = free_ports(2 + 2 * PORTS_EACH)
         self.settings: dict[str, Any] = {
             "api_port": self.api_port,
             "grpc_port": self.grpc_port,
-            "instance_port_start": first,
-            "instance_port_end": min(first + 40, 65536),
+            "instance_port_start": block[0],
+            "instance_port_end": block[PORTS_EACH - 1] + 1,
+            "prometheus_port_start": block[PORTS_EACH],
             "state_file": str(self.folder / "state.toml"),
             "health_check_interval_secs": 1,
             "graceful_shutdown_timeout_secs": 10,
@@ -156,16 +162,32 @@ class DaemonProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, far from those the system gives to clients."""
-    sockets = []
-    for _ in range(count):
-        sock = socket.socket()
-        sock.bind(("127.0.0.1", 0))
-        sockets.append(sock)
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+    """Ports nobody listens on now, ascending; below those the system gives to clients, and never the same twice.
+
+    Each process of a parallel run has a share of its own.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = next(_ports)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if found and port < found[0]:  # the share began anew
+            found.clear()
+        found.append(port)
+    return found
+
+
+def _share() -> Iterator[int]:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = FIRST_PORT + worker % 4 * PORTS_OF_A_PROCESS
+    offset = random.randrange(PORTS_OF_A_PROCESS)  # another run of tests may be going on
+    return (first + (offset + step) % PORTS_OF_A_PROCESS for step in itertools.count())
+
+
+_ports = _share()
 
 
 def tail(path: Path, lines: int) -> str:

@@ -21,7 +21,13 @@ class Admission:
         reserved = {settings.api_port: "the API port"}
         if settings.grpc_enabled:
             reserved[settings.grpc_port] = "the gRPC port"
-        self._ports = Ports(settings.instance_host, settings.instance_port_start, settings.instance_port_end, reserved)
+        self._ports = Ports(
+            settings.instance_host,
+            settings.instance_port_start,
+            settings.instance_port_end,
+            reserved,
+            settings.prometheus_port_start,
+        )
 
     def admit(self, request: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
         """The request as a user made it now, with its ports resolved, beside the instances there are.

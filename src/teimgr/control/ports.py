@@ -9,19 +9,23 @@ from teimgr.errors import InvalidPort, PortAllocationFailed, PortConflict
 
 UNPRIVILEGED_PORT = 1024
 LAST_PORT = 65535
-FIRST_PROMETHEUS_PORT = 9100
 _PROMETHEUS_TRIES = 1000
 
 
 class Ports:
-    """The range `[start, end)` on `host`. `reserved` are the daemon's own ports: number → whose it is."""
+    """The range `[start, end)` on `host`, and those for metrics from `prometheus_start` upwards.
 
-    def __init__(self, host: str, start: int, end: int, reserved: Mapping[int, str]) -> None:
+    `reserved` are the daemon's own ports: number → whose it is.
+    """
+
+    def __init__(
+        self, host: str, start: int, end: int, reserved: Mapping[int, str], prometheus_start: int = 9100
+    ) -> None:
         self._host = host
         self._range = range(start, end)
         self._reserved = reserved
         self._next = start
-        self._next_prometheus = FIRST_PROMETHEUS_PORT
+        self._next_prometheus = prometheus_start
 
     def allocate(self, taken: Collection[int]) -> int:
         """A free port of the range that is not in `taken`.
@@ -68,7 +72,7 @@ class Ports:
             raise PortConflict(port, self._reserved[port])
 
     def allocate_prometheus(self, taken: Collection[int]) -> int:
-        """A free port from 9100 upwards, never the same twice.
+        """A free port from `prometheus_start` upwards, never the same twice.
 
         Raises:
             PortAllocationFailed: there is none within a thousand.

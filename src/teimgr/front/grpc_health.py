@@ -25,7 +25,8 @@ class Health:
     """Answers Check, List and Watch; follows the directory. An instance serves when it is running.
 
     Check and Watch are for everybody whom the handshake let in, as /health is: those who watch have no keys, and have
-    to know a name to ask for it. List tells the names, so it asks `policy` for the right to read. `own` are the service names that are up as long as the process is, besides "".
+    to know a name to ask for it. List tells the names, so it asks `policy` for the right to read. `own` are the service
+    names that are up as long as the process is, besides "".
     """
 
     def __init__(self, policy: PolicyInForce, *own: str) -> None:

@@ -28,7 +28,9 @@ async def health(request: Request, manager: TheManager) -> Response:
     """200 while the daemon is alive, whatever its instances do."""
     alarms = all_alarms(manager, request.app.state.alarms)
     notices = list(request.app.state.notices())
-    return answer({"status": "healthy", "timestamp": now(), "version": __version__, "alarms": alarms, "notices": notices})
+    return answer(
+        {"status": "healthy", "timestamp": now(), "version": __version__, "alarms": alarms, "notices": notices}
+    )
 
 
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})

@@ -199,7 +199,9 @@ class Router:
         found = [
             (instance.entry.name, replica)
             for instance in self._in_order
-            if instance.entry.model_id == model_id and instance.entry.state is State.RUNNING and covers(instance.entry.name)
+            if instance.entry.model_id == model_id
+            and instance.entry.state is State.RUNNING
+            and covers(instance.entry.name)
             for replica in instance.replicas
             if replica.usable
         ]
