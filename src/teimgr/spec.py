@@ -57,9 +57,9 @@ class InstanceSpec:
 
     The keys are those of the contract's create body, seed and state file; `dtype`, `revision`, `threads`, `kind`,
     `trust_remote_code` and `replicas` (a number of workers, or one per GPU) are teimgr's own. `port` and
-    `prometheus_port` are resolved before a spec is stored; 0 and None ask for one. `max_batch_tokens` 0 asks for as many
-    as the GPU's free memory allows. `tags` are for people and filters. `wanted_running` is the user's last word: a stop
-    survives a restart of the daemon. `seeded` is an instance that the configuration made.
+    `prometheus_port` are resolved before a spec is stored; 0 and None ask for one. `max_batch_tokens` 0 asks for as
+    many as the GPU's free memory allows. `tags` are for people and filters. `wanted_running` is the user's last word: a
+    stop survives a restart of the daemon. `seeded` is an instance that the configuration made.
     """
 
     name: str
