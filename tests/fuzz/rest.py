@@ -18,7 +18,7 @@ from tests.fuzz.target import SEED, Target
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
-# Methods are not judged: paths overlap, so that /models/a/download is a model that may be deleted and /instances/actions an
+# Methods are not judged, since paths overlap: /models/a/download is a model too and may be deleted, /instances/actions an
 # instance that may be changed. `tests/front/test_refusals.py` has the 405.
 CHECKS = (
     "server_error_is_documented",  # of rest_hooks.py
