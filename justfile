@@ -30,7 +30,7 @@ fix:
 proto:
     {{python}} dev.py proto
 
-# one named benchmark: engine, start, mux, gpu
+# one named benchmark: engine, start, mux, fidelity, gpu
 bench name *args:
     {{python}} dev.py bench {{name}} {{args}}
 
