@@ -109,3 +109,10 @@ def test_the_containers_configuration_has_the_contracts_ports_and_all_interfaces
     assert (settings.instance_port_start, settings.instance_port_end) == (8080, 8180)
     assert {settings.api_host, settings.grpc_host, settings.instance_host} == {"0.0.0.0"}
     assert settings.auto_restore_on_restart
+
+
+def test_the_document_keeps_the_routes_that_share_a_path_with_inference(served: DaemonProcess) -> None:
+    _, document = ask(served, "GET", "/openapi.json")
+
+    assert {"get", "patch", "delete", "post"} <= set(document["paths"]["/instances/{name}"])
+    assert "503" in document["paths"]["/instances/{name}/info"]["get"]["responses"]

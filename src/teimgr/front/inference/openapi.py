@@ -34,7 +34,8 @@ def describe(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = own()
-            document["paths"] |= _paths()
+            for path, operations in _paths().items():
+                document["paths"].setdefault(path, {}).update(operations)
             document.setdefault("components", {}).setdefault("schemas", {}).update(_file()["schemas"])
             app.openapi_schema = document
         return app.openapi_schema
@@ -82,7 +83,8 @@ def _operation(path: DialectPath) -> dict[str, Any]:
 
 
 def _information() -> dict[str, Any]:
-    responses = {"200": {"description": "OK", "content": _json({"type": "object"})}, "default": _failure("a failure")}
+    failures = {status: _failure(_NOTES[status]) for status in ("404", "503")} | {"default": _failure("a failure")}
+    responses = {"200": {"description": "OK", "content": _json({"type": "object"})}} | failures
     return _got("The model and the limits, as TEI says them", responses, "name")
 
 
