@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import pytest
 from tests.control.conftest import LIMIT_S, Fleet, eventually
 
 from teimgr.directory import Entry, Snapshot
-from teimgr.errors import InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
+from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
 from teimgr.launch.processes import look_up
-from teimgr.spec import InstanceView, State
+from teimgr.spec import InstanceSpec, InstanceView, State
 
 Fleets = Callable[..., Fleet]
 
@@ -185,6 +186,61 @@ async def test_other_commands_give_a_change_up(fleet: Fleet, verb: str) -> None:
         await fleet.running(not_pid=old)
     assert len(list(fleet.settings.run_dir.glob("*.json"))) == (verb == "restart")
     assert [spec.model_id for spec in fleet.manager._store.load().specs] == ["fake"] * (verb != "delete")
+
+
+async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await crew(fleet, 2)
+    writing, go_on = threading.Event(), threading.Event()
+    save = fleet.manager._store.save
+
+    def save_slowly(specs: Iterable[InstanceSpec]) -> None:
+        writing.set()
+        assert go_on.wait(LIMIT_S)
+        save(specs)
+
+    monkeypatch.setattr(fleet.manager._store, "save", save_slowly)
+    await fleet.manager.update("a", {"model_id": "fake:busy"})
+    await eventually(writing.is_set)
+    stopping = asyncio.create_task(fleet.manager.stop("a"))
+    for _ in range(5):
+        await asyncio.sleep(0)  # until it waits for the change
+    go_on.set()
+
+    view = await stopping
+
+    assert view.update is not None
+    assert (view.state, view.spec.model_id, view.update.state) == (State.STOPPED, "fake:busy", "done")
+    assert [spec.model_id for spec in fleet.manager._store.load().specs] == ["fake:busy"]
+    assert fleet.left_over() == set()
+
+
+async def test_an_instance_that_is_being_deleted_is_not_changed(fleets: Fleets) -> None:
+    fleet = fleets(graceful_shutdown_timeout_secs=1)
+    await fleet.manager.boot()
+    await fleet.create("ignore-term")
+    await fleet.running()
+    deleting = asyncio.create_task(fleet.manager.delete("a"))
+    await fleet.until(lambda entry: entry.state is State.STOPPING)
+
+    for change in (fleet.manager.update("a", {"model_id": "fake"}), fleet.manager.restart("a", rolling=True)):
+        with pytest.raises(InstanceNotFound):
+            await change
+
+    await deleting
+    assert (fleet.manager.list(), fleet.left_over()) == ([], set())
+
+
+async def test_a_rolling_restart_starts_what_does_not_run(fleet: Fleet) -> None:
+    await fleet.create()
+    await fleet.running()
+    await fleet.manager.stop("a")
+
+    view = await fleet.manager.restart("a", rolling=True)
+
+    assert (view.update, view.spec.wanted_running) == (None, True)
+    await fleet.running()
 
 
 async def test_a_stopped_instance_is_changed_without_being_started(fleet: Fleet) -> None:

@@ -20,10 +20,6 @@ class Reach(Enum):
     REPLACE = "every worker gives way to another"
 
 
-FIXED = ("name", "port", "prometheus_port")
-"""What an instance keeps for life: clients, or people's other configurations, hold on to it."""
-
-
 def changed(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
     """`spec` with `changes`; a key that is None goes back to its default."""
     blank = InstanceSpec(name=spec.name, model_id=spec.model_id)

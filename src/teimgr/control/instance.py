@@ -26,7 +26,7 @@ from teimgr.control.events import Command, Delete, Restart, Retire, Start, Stop
 from teimgr.control.supervisor import Supervisor
 from teimgr.control.surroundings import Surroundings
 from teimgr.directory import Entry
-from teimgr.errors import TeimgrError, UpdateFailed, UpdateInProgress
+from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.base import Adopted
 from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView, WorkerSpec
 
@@ -55,6 +55,8 @@ class Instance:
         self._updating: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of commands and changes
         self._news = asyncio.Event()
+        self._is_committed = False  # the change: from here on it goes to its end
+        self._is_deleted = False
         self._forgotten = False
         self._crew = self._recruit(spec, range(replicas))
         self._publish()
@@ -122,8 +124,8 @@ class Instance:
     async def accept(self, command: Command, *, wanted_stays: bool = False) -> None:
         """Have every replica take the command up; its outcome is another matter, `settle`.
 
-        It is the user's last word on whether the instance is wanted running, unless `wanted_stays`. A change that is
-        under way is given up, but for a start.
+        It is the user's last word on whether the instance is wanted running, unless `wanted_stays`. A change whose new
+        workers have not taken over is given up, but for a start.
 
         Raises:
             AlreadyRunning, NotRunning, InstanceNotFound: it makes no sense now, for none of them.
@@ -135,6 +137,7 @@ class Instance:
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
             if len(refusals) == len(answers):
                 raise refusals[0]
+            self._is_deleted |= isinstance(command, Delete)
             if not wanted_stays:
                 self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._crew))
 
@@ -186,13 +189,17 @@ class Instance:
         has to start for is over when this returns.
 
         Raises:
+            InstanceNotFound: it is being deleted.
             UpdateInProgress: another change is under way.
         """
         async with self._turn:
+            if self._is_deleted:
+                raise InstanceNotFound(self.spec.name)
             if self._updating is not None and not self._updating.done():
                 raise UpdateInProgress(self.spec.name)
             spec, replicas, reach = make(self.spec)
             self._update = UpdateView(state="rolling", changes=keys, started_at=_now())
+            self._is_committed = False
             work = self._carry_out(spec, replicas, reach, recreate=recreate)
             self._updating = asyncio.create_task(self._conclude(work), name=f"update of {spec.name}")
             if reach is Reach.IN_PLACE or not self.spec.wanted_running:
@@ -290,6 +297,7 @@ class Instance:
             await self._news.wait()
 
     async def _commit(self, spec: InstanceSpec) -> None:
+        self._is_committed = True
         self.spec = spec
         await self._save()
 
@@ -314,8 +322,10 @@ class Instance:
                 await each.accept(command)
 
     async def _give_up_update(self) -> None:
+        """End the change that is under way; one that is committed is over in a moment, and no worker is left behind."""
         if self._updating is not None and not self._updating.done():
-            self._updating.cancel()
+            if not self._is_committed:
+                self._updating.cancel()
             await asyncio.wait({self._updating})
 
     # Supervisors

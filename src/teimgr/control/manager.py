@@ -214,16 +214,17 @@ class Manager:
     async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
         """Have new processes; returns when the old ones are gone and the new ones are starting.
 
-        A `rolling` one is an `update` without changes: nothing is lost, and `wait` means what it does there.
+        A `rolling` one is an `update` without changes: nothing is lost, and `wait` means what it does there. Where it
+        is not wanted running there is nothing to lose, and it is started as by the other kind.
 
         Raises:
             InstanceNotFound.
             UpdateInProgress, UpdateFailed: as `update`.
         """
-        if not rolling:
-            return await self._command(name, Restart())
         await self.booted.wait()
         instance = self._find(name)
+        if not rolling or not instance.spec.wanted_running:
+            return await self._command(name, Restart())
         await self._planner.look()
         await instance.change(lambda spec: (spec, self._planner.replicas(spec), Reach.REPLACE), keys=(), recreate=False)
         return await self._after_change(instance, wait)
