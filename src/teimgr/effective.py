@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from teimgr.configuration import HIDDEN, Configuration
 
 REDACTED = "***"
+KEY_FLAG = "--api-key"
+"""The one of an instance's `extra_args` whose value is a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +36,30 @@ def effective(configuration: Configuration) -> Iterator[Value]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON and TOML have it."""
+    """`value` as JSON and TOML have it, without its secrets."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: _shown(name, {}, item) for name, item in value.items()}
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _shown(item.metadata, getattr(value, item.name)) for item in fields(value)}
+        return {item.name: _shown(item.name, item.metadata, getattr(value, item.name)) for item in fields(value)}
     return value
+
+
+def shown_args(extra_args: Sequence[str]) -> list[str]:
+    """`extra_args` as anybody may see them: `REDACTED` in the place of a key."""
+    words: list[str] = []
+    is_key = False
+    for word in extra_args:
+        name, equals, _ = word.partition("=")
+        if is_key:
+            words.append(REDACTED)
+        else:
+            words.append(f"{name}={REDACTED}" if name == KEY_FLAG and equals else word)
+        is_key = not is_key and word == KEY_FLAG
+    return words
 
 
 def _walk(table: str, holder: Any, said_by: Mapping[str, str]) -> Iterator[Value]:
@@ -59,7 +75,7 @@ def _walk(table: str, holder: Any, said_by: Mapping[str, str]) -> Iterator[Value
             for index, each in enumerate(value):
                 yield from _walk(f"{path}[{index}]", each, said_by)
         else:
-            yield Value(table, item.name, _shown(item.metadata, value), said_by.get(path, "default"))
+            yield Value(table, item.name, _shown(item.name, item.metadata, value), said_by.get(path, "default"))
 
 
 def _entries(path: str, table: Mapping[str, Any], said_by: Mapping[str, str]) -> Iterator[Value]:
@@ -67,8 +83,10 @@ def _entries(path: str, table: Mapping[str, Any], said_by: Mapping[str, str]) ->
         if isinstance(value, Mapping):
             yield from _entries(f"{path}.{name}", value, said_by)
         else:
-            yield Value(path, name, plain(value), said_by.get(f"{path}.{name}", "default"))
+            yield Value(path, name, _shown(name, {}, value), said_by.get(f"{path}.{name}", "default"))
 
 
-def _shown(metadata: Mapping[str, Any], value: Any) -> Any:
-    return REDACTED if metadata.get("secret") and value else plain(value)
+def _shown(name: str, metadata: Mapping[str, Any], value: Any) -> Any:
+    if metadata.get("secret") and value:
+        return REDACTED
+    return shown_args(value) if name == "extra_args" and value else plain(value)

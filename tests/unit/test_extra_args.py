@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from teimgr.control.extra_args import FLAGS, HIDDEN, LENGTH_LIMIT_CHARS, parse, shown
+from teimgr.control.extra_args import FLAGS, LENGTH_LIMIT_CHARS, parse
+from teimgr.effective import REDACTED, shown_args
 from teimgr.errors import InvalidConfig
 from teimgr.spec import WorkerSpec
 
@@ -77,7 +78,7 @@ def test_a_value_may_look_like_a_flag() -> None:
         (["--default-prompt", "a", "--default-prompt-name", "b"], "exclude each other"),
         (["--port", "80"], "--port is not taken here: the port is the instance's own field"),
         (["--hf-token=secret"], "set HF_TOKEN in the daemon's environment"),
-        (["--api-key", HIDDEN], "--api-key must be the key itself"),
+        (["--api-key", REDACTED], "--api-key must be the key itself"),
         (["--default-prompt", "x" * LENGTH_LIMIT_CHARS], "longer than"),
     ],
 )
@@ -105,4 +106,4 @@ def test_a_key_and_origins_are_the_workers() -> None:
     ],
 )
 def test_a_key_is_not_shown(flags: list[str], seen: str) -> None:
-    assert " ".join(shown(flags)) == seen
+    assert " ".join(shown_args(flags)) == seen

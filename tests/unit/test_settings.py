@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from teimgr import typed
 from teimgr.configuration import Source, load, read, scalars, unheard
-from teimgr.effective import effective
+from teimgr.effective import effective, plain
 from teimgr.errors import InvalidConfig
 from teimgr.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.spec import InstanceSpec
@@ -420,6 +420,18 @@ def test_secrets_are_not_shown(file: Path) -> None:
     shown = {each.path: each.value for each in effective(read(Source(file=file, environ={})))}
     assert shown["webhooks[0].secret"] == "***"
     assert "hush" not in str(shown)
+
+
+def test_the_key_of_an_instance_is_not_shown(file: Path) -> None:
+    told = "model_id = 'm'\nextra_args = ['--api-key', 'hush', '--api-key=hush', '--dtype=float16']\n"
+    file.write_text(f"[templates.t]\n{told}[[instances]]\nname = 'a'\n{told}")
+    configuration = read(Source(file=file, environ={}))
+    shown = {each.path: each.value for each in effective(configuration)}
+    seen = ["--api-key", "***", "--api-key=***", "--dtype=float16"]
+    assert (shown["templates.t.extra_args"], shown["instances[0].extra_args"]) == (seen, seen)
+    assert plain(configuration.settings.templates) == {"t": {"model_id": "m", "extra_args": seen}}
+    assert plain({"a": {"extra_args": configuration.settings.instances[0].extra_args}}) == {"a": {"extra_args": seen}}
+    assert "hush" not in str(plain(configuration.settings))
 
 
 def test_every_key_says_what_it_means() -> None:

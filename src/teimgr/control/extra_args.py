@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from teimgr.effective import KEY_FLAG, REDACTED
 from teimgr.errors import InvalidConfig
 from teimgr.spec import DTYPES, KINDS, POOLINGS
 
 LENGTH_LIMIT_CHARS = 16 * 1024
-HIDDEN = "***"
-
-_KEY = "--api-key"
 
 
 def _text(value: str) -> str:
@@ -24,7 +22,7 @@ def _text(value: str) -> str:
 
 
 def _key(value: str) -> str:
-    if value == HIDDEN:
+    if value == REDACTED:
         raise ValueError("must be the key itself, not what is shown in its place")
     return value
 
@@ -81,7 +79,7 @@ FLAGS: dict[str, _Flag] = {
     "--default-prompt-name": _Flag(_text, "default_prompt_name"),
     "--default-prompt": _Flag(_text, "default_prompt"),
     "--payload-limit": _Flag(_count, "payload_limit_bytes"),
-    _KEY: _Flag(_key, "api_key"),
+    KEY_FLAG: _Flag(_key, "api_key"),
     "--cors-allow-origin": _Flag(_text, "cors_allow_origin", repeats=True),
     # Accepted: TEI's way of saying something that teimgr settles elsewhere, without harm if it is not heard.
     "--tokenization-workers": _Flag(_count),
@@ -128,20 +126,6 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
     if overrides.keys() >= {"default_prompt", "default_prompt_name"}:
         raise InvalidConfig("extra_args: --default-prompt and --default-prompt-name exclude each other")
     return overrides
-
-
-def shown(extra_args: Sequence[str]) -> list[str]:
-    """`extra_args` as anybody may see them: `HIDDEN` in the place of a key."""
-    words: list[str] = []
-    is_key = False
-    for word in extra_args:
-        name, equals, _ = word.partition("=")
-        if is_key:
-            words.append(HIDDEN)
-        else:
-            words.append(f"{name}={HIDDEN}" if name == _KEY and equals else word)
-        is_key = not is_key and word == _KEY
-    return words
 
 
 def _take(rest: list[str]) -> tuple[str, _Flag, str]:

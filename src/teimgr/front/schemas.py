@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from teimgr.configuration import with_template
-from teimgr.control.extra_args import shown
+from teimgr.effective import shown_args
 from teimgr.errors import ValidationError
 from teimgr.settings import SPEC_RULES, U32
 from teimgr.spec import DTYPES, KINDS, POOLINGS, InstanceSpec, InstanceView, State, WorkerView
@@ -348,7 +348,7 @@ def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict
         "max_batch_tokens": spec.max_batch_tokens,
         "max_concurrent_requests": spec.max_concurrent_requests,
         "startup_timeout_secs": spec.startup_timeout_secs,
-        "extra_args": shown(spec.extra_args),
+        "extra_args": shown_args(spec.extra_args),
         "tags": dict(spec.tags),
         "seeded": spec.seeded,
         "replicas": spec.replicas,
