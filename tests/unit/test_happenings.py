@@ -194,6 +194,22 @@ async def test_what_is_refused_or_fails_too_often_is_given_up_and_told(receiver:
     assert [body["event"] for body in bodies] == ["created", "deleted", "deleted", "created"]
 
 
+async def test_what_may_be_a_secret_in_an_address_is_not_told(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    happenings, receiver.statuses = began(), [500]
+    webhooks = Webhooks(happenings)
+    secret = receiver.url.replace("http://", "http://user:hush@") + "?token=hush"
+    nobody = "http://127.0.0.1:9/hush"
+    async with webhooks.running([Webhook(url=url, events=("created",), max_attempts=1) for url in (secret, nobody)]):
+        await asyncio.sleep(0)
+        happenings.note([VIEW])
+        await until(lambda: len(webhooks.alarms()) == 2)
+        told = "".join(webhooks.alarms())
+    assert f"{receiver.url.removesuffix('/hook')}: event" in told
+    assert "hush" not in told + "".join(str(record.__dict__) for record in caplog.records if "webhook" in record.msg)
+
+
 async def test_a_reload_ends_what_is_gone_and_leaves_the_rest(receiver: Receiver) -> None:
     happenings = began()
     stays, goes = Webhook(url=receiver.url, events=("deleted",)), Webhook(url="http://127.0.0.1:9/", max_attempts=1)

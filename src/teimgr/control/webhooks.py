@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
@@ -28,8 +29,16 @@ LONGEST_PAUSE_S = 60.0
 _WORTH_ANOTHER_TRY = (408, 425, 429)
 
 
-class Refused(Exception):
-    """The receiver answered that it does not want this; the text says how."""
+# Behind the host, and before it, many receivers have a secret.
+_PLACE = re.compile(r"(https?://)(?:[^/?#]*@)?([^/?#]*)")
+
+
+class NotAccepted(Exception):
+    """The receiver answered with another status than one of success; one that `is_final` is not worth another try."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"it answered {status}")
+        self.is_final = 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY
 
 
 class Webhooks:
@@ -62,17 +71,18 @@ class Webhooks:
             self._failing.pop(gone, None)
         for webhook in webhooks:
             if webhook not in self._tasks:
-                self._tasks[webhook] = asyncio.create_task(self._tell(webhook), name=f"webhook {webhook.url}")
+                self._tasks[webhook] = asyncio.create_task(self._tell(webhook), name=f"webhook {place(webhook.url)}")
 
     def alarms(self) -> list[str]:
         """A sentence for each webhook whose last event could not be delivered."""
-        return [f"webhook {webhook.url}: {reason}" for webhook, reason in self._failing.items()]
+        return [f"webhook {place(webhook.url)}: {reason}" for webhook, reason in self._failing.items()]
 
     async def _tell(self, webhook: Webhook) -> None:
         number = self._happenings.latest
         async for happening in self._happenings.follow(number):
             if happening.number > number + 1:
-                log.error("webhook missed events", extra={"url": webhook.url, "missed": happening.number - number - 1})
+                facts = {"url": place(webhook.url), "missed": happening.number - number - 1}
+                log.error("webhook missed events", extra=facts)
             number = happening.number
             if not webhook.events or happening.kind in webhook.events:
                 await self._deliver(webhook, happening)
@@ -82,12 +92,13 @@ class Webhooks:
         for attempt in range(1, webhook.max_attempts + 1):
             try:
                 await self._post(webhook, happening)
-            except (aiohttp.ClientError, TimeoutError, Refused) as error:
-                reason = f"{type(error).__name__}: {error}" if not isinstance(error, Refused) else str(error)
-                facts = {"url": webhook.url, "event_id": happening.number, "attempt": attempt, "reason": reason}
+            except (aiohttp.ClientError, TimeoutError, NotAccepted) as error:
+                final, where = isinstance(error, NotAccepted) and error.is_final, place(webhook.url)
+                reason = f"{type(error).__name__}: {error}".replace(webhook.url, where).removeprefix("NotAccepted: ")
+                facts = {"url": where, "event_id": happening.number, "attempt": attempt, "reason": reason}
                 log.warning("webhook failed", extra=facts)
                 self._failing[webhook] = f"event {happening.number} was not delivered: {reason}"
-                if isinstance(error, Refused) or attempt == webhook.max_attempts:
+                if final or attempt == webhook.max_attempts:
                     return
             else:
                 self._failing.pop(webhook, None)
@@ -109,11 +120,14 @@ class Webhooks:
         async with self._http.post(
             webhook.url, data=body, headers=headers, timeout=limit, allow_redirects=False
         ) as reply:
-            if 200 <= reply.status < 300:
-                return
-            if 400 <= reply.status < 500 and reply.status not in _WORTH_ANOTHER_TRY:
-                raise Refused(f"it answered {reply.status}")
-            raise aiohttp.ClientResponseError(reply.request_info, (), status=reply.status, message="not accepted")
+            if not 200 <= reply.status < 300:
+                raise NotAccepted(reply.status)
+
+
+def place(url: str) -> str:
+    """As much of a webhook's address as may be said where more people read than those of the configuration."""
+    found = _PLACE.match(url)
+    return found[1] + found[2] if found else "of no address"
 
 
 def signature(secret: str, body: bytes) -> str:
