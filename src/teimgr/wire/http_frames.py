@@ -22,6 +22,10 @@ MAX_HEAD_BYTES = 64 * 1024
 Buffer = bytes | bytearray | memoryview
 
 
+class HeadTooLong(ValueError):
+    """The head would be longer than `MAX_HEAD_BYTES`."""
+
+
 class HttpRequest(NamedTuple):
     """What a client asked in `dialect`."""
 
@@ -45,7 +49,7 @@ def request_head(request: HttpRequest) -> bytes:
     """Everything of the payload but the body, which follows at once.
 
     Raises:
-        ValueError: it is longer than `MAX_HEAD_BYTES`.
+        HeadTooLong: it is longer than `MAX_HEAD_BYTES`.
     """
     return _head({name: value for name, value in request._asdict().items() if name != "body"})
 
@@ -68,7 +72,7 @@ def pack_reply(reply: HttpReply) -> bytes:
     """The payload that answers a request.
 
     Raises:
-        ValueError: its head is longer than `MAX_HEAD_BYTES`.
+        HeadTooLong: its head is longer than `MAX_HEAD_BYTES`.
     """
     return b"".join((_head({"status": reply.status, "headers": reply.headers}), reply.body))
 
@@ -89,7 +93,7 @@ def read_reply(payload: Buffer) -> HttpReply:
 def _head(values: Mapping[str, object]) -> bytes:
     text = orjson.dumps(values)
     if len(text) > MAX_HEAD_BYTES:
-        raise ValueError(f"a head of {len(text)} bytes is over the limit of {MAX_HEAD_BYTES}")
+        raise HeadTooLong(f"a head of {len(text)} bytes is over the limit of {MAX_HEAD_BYTES}")
     return _LENGTH.pack(len(text)) + text
 
 

@@ -28,7 +28,7 @@ from teimgr.route.seen import seen_by
 from teimgr.settings import Settings
 from teimgr.wire.error_bodies import failure, refusal
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.http_frames import MAX_HEAD_BYTES, HttpReply, HttpRequest, read_reply, request_head
+from teimgr.wire.http_frames import MAX_HEAD_BYTES, HeadTooLong, HttpReply, HttpRequest, read_reply, request_head
 from teimgr.wire.json_peek import text_of
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class InferenceDoor:
             return await self._forwarded(path, request)
         except TeimgrError as error:
             return failure(path.dialect, error)
+        except HeadTooLong:
+            return refusal(path.dialect, 431, "The query and the headers are too long")
         except SlowClient:
             return refusal(path.dialect, 408, "The request body did not come in time")
         except ClientDisconnect:

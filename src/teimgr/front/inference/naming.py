@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 
-from teimgr.errors import AmbiguousInstance, InstanceNotFound, ModelNotFound, TeimgrError, Unavailable
+from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, ModelNotFound, TeimgrError, Unavailable
 from teimgr.route.router import Lease
 from teimgr.route.seen import Seen
-from teimgr.spec import State
 from teimgr.wire.fields import Target
 
 _NEAREST = 3
+# What is longer is no name; to look for what is near it, or to say it all again, would take long.
+_LOOKED_AT_CHARS = 256
 
 
 class Naming:
@@ -33,7 +34,18 @@ class Naming:
             AmbiguousInstance: no model is given and there is not exactly one to choose.
             Unavailable: what it means does not run.
         """
-        return self._router.lease(self._unnamed() if not model else self._target(model))
+        if not model:
+            return self._router.lease(self._unnamed())
+        self.check(model)
+        meant = self._meant(model)
+        if meant in self._instances():
+            return self._router.lease(Target(instance_name=meant))
+        try:
+            return self._router.lease(Target(model_id=meant))
+        except (ModelNotFound, Forbidden):  # there are such instances, as was just seen
+            having = (entry for entry in self._router.snapshot.entries if entry.model_id == meant)
+            states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in having)
+            raise Unavailable(f"No instance of the model '{meant}' takes calls now: {states}") from None
 
     def instance(self, name: str) -> Lease:
         """A lease on the instance of that name.
@@ -59,7 +71,8 @@ class Naming:
             ModelNotFound: the text names what nearly is.
         """
         if self.model_id(model) is None:
-            raise ModelNotFound(f"The model '{model}' does not exist{_nearest(model, self.names())}")
+            shown = model if len(model) <= _LOOKED_AT_CHARS else model[:_LOOKED_AT_CHARS] + "…"
+            raise ModelNotFound(f"The model '{shown}' does not exist{_nearest(model, self.names())}")
 
     def model_id(self, model: str) -> str | None:
         """The id of the model behind a name; None where nothing is called so."""
@@ -69,17 +82,6 @@ class Naming:
     def _meant(self, model: str) -> str:
         """The instance or model id that a name stands for."""
         return model if model in self._instances() else self._aliases().get(model, model)
-
-    def _target(self, model: str) -> Target:
-        self.check(model)
-        meant = self._meant(model)
-        if meant in self._instances():
-            return Target(instance_name=meant)
-        having = [entry for entry in self._router.snapshot.entries if entry.model_id == meant]
-        if not any(entry.state is State.RUNNING for entry in having):
-            states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in having)
-            raise Unavailable(f"No instance of the model '{meant}' is running: {states}")
-        return Target(model_id=meant)
 
     def _unnamed(self) -> Target:
         try:
@@ -100,7 +102,7 @@ def _nearest(name: str, known: list[str]) -> str:
     for one in known:
         for word in {one.casefold(), one.casefold().rpartition("/")[2]}:  # a model's id, or that without its owner
             called.setdefault(word, []).append(one)
-    given = name.casefold()
+    given = name[:_LOOKED_AT_CHARS].casefold()
     words = difflib.get_close_matches(given, called, _NEAREST, 0.5) or [word for word in called if given in word]
     nearest = list(dict.fromkeys(one for word in words for one in sorted(called[word], key=len)))[:_NEAREST]
     if nearest:

@@ -1,0 +1,57 @@
+"""What the `model` of a request means, and what is told where it means nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from teimgr.access import Caller, Right
+from teimgr.directory import Endpoint, Entry, Snapshot
+from teimgr.errors import ModelNotFound, Unavailable
+from teimgr.front.inference.naming import Naming
+from teimgr.route.router import Router
+from teimgr.route.seen import seen_by
+from teimgr.spec import State
+
+
+def naming(*instances: str, caller: str = "*", **aliases: str) -> Naming:
+    """Instances told as `name=model`, each with a worker, unless it is `name=model=lost`."""
+    entries = []
+    for told in instances:
+        name, model_id, *lost = told.split("=")
+        endpoints = () if lost else (Endpoint(f"/nowhere/{name}", name),)
+        entries.append(Entry(name, model_id, State.RUNNING, None, 4, endpoints))
+    router = Router()
+    router.update(Snapshot(tuple(entries)))
+    return Naming(router, lambda: aliases).of(seen_by(Caller("k", frozenset(Right), (caller,)), router))
+
+
+def test_an_instance_goes_before_an_alias_and_that_before_a_model() -> None:
+    names = naming("a=m", "b=n", "m=o", a="b", n="a")
+    assert names.lease("a").instance == "a"  # the instance, not the alias
+    assert names.lease("n").instance == "a"  # the alias, not the model
+    assert names.lease("m").instance == "m"
+    assert names.lease("o").instance == "m"
+
+
+@pytest.mark.parametrize("caller", ["*", "a"])
+def test_a_model_whose_workers_are_lost_is_unavailable_and_not_unknown(caller: str) -> None:
+    with pytest.raises(Unavailable, match="No instance of the model 'm' takes calls now: 'a' is running"):
+        naming("a=m=lost", caller=caller).lease("m")
+
+
+def test_what_a_caller_may_not_use_is_not_told() -> None:
+    names = naming("mine=m", "theirs=x", caller="mine", secret="theirs")
+    assert names.names() == ["m", "mine"]
+    for hidden in ("theirs", "x", "secret"):
+        with pytest.raises(ModelNotFound, match=r"does not exist; there are 'm', 'mine'$"):
+            names.lease(hidden)
+
+
+def test_a_name_of_megabytes_costs_nothing_and_is_not_said_again() -> None:
+    began = time.process_time()
+    with pytest.raises(ModelNotFound) as caught:
+        naming("a=m").lease("x" * 10_000_000)
+    assert len(caught.value.message) < 400
+    assert time.process_time() - began < 0.5
