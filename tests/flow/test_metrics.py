@@ -31,7 +31,7 @@ from teimgr.errors import TeimgrError
 from teimgr.exposition import Page, Sample
 from teimgr.front.gpus import GpuBoard
 from teimgr.metrics import Metrics
-from teimgr.spec import InstanceSpec, InstanceView, State
+from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 from teimgr.worker.figures import engine_page
 
 LIMIT_S = 100.0
@@ -193,10 +193,15 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 def board() -> GpuBoard:
-    """Of an instance with process 77, and one that has none."""
+    """Of an instance with processes 77 and 78, one that has none yet, and one on another card."""
+
+    def worker(pid: int | None, gpu: str = "GPU-1", replica: int = 0) -> WorkerView:
+        return WorkerView(replica=replica, role="serving", state=State.RUNNING, gpu=gpu, pid=pid)
+
+    crews = {"a": (worker(77), worker(78, replica=1)), "b": (worker(None),), "c": (worker(79, "GPU-2"),)}
     views = [
-        InstanceView(spec=InstanceSpec(name=name, model_id="m"), state=State.RUNNING, pid=pid)
-        for name, pid in (("a", 77), ("b", None))
+        InstanceView(spec=InstanceSpec(name=name, model_id="m"), state=State.RUNNING, pid=crew[0].pid, workers=crew)
+        for name, crew in crews.items()
     ]
     return GpuBoard(GpuInventory(environ={}), lambda: views)
 
@@ -219,7 +224,11 @@ async def test_a_figure_that_the_driver_does_not_tell_is_absent(nvml: FakeNvml) 
     assert shown[c.GPU_MEMORY_USED] == [Sample("", {"gpu": "0"}, 2**30)]
     (card,) = (await board().to_dict())["gpus"]
     assert (card["power_w"], card["temperature_c"], card["utilization"]) == (None, 41, 0.1)
-    assert card["instances"] == [{"name": "a", "pid": 77, "memory_bytes": 2**29}]
+    assert card["instances"] == [
+        {"name": "a", "pid": 77, "memory_bytes": 2**29},
+        {"name": "a", "pid": 78, "memory_bytes": None},
+    ]
+    assert shown[c.GPU_INSTANCE_MEMORY] == [Sample("", {"gpu": "0", "instance": "a"}, 2**29)]
 
 
 async def moves(scenario: str, page: Callable[[], Any], act: Callable[[], None]) -> None:

@@ -28,11 +28,13 @@ _FIGURES: dict[Family, Callable[[Gpu], float | None]] = {
 
 
 class OnGpu(BaseModel):
-    """An instance with a process on a card."""
+    """A worker of an instance, a process on a card."""
 
     name: str
     pid: int
-    memory_bytes: int | None = Field(description="what the driver gave it; null where the driver does not tell")
+    memory_bytes: int | None = Field(
+        description="what the driver gave the process; null where the driver does not tell"
+    )
 
 
 class GpuInfo(Card):
@@ -66,7 +68,7 @@ class GpuBoard:
             for family, figure in _FIGURES.items():
                 if (value := figure(gpu)) is not None:
                     page.setdefault(family, []).append(Sample("", index, value))
-            for view in self._on(gpu):
+            for view in self._views():
                 if (held := _memory(view, gpu)) is not None:
                     labels = index | {"instance": view.spec.name}
                     page.setdefault(catalogue.GPU_INSTANCE_MEMORY, []).append(Sample("", labels, held))
@@ -78,30 +80,30 @@ class GpuBoard:
         return {"gpus": [self._info(gpu) for gpu in inventory.gpus], "reason": inventory.reason}
 
     async def of(self, view: InstanceView) -> dict[str, Any] | None:
-        """The card of an instance, as its JSON shows it; None while it has none."""
+        """The card of an instance, of several the first, as its JSON shows it; None while it has none."""
         for gpu in (await self._inventory.read()).gpus:
-            if _uses(view, gpu):
+            if _pids(view, gpu):
                 return _figures(gpu) | {"instance_memory_bytes": _memory(view, gpu)}
         return None
 
     def _info(self, gpu: Gpu) -> dict[str, Any]:
-        on = [{"name": view.spec.name, "pid": view.pid, "memory_bytes": _memory(view, gpu)} for view in self._on(gpu)]
+        on = [
+            {"name": view.spec.name, "pid": pid, "memory_bytes": gpu.memory_of.get(pid)}
+            for view in self._views()
+            for pid in _pids(view, gpu)
+        ]
         return _figures(gpu) | {"instances": on}
 
-    def _on(self, gpu: Gpu) -> list[InstanceView]:
-        return [view for view in self._views() if _uses(view, gpu)]
 
-
-def _uses(view: InstanceView, gpu: Gpu) -> bool:
-    """Whether an instance is on a card: the driver's word, and where it gives none what was asked for."""
-    if view.pid is None:
-        return False
-    asked = view.spec.gpu_id == gpu.index and (view.model is None or view.model.device != "cpu")
-    return view.pid in gpu.memory_of or asked
+def _pids(view: InstanceView, gpu: Gpu) -> list[int]:
+    """The workers of an instance that were placed on a card; the driver does not tell of processes everywhere."""
+    return [worker.pid for worker in view.workers if worker.pid is not None and worker.gpu == gpu.uuid]
 
 
 def _memory(view: InstanceView, gpu: Gpu) -> int | None:
-    return None if view.pid is None else gpu.memory_of.get(view.pid)
+    """What the driver gave all of them; None where it does not tell."""
+    told = [gpu.memory_of[pid] for pid in _pids(view, gpu) if pid in gpu.memory_of]
+    return sum(told) if told else None
 
 
 def _figures(gpu: Gpu) -> dict[str, Any]:
