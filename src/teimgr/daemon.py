@@ -189,6 +189,7 @@ class Daemon:
         logs.setup(settings.log_level, settings.log_format)
         self.policy.swap(policy_of(settings.auth))
         self.inference.aliases = settings.aliases
+        self.manager.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.webhooks.configure(settings.webhooks)
         if self.app is not None:
             self.app.state.settings = settings

@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 from rest import Front, listening
 
+from teimgr import logs
 from teimgr.auth import Auth, Mtls
 from teimgr.configuration import Configuration, Source, read
 from teimgr.control.happenings import Happenings
 from teimgr.control.live_probe import LiveProbe
 from teimgr.control.reload import LIVE, Reloader, live_keys
+from teimgr.daemon import Daemon
 from teimgr.directory import Directory
 from teimgr.front.fleet_tools import FleetTools
 from teimgr.settings import Settings
@@ -195,6 +197,20 @@ async def test_only_live_keys_are_taken_up(moving: Moving) -> None:
     assert shown["webhooks[0].secret"]["value"] == "***"
     waits = (await moving.reload(query="?dry_run=true"))["plan"]["settings"]
     assert [(each["key"], each["applies"]) for each in waits] == [("api_port", "at the next start")]
+
+
+async def test_what_changes_at_once_reaches_who_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "setup", lambda *levels: None)  # those of the tests stay
+    file = tmp_path / "config.toml"
+    file.write_text(f"state_file = '{tmp_path}/state.toml'\n")
+    source = Source(file=file, environ={})
+    configuration = read(source)
+    daemon = Daemon(configuration, source)
+
+    daemon._apply(replace(configuration.settings, aliases={"x": "a"}, auto_max_batch_tokens_per_gib=5))
+
+    assert (daemon.inference.aliases, daemon.manager.tokens_per_gib) == ({"x": "a"}, 5)
+    await daemon.inference.close()
 
 
 @pytest.mark.clause("N-events")

@@ -78,6 +78,7 @@ class Manager:
         self._instances: dict[str, Instance] = {}
         self._saving = asyncio.Lock()
         self._alarms: dict[str, str] = {}
+        self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib  # a reload of the configuration changes it
         self.booted = asyncio.Event()
         self._refused: list[str] | None = None
         self.noticed: Callable[[Sequence[InstanceView]], None] = lambda views: None
@@ -153,7 +154,7 @@ class Manager:
         await self.booted.wait()
         check_fields(request)
         await asyncio.to_thread(check_model, worker_spec(request, self._settings, gpu_uuid=None, threads=1))
-        request = with_batch_tokens(request, await self._planner.look(), self._settings.auto_max_batch_tokens_per_gib)
+        request = with_batch_tokens(request, await self._planner.look(), self.tokens_per_gib)
         place(request, self._planner.inventory)
         spec = self._admission.admit(request, self._specs())
         spec = replace(spec, created_at=_now(), wanted_running=True)
@@ -185,7 +186,7 @@ class Manager:
         await asyncio.to_thread(check_model, worker_spec(wanted, self._settings, gpu_uuid=None, threads=1))
         place(wanted, await self._planner.look())
         if not wanted.max_batch_tokens:
-            chosen = with_batch_tokens(wanted, self._planner.inventory, self._settings.auto_max_batch_tokens_per_gib)
+            chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
             changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
 
         def make(present: InstanceSpec) -> tuple[InstanceSpec, int, Reach]:
@@ -287,7 +288,7 @@ class Manager:
     def _restore(self, spec: InstanceSpec) -> str | None:
         """Enlist what was wanted before; its name when it cannot be tried, which its view explains."""
         try:
-            spec = with_batch_tokens(spec, self._planner.inventory, self._settings.auto_max_batch_tokens_per_gib)
+            spec = with_batch_tokens(spec, self._planner.inventory, self.tokens_per_gib)
             self._enlist(self._admission.readmit(spec, self._specs()))
         except (InvalidInstanceName, InstanceExists) as error:
             self._raise_alarm("load", f"not restored: {error.message}")
