@@ -10,7 +10,7 @@ import pytest
 from daemon_process import MINILM, DaemonProcess
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """`mini` is MiniLM, `prompted` a tiny model whose prompt `query` changes vectors; Arrow answers in float16."""
     folder = models.build("bert", tmp_path_factory.mktemp("model"), prompts={"query": "query: "})
@@ -23,7 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def channel(served: DaemonProcess) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as opened:
         yield opened

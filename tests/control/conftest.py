@@ -28,6 +28,22 @@ LIMIT_S = 30.0
 RESIDENT = {"nursery.log", "daemon.lock"}
 
 
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _note_others() -> None:
+    """Daemons that tests of other folders share may run on in this process."""
+    _others.clear()
+    _others.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
+def children() -> list[psutil.Process]:
+    """Processes that this test left behind."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.pid not in _others and child.is_running()]
+
+
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A short path: a unix socket's may have 107 bytes."""
@@ -141,7 +157,7 @@ async def fleets(folder: Path) -> AsyncIterator[Callable[..., Fleet]]:
     yield make
     for fleet in made:
         await fleet.end()
-    assert not [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+    assert not children()
     assert not {pid for fleet in made for pid in fleet.pids if look_up(pid)}
 
 

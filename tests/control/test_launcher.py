@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.control.conftest import LIMIT_S, RESIDENT, eventually, local_launcher
+from tests.control.conftest import LIMIT_S, RESIDENT, children, eventually, local_launcher
 
 from teimgr.errors import Code, InvalidConfig
 from teimgr.launch import local
@@ -213,7 +213,7 @@ async def test_no_descriptors_left_fail_the_launch_and_leak_no_nursery(folder: P
     await launcher.nursery.close()
 
     assert spare > 0
-    assert not psutil.Process().children()
+    assert not children()
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -8,9 +8,9 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from hub_server import SHA, Hub, etag
+from tests.control.conftest import children
 
 from teimgr.control.gpus import GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
@@ -64,7 +64,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     yield registry
     for each in made:
         await each.close()
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
 
 
 async def pull(registry: Registry, model_id: str = MODEL, **how: object) -> None:
@@ -188,7 +188,8 @@ async def test_progress_is_live_and_complete(make: Make) -> None:
     )
     assert [progress.bytes_done for progress in seen] == sorted(progress.bytes_done for progress in seen)
     assert any(progress.rate_bytes_per_s for progress in seen)
-    assert any(progress.eta_s for progress in seen[:-1])
+    under_way = [progress for progress in seen if progress.rate_bytes_per_s and progress.bytes_done < total]
+    assert all(progress.eta_s for progress in under_way)  # how many were seen depends on the machine
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
@@ -268,7 +269,7 @@ async def test_the_daemons_end_ends_a_download_and_tells_who_waits(make: Make) -
         await registry.close()
         with pytest.raises(Unavailable, match="stopping"):
             await waiting
-        assert not psutil.Process().children()
+        assert not children()
         with pytest.raises(Unavailable):
             await registry.download(MODEL)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.control.conftest import RESIDENT, eventually, local_launcher, settings_for
+from tests.control.conftest import RESIDENT, children, eventually, local_launcher, settings_for
 
 from teimgr.control.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
@@ -41,7 +41,7 @@ async def make(folder: Path) -> AsyncIterator[Make]:
     left = {path.name for path in (folder / "run").iterdir() if path.suffix != ".seen"}
     await launcher.close()
     assert left <= RESIDENT
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
 
 
 def model(folder: Path, flags: str = "") -> str:
