@@ -9,15 +9,15 @@ import re
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from teimgr.errors import InvalidConfig, PortConflict
+from teimgr.errors import Cancelled, InvalidConfig, PortConflict
 
 _CLOSE_GRACE_S = 5
 
@@ -34,6 +34,7 @@ _OPEN_FILES = 65536  # where the system sets no limit
 _LAST_ANSWER = (b"connection", b"close")
 
 AsgiApp = Callable[..., Any]
+AnswerT = TypeVar("AnswerT")
 
 
 class H2Connection(Protocol):
@@ -165,6 +166,33 @@ async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes 
         else:
             body += chunk
     return None if thrown_away else bytes(body)
+
+
+async def unless_hung_up(answering: Coroutine[Any, Any, AnswerT], receive: Callable[[], Awaitable[Any]]) -> AnswerT:
+    """The answer, unless the client hangs up first: then what it asked for is given up.
+
+    `receive` is ASGI's, of a request whose body was read.
+
+    Raises:
+        Cancelled: nobody will read the answer.
+        TeimgrError: as `answering` does.
+    """
+    answered = asyncio.ensure_future(answering)
+    hung_up = asyncio.ensure_future(_hung_up(receive))
+    either: set[asyncio.Future[Any]] = {answered, hung_up}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            return answered.result()
+        raise Cancelled("the client hung up")
+    finally:
+        for one in either:
+            one.cancel()
+
+
+async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.socket) -> None:

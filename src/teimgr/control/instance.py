@@ -290,7 +290,7 @@ class Instance:
         while True:
             self._news.clear()
             for each in crew:
-                if each.has_failed:
+                if each.has_failed or each not in self._tasks:
                     raise UpdateFailed(each.reason or "the new worker failed")
             if all(each.state is State.RUNNING for each in crew):
                 return

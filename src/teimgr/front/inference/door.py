@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -21,6 +19,7 @@ from teimgr.front.inference.dialects import CHOICE, DialectPath, paths
 from teimgr.front.inference.figures import InferenceFigures
 from teimgr.front.inference.model_list import ModelList
 from teimgr.front.inference.naming import Naming
+from teimgr.listening import unless_hung_up
 from teimgr.metrics import Metrics
 from teimgr.route.links import LinkLimits
 from teimgr.route.router import Lease, Router
@@ -94,7 +93,7 @@ class InferenceDoor:
         head = request_head(HttpRequest(path.dialect, request.method, path.inner, request.url.query, headers))
         async with self._bodies.read(request, head) as payload:
             with await self._lease(path, request, payload, len(head)) as lease:
-                reply = await _unless_hung_up(self._call(lease, payload), request)
+                reply = await unless_hung_up(self._call(lease, payload), request.receive)
             self._figures.carried(path.dialect, len(payload) - len(head), len(reply.body))
             return reply
 
@@ -116,29 +115,3 @@ class InferenceDoor:
         flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
         reply = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
         return read_reply(reply.payload)
-
-
-async def _unless_hung_up(calling: Coroutine[Any, Any, HttpReply], request: Request) -> HttpReply:
-    """The reply, unless the client of `request` hangs up first: then its call is cancelled.
-
-    Raises:
-        ClientDisconnect: nobody will read the answer.
-        TeimgrError: as `calling` does.
-    """
-    called = asyncio.ensure_future(calling)
-    hung_up = asyncio.ensure_future(_hung_up(request))
-    either: set[asyncio.Future[Any]] = {called, hung_up}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if called.done():
-            return called.result()
-        raise ClientDisconnect
-    finally:
-        for one in either:
-            one.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    """Return when the client of a request whose body was read is gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

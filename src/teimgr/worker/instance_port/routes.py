@@ -10,12 +10,13 @@ from starlette.responses import HTMLResponse, Response
 
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, TeimgrError, Unavailable
+from teimgr.listening import unless_hung_up
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 from teimgr.wire.http_frames import HttpRequest
 from teimgr.wire.status import STATUS
 from teimgr.worker.desk import Desk, masked
 from teimgr.worker.exchange import Exchange, Terms
-from teimgr.worker.instance_port.exchange import read, response, unless_hung_up
+from teimgr.worker.instance_port.exchange import read, response
 from teimgr.worker.tei.answers import to_json
 from teimgr.worker.tei.fields import BodyRefused
 from teimgr.worker.tei.openapi import document
@@ -65,7 +66,7 @@ class Routes:
         async def endpoint(request: Request) -> Response:
             try:
                 asked = await read(request, self._desk.spec.payload_limit_bytes)
-                return response(await unless_hung_up(route(self._exchange, asked, Terms()), request))
+                return response(await unless_hung_up(route(self._exchange, asked, Terms()), request.receive))
             except TeimgrError as error:
                 return response(failure(dialect, error))
             except BodyRefused as error:
