@@ -185,9 +185,14 @@ class Daemon:
             await self.reloader.reload()
 
     def _apply(self, settings: Settings) -> None:
-        """Have what changes without a start be as a reload says."""
+        """Have what changes without a start be as a reload says.
+
+        Raises:
+            InvalidConfig: a key cannot be had any more; nothing has changed.
+        """
+        policy = policy_of(settings.auth)
         logs.setup(settings.log_level, settings.log_format)
-        self.policy.swap(policy_of(settings.auth))
+        self.policy.swap(policy)
         self.inference.aliases = settings.aliases
         self.manager.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.webhooks.configure(settings.webhooks)

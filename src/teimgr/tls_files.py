@@ -67,12 +67,12 @@ class TlsFiles:
         try:
             # Asked for the password of an encrypted key, OpenSSL would wait for somebody at a terminal.
             context.load_cert_chain(self.cert, self.key, password=_no_password)
-        except (ssl.SSLError, ValueError) as error:
+        except (OSError, ValueError) as error:  # an ssl.SSLError, or the file of a moment ago is gone
             raise InvalidConfig(f"{self.cert} and {self.key}: {_reason(error)}") from error
         if self.ca is not None:
             try:
                 context.load_verify_locations(self.ca)
-            except ssl.SSLError as error:
+            except OSError as error:
                 raise InvalidConfig(f"{self.ca}: {_reason(error)}") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context

@@ -20,6 +20,7 @@ from teimgr.control.live_probe import LiveProbe
 from teimgr.control.reload import LIVE, Reloader, live_keys
 from teimgr.daemon import Daemon
 from teimgr.directory import Directory
+from teimgr.errors import InvalidConfig
 from teimgr.front.fleet_tools import FleetTools
 from teimgr.settings import Settings
 
@@ -170,6 +171,22 @@ async def test_a_wrong_file_changes_nothing_and_is_an_alarm_until_it_is_mended(m
     assert "the configuration was not reloaded" in moving.reloader.alarms()[0]
     await moving.reload(SEEDS)
     assert moving.reloader.alarms() == []
+
+
+async def test_settings_that_cannot_be_taken_change_nothing_and_are_an_alarm(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(settings: Settings) -> None:
+        raise InvalidConfig("key_file: it is gone")
+
+    before = moving.reloader.configuration
+    monkeypatch.setattr(moving.reloader, "_apply", refuse)
+
+    refused = await moving.reload(SEEDS.replace('"b"', '"c"') + "[aliases]\nx = 'a'\n", "", 400)
+
+    assert (refused["code"], moving.names()) == ("INVALID_CONFIG", "abmine")
+    assert moving.reloader.configuration is before
+    assert moving.reloader.alarms() == ["the configuration was not reloaded: key_file: it is gone"]
 
 
 async def test_a_move_that_fails_is_told_and_the_others_are_made(moving: Moving) -> None:

@@ -90,7 +90,8 @@ class Step:
 
 
 class Reloader:
-    """Reads `source` again when it is asked to. `apply` is given the settings whose live keys are the new ones.
+    """Reads `source` again when it is asked to. `apply` is given the settings whose live keys are the new ones, and takes
+    all of them or, where it raises InvalidConfig, none.
 
     `configuration` is what is in effect: keys that wait for the next start have the value of this one.
     """
@@ -135,13 +136,13 @@ class Reloader:
         async with self._alone:
             try:
                 found = await self._read()
+                plan, configuration = self._plan(found, prune), _taken_up(self.configuration, found)
+                self._apply(configuration.settings)
             except InvalidConfig as error:
                 self._alarm = f"the configuration was not reloaded: {error.message}"
                 log.error("reload refused", extra={"reason": error.message})
                 raise
-            plan = self._plan(found, prune)
-            self.configuration = _taken_up(self.configuration, found)
-            self._apply(self.configuration.settings)
+            self.configuration = configuration
             steps = [await _try(*step) for step in self._moves(plan)]
             self._say(plan, steps)
             return plan, steps
