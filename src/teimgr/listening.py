@@ -9,19 +9,17 @@ import re
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from teimgr.errors import Cancelled, InvalidConfig, PortConflict
+from teimgr.errors import InvalidConfig, PortConflict
 
 _CLOSE_GRACE_S = 5
-
-_THROW_AWAY_BYTES = 64 * 2**20
 
 _OFFERS_H2C = re.compile(rb"^[A-Z]+ [^\r\n]* HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?upgrade: *h2c\r\n", re.IGNORECASE)
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -34,7 +32,6 @@ _OPEN_FILES = 65536  # where the system sets no limit
 _LAST_ANSWER = (b"connection", b"close")
 
 AsgiApp = Callable[..., Any]
-AnswerT = TypeVar("AnswerT")
 
 
 class H2Connection(Protocol):
@@ -148,51 +145,6 @@ async def serving(
         server.should_exit = True
         await _ended(task)
         sock.close()
-
-
-async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
-    """A request's whole body; None when it is larger than `limit_bytes`.
-
-    The rest of a body that is too large is read and thrown away, to a bound: a client that is cut off while it still
-    sends never sees the answer that says why.
-    """
-    body = bytearray()
-    thrown_away = 0
-    async for chunk in chunks:
-        if thrown_away or len(body) + len(chunk) > limit_bytes:
-            thrown_away += len(chunk)
-            if thrown_away > _THROW_AWAY_BYTES:
-                return None
-        else:
-            body += chunk
-    return None if thrown_away else bytes(body)
-
-
-async def unless_hung_up(answering: Coroutine[Any, Any, AnswerT], receive: Callable[[], Awaitable[Any]]) -> AnswerT:
-    """The answer, unless the client hangs up first: then what it asked for is given up.
-
-    `receive` is ASGI's, of a request whose body was read.
-
-    Raises:
-        Cancelled: nobody will read the answer.
-        TeimgrError: as `answering` does.
-    """
-    answered = asyncio.ensure_future(answering)
-    hung_up = asyncio.ensure_future(_hung_up(receive))
-    either: set[asyncio.Future[Any]] = {answered, hung_up}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if answered.done():
-            return answered.result()
-        raise Cancelled("the client hung up")
-    finally:
-        for one in either:
-            one.cancel()
-
-
-async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.socket) -> None:

@@ -90,8 +90,9 @@ class Step:
 
 
 class Reloader:
-    """Reads `source` again when it is asked to. `apply` is given the settings whose live keys are the new ones, and takes
-    all of them or, where it raises InvalidConfig, none.
+    """Reads `source` again when it is asked to.
+
+    `apply` is given the settings with the live keys of the new ones; it takes all, or raises InvalidConfig.
 
     `configuration` is what is in effect: keys that wait for the next start have the value of this one.
     """

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from teimgr.errors import TooLarge
-from teimgr.listening import read_limited
+from teimgr.requests import read_limited
 from teimgr.typed import nearest, said
 
 BODY_LIMIT_BYTES = 2 * 2**20

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 
 from teimgr.errors import Overloaded, TooLarge
+from teimgr.requests import read_into
 from teimgr.route.budget import ByteBudget
 
 # Bodies up to here share a budget of their own, so that those of somebody at a prompt never wait for a pipeline's.
@@ -18,7 +19,6 @@ _LARGE_IN_ALL = 256 * 2**20
 # How long a body may wait for its turn, and how long its client may take to send it.
 _TURN_S = 30.0
 _SENDING_S = 120.0
-_THROW_AWAY_BYTES = 64 * 2**20
 
 
 class SlowClient(Exception):
@@ -64,27 +64,9 @@ class Bodies:
         buffer = bytearray(head)
         try:
             async with asyncio.timeout(_SENDING_S):
-                fits = await _read_into(buffer, request.stream(), self.limit_bytes)
+                fits = await read_into(buffer, request.stream(), self.limit_bytes)
         except TimeoutError:
             raise SlowClient from None
         if not fits:
             raise TooLarge(f"The request body is larger than the limit of {self.limit_bytes} bytes")
         return buffer
-
-
-async def _read_into(buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int) -> bool:
-    """Append the whole body, unless it is over the limit: then it is read and thrown away, to a bound.
-
-    A client that is cut off while it still sends never sees the answer that says why.
-    """
-    room, thrown_away = limit_bytes, 0
-    async for chunk in chunks:
-        room -= len(chunk)
-        if room >= 0:
-            buffer += chunk
-            continue
-        buffer.clear()
-        thrown_away += len(chunk)
-        if thrown_away > _THROW_AWAY_BYTES:
-            break
-    return room >= 0

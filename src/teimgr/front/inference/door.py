@@ -19,8 +19,8 @@ from teimgr.front.inference.dialects import CHOICE, DialectPath, paths
 from teimgr.front.inference.figures import InferenceFigures
 from teimgr.front.inference.model_list import ModelList
 from teimgr.front.inference.naming import Naming
-from teimgr.listening import unless_hung_up
 from teimgr.metrics import Metrics
+from teimgr.requests import unless_hung_up
 from teimgr.route.links import LinkLimits
 from teimgr.route.router import Lease, Router
 from teimgr.route.seen import seen_by

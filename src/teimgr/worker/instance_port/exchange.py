@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from teimgr.listening import read_limited
+from teimgr.requests import read_limited
 from teimgr.wire.error_bodies import TEI
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.tei.fields import BodyRefused, expect_json

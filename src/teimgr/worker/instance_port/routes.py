@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, Response
 
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, TeimgrError, Unavailable
-from teimgr.listening import unless_hung_up
+from teimgr.requests import unless_hung_up
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 from teimgr.wire.http_frames import HttpRequest
 from teimgr.wire.status import STATUS
