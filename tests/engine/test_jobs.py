@@ -306,13 +306,19 @@ def test_threads_can_change_while_it_serves(bert: Served) -> None:
     np.testing.assert_allclose(bert.embed(["fog"]).vectors, before, atol=2e-6)
 
 
+def left_since(before: set[threading.Thread]) -> list[str]:
+    """Threads of engines that were not there then; other tests' engines may run on."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("teimgr-") and t not in before]
+
+
 def test_closing_finishes_what_waits(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> None:
+    before = set(threading.enumerate())
     served = serve(model_dir("bert"))
     job = served.send([LONG] * 200, Lane.BULK)
     served.engine.close(grace_s=WAIT_S)
 
     assert served.wait(job).errors == {}
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("teimgr-")]
+    assert not left_since(before)
     with pytest.raises(Unavailable):
         served.send(["fog"])
 
@@ -370,7 +376,8 @@ def test_the_length_limit_is_never_over_the_batch(model_dir: Callable[..., Path]
 def test_an_engine_is_made_by_load_only_when_it_proved_itself(
     model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = set(threading.enumerate())
     monkeypatch.setattr("teimgr.engine.runner._copied", lambda values: torch.full_like(values, torch.nan))
     with pytest.raises(ModelLoadFailed, match="NaN"):
         serve(model_dir("bert"))
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("teimgr-")]
+    assert not left_since(before)

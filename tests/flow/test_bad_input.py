@@ -14,6 +14,7 @@ import grpc
 import pytest
 from daemon_process import MINILM, DaemonProcess
 
+from teimgr.errors import InvalidConfig
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 
@@ -115,22 +116,29 @@ def test_a_body_over_the_limit_is_refused(daemon: DaemonProcess) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "does not exist"),
-        ({}, "neither config.json nor modules.json"),
-        ({"config.json": "{ not json"}, "config.json"),
-        ({"config.json": '{"model_type": "bert"}'}, "tokenizer"),
-        ({"config.json": '{"model_type": "no-such-architecture"}', "tokenizer.json": "{}"}, ""),
+        ({"config.json": "{ not json"}, "config.json is not valid JSON"),
+        ({"config.json": '{"model_type": "bert"}'}, "length limit"),
+        ({"config.json": '{"model_type": "no-such-architecture"}', "tokenizer.json": "{}"}, "length limit"),
     ],
-    ids=["missing", "empty", "broken", "incomplete", "unknown"],
+    ids=["broken", "incomplete", "unknown"],
+)
+def test_a_model_whose_files_tell_that_it_cannot_be_served_is_refused_at_creation(
+    daemon: DaemonProcess, tmp_path: Path, content: dict[str, str], says: str
+) -> None:
+    folder = written(tmp_path / "model", content)
+    with daemon.client() as client, pytest.raises(InvalidConfig, match=says):
+        client.create("broken", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "does not exist"), ({}, "neither config.json nor modules.json")],
+    ids=["missing", "empty"],
 )
 def test_a_model_that_cannot_load_fails_for_good_with_the_reason(
     daemon: DaemonProcess, tmp_path: Path, content: dict[str, str] | None, says: str
 ) -> None:
-    folder = tmp_path / "model"
-    if content is not None:
-        folder.mkdir()
-        for name, text in content.items():
-            (folder / name).write_text(text)
+    folder = tmp_path / "model" if content is None else written(tmp_path / "model", content)
     with daemon.client() as client:
         client.create("broken", str(folder))
         try:
@@ -141,6 +149,13 @@ def test_a_model_that_cannot_load_fails_for_good_with_the_reason(
             client.delete("broken")
 
     assert says in reason
+
+
+def written(folder: Path, content: dict[str, str]) -> Path:
+    folder.mkdir()
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    return folder
 
 
 def test_weights_cut_short_fail_for_good(daemon: DaemonProcess, tmp_path: Path, minilm_folder: Path) -> None:
@@ -245,14 +260,24 @@ def test_a_message_of_50_mb_is_refused_naming_both_sizes(channel: grpc.Channel) 
     assert "500000" in details
 
 
-@pytest.mark.clause("M1.1-unknown-path")
-@pytest.mark.parametrize("method", ["EmbedSparse", "EmbedAll", "Predict", "PredictPair", "Rerank"])
-def test_calls_of_later_versions_are_unimplemented(channel: grpc.Channel, method: str) -> None:
-    kind = getattr(multiplexer_pb2, f"{method}Request")
-    request = kind(target=multiplexer_pb2.Target(**EXACT))
-    request.request.SetInParent()
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("EmbedSparse", {"inputs": "a"}),
+        ("Predict", {"inputs": "a"}),
+        ("PredictPair", {"inputs": ["a", "b"]}),
+        ("Rerank", {"query": "a", "texts": ["b"]}),
+    ],
+)
+def test_what_the_model_does_not_do_is_a_failed_precondition(
+    channel: grpc.Channel, method: str, fields: dict[str, Any]
+) -> None:
+    request = getattr(multiplexer_pb2, f"{method}Request")(target=multiplexer_pb2.Target(**EXACT))
+    for name, value in fields.items():
+        place = getattr(request.request, name)
+        place.extend(value) if isinstance(value, list) else setattr(request.request, name, value)
 
-    assert refusal(channel, method, request.SerializeToString())[0] is grpc.StatusCode.UNIMPLEMENTED
+    assert refusal(channel, method, request.SerializeToString())[0] is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_the_model_under_test_is_the_real_one(daemon: DaemonProcess) -> None:
