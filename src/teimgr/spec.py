@@ -23,6 +23,7 @@ SPEC_WORDS = {"dtype": DTYPES, "pooling": POOLINGS, "kind": KINDS}
 # What may happen to an instance, as events and webhooks call it.
 EVENTS = ("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy", "updated", "deleted")
 
+_ROUTES = {"actions"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -46,6 +47,8 @@ def check_name(name: str) -> str:
         raise InvalidInstanceName(name, "Instance name cannot be empty")
     if "/" in name or "\\" in name:
         raise InvalidInstanceName(name, "it cannot contain path separators")
+    if name in _ROUTES:
+        raise InvalidInstanceName(name, "it is the name of a route below /instances")
     if not _NAME.fullmatch(name):
         raise InvalidInstanceName(name, "use a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -")
     return name

@@ -247,6 +247,7 @@ def test_a_wrong_type_or_number_is_refused_by_its_path(file: Path, text: str, sa
         (SEED.replace('"a"', '""'), "instances[0].name: Invalid instance name '': Instance name cannot be empty"),
         (SEED.replace('"a"', "'a/b'"), "cannot contain path separators"),
         (SEED.replace('"a"', "'a\\b'"), "cannot contain path separators"),
+        (SEED.replace('"a"', "'actions'"), "the name of a route below /instances"),
         (SEED.replace('"a"', "' a'"), "instances[0].name: Invalid instance name ' a'"),
         (SEED + SEED, "instances[1].name: Duplicate instance name: a"),
         (SEED.replace('"m"', '""'), "instances[0].model_id: cannot be empty"),

@@ -25,6 +25,8 @@ from teimgr.route.router import Router
 from teimgr.route.seen import Seen, seen_by
 from teimgr.telemetry import Telemetry
 from teimgr.wire.fields import Target
+from teimgr.wire.frames import Method
+from teimgr.wire.output_dtype import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.rpc import RPCS, SERVICES, Rpc, Shape
 
 _log = logging.getLogger(__name__)
@@ -134,12 +136,13 @@ class MuxHandlers:
 
     async def _unary(self, rpc: Rpc, router: Seen, message: bytes, context: Context, note: Note) -> bytes:
         named = self._named(rpc, router, context)
-        reply = await answer_one(rpc, router, message, named, self._timeout_s(rpc, context), note)
+        whole = message + _output_dtype(rpc, context)
+        reply = await answer_one(rpc, router, whole, named, self._timeout_s(rpc, context), note)
         return await _told(rpc, reply, context)
 
     async def _bidi(self, rpc: Rpc, router: Seen, messages: Any, context: Context, note: Note) -> None:
         relay = StreamRelay(rpc, router, self._named(rpc, router, context), self._window, note)
-        reader = asyncio.create_task(_read(relay, aiter(messages)))
+        reader = asyncio.create_task(_read(relay, aiter(messages), _output_dtype(rpc, context)))
         try:
             await _write(relay, context)
         finally:
@@ -170,6 +173,14 @@ def _said(context: Context) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if key in _ORIGINS}
 
 
+def _output_dtype(rpc: Rpc, context: Context) -> bytes:
+    """What stands behind every message of the call, so that the metadata's element type counts; mostly nothing."""
+    if rpc.method is not Method.EMBED_ARROW:
+        return b""
+    word = dict(context.invocation_metadata() or ()).get(OUTPUT_DTYPE_KEY)
+    return b"" if word is None else output_dtype_field(str(word))
+
+
 async def _told(rpc: Rpc, reply: Reply, context: Context) -> bytes:
     """The answer's bytes, once the initial metadata has said what they cost."""
     if rpc.tells_compute and reply.timings is not None:
@@ -177,15 +188,15 @@ async def _told(rpc: Rpc, reply: Reply, context: Context) -> bytes:
     return reply.payload
 
 
-async def _read(relay: StreamRelay, messages: AsyncIterator[bytes]) -> None:
-    """Run ahead of the writer as far as the window allows."""
+async def _read(relay: StreamRelay, messages: AsyncIterator[bytes], behind: bytes) -> None:
+    """Run ahead of the writer as far as the window allows; `behind` is put behind each message."""
     try:
         while True:
             await relay.room()
             message = await anext(messages, None)
             if message is None:
                 break
-            await relay.feed(message)
+            await relay.feed(message + behind)
     except Exception as error:  # not swallowed: it ends the stream in its place
         relay.fail(error)
     else:

@@ -12,6 +12,7 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.spec import ModelInfo
 from teimgr.wire.arrow_inputs import InputKind
+from teimgr.wire.output_dtype import NUMBER_OF
 from teimgr.wire.precision import Precision
 from teimgr.worker import convert
 
@@ -49,6 +50,7 @@ _ELEMENTS: Mapping[int, Precision] = {
     arrow_pb2.ELEMENT_TYPE_UBINARY: Precision.UBINARY,
 }
 _LZ4: Mapping[int, bool] = {multiplexer_pb2.ARROW_COMPRESSION_NONE: False, multiplexer_pb2.ARROW_COMPRESSION_LZ4: True}
+_PRECISIONS: Mapping[int, Precision] = {number: precision for precision, number in NUMBER_OF.items()}
 _DTYPES = {"f32": Precision.FLOAT32, "f16": Precision.FLOAT16}
 
 
@@ -73,14 +75,12 @@ def embed_form(message: multiplexer_pb2.EmbedArrowRequest, default_dtype: str) -
     """What the request says, and `default_dtype` ("f32" or "f16") where it says nothing.
 
     Raises:
-        InvalidInput: a number that is in neither enum.
+        InvalidInput: a number that is in neither enum, or integers for vectors that are not of length 1.
     """
-    dtypes: Mapping[int, Precision] = {
-        multiplexer_pb2.OUTPUT_DTYPE_UNSPECIFIED: _DTYPES[default_dtype],
-        multiplexer_pb2.OUTPUT_DTYPE_F32: Precision.FLOAT32,
-        multiplexer_pb2.OUTPUT_DTYPE_F16: Precision.FLOAT16,
-    }
+    dtypes = {multiplexer_pb2.OUTPUT_DTYPE_UNSPECIFIED: _DTYPES[default_dtype], **_PRECISIONS}
     precision = _known("output_dtype", message.output_dtype, dtypes, "0, 1 (F32) or 2 (F16)")
+    if precision.needs_unit_vectors and not message.normalize:
+        raise InvalidInput(f"`output_dtype` {precision.value} is for vectors of length 1: it needs `normalize`")
     return Form(lz4=_lz4(message), dense=precision)
 
 
