@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder, *rest = item.path.relative_to(HERE).parts
         group = folder if folder in TOGETHER else "/".join((folder, *rest))
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Captured output in characters that can go from process to process: some tests print none such."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
