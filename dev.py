@@ -63,8 +63,8 @@ def run(arguments: list[str]) -> int:
 
 def test(arguments: list[str]) -> int:
     """The whole suite, or the part that the arguments name."""
-    # Three processes: two use two cores for two thirds. What shares a daemon stays together (tests/conftest.py).
-    shared = [] if arguments else ["-n", "3", "--dist", "loadgroup"]
+    # Two processes, since a test mostly waits for one core; what shares a daemon stays together (tests/conftest.py).
+    shared = [] if arguments else ["-n", "2", "--dist", "loadgroup"]
     return install("test", "check") or clients() or call(PYTHON, "-m", "pytest", *shared, *arguments)
 
 
