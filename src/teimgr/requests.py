@@ -1,4 +1,4 @@
-"""What every HTTP listener does with a request: its body is read within a bound, its client may hang up."""
+"""What every HTTP listener does with a request: what its body is, reading it within a bound, a client that hangs up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from teimgr.errors import Cancelled
 _THROW_AWAY_BYTES = 64 * 2**20
 
 AnswerT = TypeVar("AnswerT")
+
+
+def media_type(content_type: str) -> str:
+    """The type that a Content-Type header names, without its parameters."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
+    kind = media_type(content_type)
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:

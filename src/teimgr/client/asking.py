@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from teimgr.client.calls import Calls
-from teimgr.client.checks import check_limit
+from teimgr.client.checks import check_limit, check_sequence, check_text
 from teimgr.client.failures import first_of
 
 ItemT = TypeVar("ItemT")
@@ -29,6 +29,23 @@ class Asking:
 
     async def _ask(self, method: str, request: Message, reply: type[MessageT]) -> MessageT:
         return reply.FromString(await self._calls.unary(method, request.SerializeToString(), self._timeout_s))
+
+    async def _each_text(
+        self, texts: str | Sequence[str], in_flight: int, ask: Callable[[str], Coroutine[Any, Any, ResultT]]
+    ) -> list[ResultT]:
+        """As `_each`, for texts; one text is a sequence of one.
+
+        Raises:
+            ValidationError: they are none, or one of them is no text.
+        """
+        wanted = [texts] if isinstance(texts, str) else texts
+        check_sequence("texts", wanted)
+
+        async def ask_one(position: int, text: str) -> ResultT:
+            check_text(f"texts[{position}]", text)
+            return await ask(text)
+
+        return await self._each(wanted, in_flight, ask_one)
 
     async def _each(
         self, items: Sequence[ItemT], in_flight: int, ask: Callable[[int, ItemT], Coroutine[Any, Any, ResultT]]

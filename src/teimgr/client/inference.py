@@ -53,14 +53,11 @@ class Inference(Asking):
         The first failure ends the rest.
         """
         check_keywords(how, HOW)
-        wanted = [texts] if isinstance(texts, str) else texts
-        check_sequence("texts", wanted)
 
-        async def ask(position: int, text: str) -> Vectors:
-            check_text(f"texts[{position}]", text)
+        async def ask(text: str) -> Vectors:
             return vector(await self._calls.unary("Embed", embed_request(text, how), self._timeout_s))
 
-        rows = await self._each(wanted, in_flight, ask)
+        rows = await self._each_text(texts, in_flight, ask)
         return np.stack(rows) if rows else np.empty((0, 0), np.float32)
 
     async def embed_sparse(
@@ -68,11 +65,8 @@ class Inference(Asking):
     ) -> Sequence[SparseVector]:
         """The weights of every text over the model's vocabulary; one text gives one vector."""
         check_keywords(how, HOW_TEXT)
-        wanted = [texts] if isinstance(texts, str) else texts
-        check_sequence("texts", wanted)
 
-        async def ask(position: int, text: str) -> SparseVector:
-            check_text(f"texts[{position}]", text)
+        async def ask(text: str) -> SparseVector:
             inner = tei_pb2.EmbedSparseRequest(
                 inputs=text,
                 truncate=how.get("truncate", True),
@@ -82,7 +76,7 @@ class Inference(Asking):
             request = mux_pb2.EmbedSparseRequest(target=target(how), request=inner)
             return SparseVector.from_message(await self._ask("EmbedSparse", request, tei_pb2.EmbedSparseResponse))
 
-        return await self._each(wanted, in_flight, ask)
+        return await self._each_text(texts, in_flight, ask)
 
     async def embed_all(
         self, texts: str | Sequence[str], *, in_flight: int = 64, **how: Unpack[HowText]
@@ -92,11 +86,8 @@ class Inference(Asking):
         A late-interaction model gives the vectors it compares, any other its last hidden states.
         """
         check_keywords(how, HOW_TEXT)
-        wanted = [texts] if isinstance(texts, str) else texts
-        check_sequence("texts", wanted)
 
-        async def ask(position: int, text: str) -> Vectors:
-            check_text(f"texts[{position}]", text)
+        async def ask(text: str) -> Vectors:
             inner = tei_pb2.EmbedAllRequest(
                 inputs=text,
                 truncate=how.get("truncate", True),
@@ -108,7 +99,7 @@ class Inference(Asking):
             rows = [np.array(token.embeddings, np.float32) for token in reply.token_embeddings]
             return np.stack(rows) if rows else np.empty((0, 0), np.float32)
 
-        return await self._each(wanted, in_flight, ask)
+        return await self._each_text(texts, in_flight, ask)
 
     async def embed_stream(
         self, texts: Iterable[str] | AsyncIterable[str], *, window: int = _STREAM_WINDOW, **how: Unpack[How]

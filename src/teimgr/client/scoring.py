@@ -30,11 +30,8 @@ class Scoring(Asking):
     ) -> Sequence[Sequence[Prediction]]:
         """For every text all labels of the model, best first; one text gives one list."""
         check_keywords(how, HOW_SCORES)
-        wanted = [texts] if isinstance(texts, str) else texts
-        check_sequence("texts", wanted)
 
-        async def ask(position: int, text: str) -> Sequence[Prediction]:
-            check_text(f"texts[{position}]", text)
+        async def ask(text: str) -> Sequence[Prediction]:
             inner = tei_pb2.PredictRequest(
                 inputs=text,
                 truncate=how.get("truncate", True),
@@ -44,7 +41,7 @@ class Scoring(Asking):
             request = mux_pb2.PredictRequest(target=target(how), request=inner)
             return _predictions(await self._ask("Predict", request, tei_pb2.PredictResponse))
 
-        return await self._each(wanted, in_flight, ask)
+        return await self._each_text(texts, in_flight, ask)
 
     async def predict_pair(
         self, pairs: Sequence[tuple[str, str]], *, in_flight: int = 64, **how: Unpack[HowScores]

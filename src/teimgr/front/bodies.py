@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from teimgr.errors import TooLarge
-from teimgr.requests import read_limited
+from teimgr.requests import is_json, read_limited
 from teimgr.typed import nearest, said
 
 BODY_LIMIT_BYTES = 2 * 2**20
@@ -44,8 +44,7 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
 
 def _check_content_type(request: Request) -> None:
     given = request.headers.get("content-type", "")
-    kind = given.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    if not is_json(given):
         raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {said(given)})")
 
 

@@ -24,6 +24,7 @@ from teimgr.worker.dialects.parts import (
     named,
     need_texts,
     prompt_among,
+    shortened,
     text_of_parts,
 )
 from teimgr.worker.exchange import Exchange, Terms
@@ -89,19 +90,12 @@ def _text_of(place: int, content: dict[str, Any]) -> str:
 def _embed(version: str) -> Route:
     async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
         asked = await read(exchange, request, EmbedRequest)
-        texts = await _shortened(exchange, asked, asked.contents())
+        left = _truncation(asked) == "START"
+        texts = await shortened(exchange, asked.contents(), asked.max_tokens, left=left)
         [reply] = await exchange.infer([partial(_inference, version, asked, texts)], terms)
         return json_reply(reply.payload)
 
     return answer
-
-
-async def _shortened(exchange: Exchange, asked: EmbedRequest, texts: list[str]) -> list[str]:
-    limit, engine = asked.max_tokens, exchange.desk.engine
-    if limit is None or limit >= engine.info.max_input_length:
-        return texts
-    left = _truncation(asked) == "START"
-    return await exchange.desk.off_loop(lambda: [engine.cut(text, limit, left=left) for text in texts])
 
 
 def _truncation(asked: EmbedRequest) -> str:

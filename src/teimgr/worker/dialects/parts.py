@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from teimgr.engine.job import Job
 from teimgr.errors import EmptyInput, WrongModelKind
 from teimgr.spec import ModelInfo
+from teimgr.worker.exchange import Exchange
 
 # What the dialects that say nothing of it let a client send at once.
 MOST_INPUTS = 10_000
@@ -59,6 +60,14 @@ def text_of_parts(parts: list[Any]) -> str | None:
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
     whole = [text for text in texts if isinstance(text, str)]
     return "\n".join(whole) if len(whole) == len(parts) else None
+
+
+async def shortened(exchange: Exchange, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
+    """The texts cut to `limit` tokens, at the head where `left`; as they are where the model takes no more anyway."""
+    engine = exchange.desk.engine
+    if limit is None or limit >= engine.info.max_input_length:
+        return texts
+    return await exchange.desk.off_loop(lambda: [engine.cut(text, limit, left=left) for text in texts])
 
 
 def need_texts(texts: Sequence[object], field: str) -> None:

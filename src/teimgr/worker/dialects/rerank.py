@@ -17,7 +17,7 @@ from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects.bodies import Refused, read
-from teimgr.worker.dialects.parts import MOST_INPUTS, best_first, named, need_kind, now, text_of_parts, usage
+from teimgr.worker.dialects.parts import MOST_INPUTS, best_first, named, need_kind, now, shortened, text_of_parts, usage
 from teimgr.worker.exchange import Exchange, Terms
 from teimgr.worker.kinds import RERANKER
 from teimgr.worker.tei.answers import to_json
@@ -94,20 +94,11 @@ def route(form: Form) -> Route:
 
     async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
         asked = await read(exchange, request, RerankRequest)
-        texts = await _shortened(exchange, asked, asked.texts())
+        texts = await shortened(exchange, asked.texts(), asked.max_tokens_per_doc)
         [reply] = await exchange.infer([partial(_inference, asked, texts, form)], terms)
         return json_reply(reply.payload)
 
     return answer
-
-
-async def _shortened(exchange: Exchange, asked: RerankRequest, texts: list[str]) -> list[str]:
-    """The texts cut to `max_tokens_per_doc`, where that is less than the model takes."""
-    limit = asked.max_tokens_per_doc
-    engine = exchange.desk.engine
-    if limit is None or limit >= engine.info.max_input_length:
-        return texts
-    return await exchange.desk.off_loop(lambda: [engine.cut(text, limit) for text in texts])
 
 
 def _inference(asked: RerankRequest, texts: list[str], form: Form, served: Served) -> Inference:

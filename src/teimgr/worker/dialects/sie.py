@@ -17,6 +17,7 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
+from teimgr.requests import media_type
 from teimgr.spec import ModelInfo
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.wire.precision import Precision, converted
@@ -223,7 +224,7 @@ _VECTORS: Mapping[str, Callable[[Job, ModelInfo, str], list[dict[str, Any]]]] = 
 
 
 async def _read(exchange: Exchange, request: HttpRequest, kind: type[BodyT]) -> BodyT:
-    if _media_type(request.headers.get("content-type", "")) not in _MSGPACK_TYPES:
+    if media_type(request.headers.get("content-type", "")) not in _MSGPACK_TYPES:
         return await read(exchange, request, kind)
     if len(request.body) > LARGE_BODY_BYTES:
         return await exchange.desk.off_loop(_unpacked, kind, request)
@@ -241,7 +242,7 @@ def _unpacked(kind: type[BodyT], request: HttpRequest) -> BodyT:
 def _reply(request: HttpRequest, answer: dict[str, Any]) -> HttpReply:
     """In msgpack, unless JSON was asked for, or sent by one who says nothing of what he takes."""
     accepted = request.headers.get("accept", "")
-    sent = _media_type(request.headers.get("content-type", ""))
+    sent = media_type(request.headers.get("content-type", ""))
     if _JSON in accepted or (not any(one in accepted for one in _MSGPACK_TYPES) and sent not in _MSGPACK_TYPES):
         return json_reply(to_json(answer))
     return HttpReply(200, {"content-type": MSGPACK}, msgpack.packb(answer, default=_array, use_bin_type=True))
@@ -252,10 +253,6 @@ def _array(value: object) -> dict[bytes, Any]:
         raise TypeError(f"{type(value).__name__} in an answer")
     array: NDArray[Any] = np.ascontiguousarray(value)
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
-
-
-def _media_type(text: str) -> str:
-    return text.split(";")[0].strip().lower()
 
 
 ROUTES: dict[tuple[str, str], Route] = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}

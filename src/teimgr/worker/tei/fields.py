@@ -16,6 +16,7 @@ from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
 from teimgr.engine import job
+from teimgr.requests import is_json
 
 JSON = "application/json"
 
@@ -82,8 +83,7 @@ def expect_json(content_type: str) -> None:
     Raises:
         BodyRefused: 415, it is not.
     """
-    media_type = content_type.split(";")[0].strip().lower()
-    if media_type != JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
+    if not is_json(content_type):
         raise BodyRefused(415, f"Expected request with `Content-Type: {JSON}`")
 
 
