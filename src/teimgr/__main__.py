@@ -2,7 +2,7 @@
 
 import sys
 
-from teimgr.cli import main
+from teimgr.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

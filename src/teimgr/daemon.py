@@ -11,33 +11,34 @@ from collections.abc import Iterator, Sequence
 import uvloop
 from fastapi import FastAPI
 
-from teimgr import __version__, logs
-from teimgr.access import PolicyInForce
-from teimgr.auth import policy_of
-from teimgr.configuration import Configuration, Source
-from teimgr.control.gpus import GpuInventory
-from teimgr.control.happenings import Happenings
-from teimgr.control.live_probe import LiveProbe
-from teimgr.control.manager import Manager
-from teimgr.control.preflight import Preflight
-from teimgr.control.registry.registry import Registry
-from teimgr.control.reload import Reloader
-from teimgr.control.store import Store
-from teimgr.control.webhooks import Webhooks
+from teimgr import __version__
+from teimgr.auth.policy import PolicyInForce
+from teimgr.auth.settings import policy_of
+from teimgr.config.settings import Settings
+from teimgr.config.sources import Configuration, Source
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig, TeimgrError
-from teimgr.front.app import create_app
-from teimgr.front.fleet_tools import FleetTools
-from teimgr.front.gpus import GpuBoard
-from teimgr.front.inference import InferenceDoor
-from teimgr.front.scrape import Scraper
-from teimgr.front.tls import RestTls
+from teimgr.events.fleet_events import Happenings
+from teimgr.events.webhooks import Webhooks
+from teimgr.gateway import InferenceDoor
+from teimgr.http_server import bind
 from teimgr.launch.local import LocalLauncher, LocalOptions
-from teimgr.listening import bind
-from teimgr.metrics import Metrics
-from teimgr.muxes import Muxes
-from teimgr.settings import Settings
-from teimgr.telemetry import Telemetry, exporting
+from teimgr.observability import logs
+from teimgr.observability.metrics import Metrics
+from teimgr.observability.telemetry import Telemetry, exporting
+from teimgr.placement.gpus import GpuInventory
+from teimgr.placement.preflight import Preflight
+from teimgr.registry.registry import Registry
+from teimgr.rest.app import create_app
+from teimgr.rest.fleet import FleetTools
+from teimgr.rest.gpus import GpuBoard
+from teimgr.rest.probes import Scraper
+from teimgr.rest.tls import RestTls
+from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.manager import Manager
+from teimgr.supervision.muxes import Muxes
+from teimgr.supervision.reload import Reloader
+from teimgr.supervision.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from small_servers import Certificates, Daemon, serve
 
 from teimgr.client import AsyncClient, Tls
-from teimgr.client.tls import Endpoint
+from teimgr.client.endpoints import Endpoint
 from teimgr.errors import (
     DeadlineExceeded,
     InstanceExists,

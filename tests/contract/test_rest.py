@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from daemon_process import MINILM, DaemonProcess
 
-from teimgr.configuration import load
+from teimgr.config.sources import load
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from teimgr.control.gpus import GpuInventory, Inventory
-from teimgr.control.manager import Manager
-from teimgr.control.store import Store
+from teimgr.config.settings import Settings
 from teimgr.directory import Directory, Entry, Snapshot
 from teimgr.launch.local import LocalLauncher, LocalOptions
-from teimgr.launch.processes import look_up
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
+from teimgr.launch.run_files import look_up
+from teimgr.observability.metrics import Metrics
+from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.spec import InstanceSpec, InstanceView
+from teimgr.supervision.manager import Manager
+from teimgr.supervision.store import Store
 
 TESTS = Path(__file__).resolve().parents[1]
 LIMIT_S = 30.0

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.control.conftest import LIMIT_S
 
-from teimgr.control.attempt import Attempt, ProbePlan
-from teimgr.control.events import Exited, News
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
 from teimgr.launch.base import Adopted, Exit, LastWords, LaunchFailed
 from teimgr.spec import WorkerSpec
+from teimgr.supervision.lifecycle_events import Exited, News
+from teimgr.supervision.worker_run import Attempt, ProbePlan
 
 SPEC = WorkerSpec(name="a", model_id="m")
 

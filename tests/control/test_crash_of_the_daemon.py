@@ -15,7 +15,7 @@ import pytest
 from tests.control.conftest import Fleet, eventually
 
 from teimgr.directory import Snapshot
-from teimgr.launch.processes import look_up
+from teimgr.launch.run_files import look_up
 from teimgr.spec import InstanceSpec, State
 
 Fleets = Callable[..., Fleet]

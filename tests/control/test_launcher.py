@@ -20,9 +20,8 @@ from teimgr.launch import local
 from teimgr.launch.base import LastWords, LaunchFailed
 from teimgr.launch.control_link import ControlLink, identify
 from teimgr.launch.local import LocalLauncher
-from teimgr.launch.logfile import last_complaint, last_line, open_log, shrink
-from teimgr.launch.processes import Process, boot_id, look_up, open_pidfd
-from teimgr.launch.runfile import RunFile
+from teimgr.launch.log_files import last_complaint, last_line, open_log, shrink
+from teimgr.launch.run_files import Process, RunFile, boot_id, look_up, open_pidfd
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 

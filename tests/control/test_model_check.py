@@ -8,9 +8,9 @@ import pytest
 from models import build, build_classifier, build_yes_no_reranker, edit
 from tests.control.conftest import Fleet
 
-from teimgr.control.model_check import check_model
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec, WorkerSpec
+from teimgr.supervision.validation import check_model
 
 
 def orders(model_id: Path | str, **more: object) -> WorkerSpec:

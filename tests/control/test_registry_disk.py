@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.control.registry import cache as disk
-from teimgr.control.registry.cache import HubCache
-from teimgr.control.registry.facts import Facts, FactsFile, facts_path
+from teimgr.registry import cache as disk
+from teimgr.registry.cache import HubCache
+from teimgr.registry.records import Facts, FactsFile, facts_path
 
 MODEL = "somebody/tiny"
 OLD, NEW = "a" * 40, "b" * 40

@@ -12,14 +12,14 @@ import pytest
 from hub_server import SHA, Hub, etag
 from tests.control.conftest import children
 
-from teimgr.control.gpus import GpuInventory, Inventory
-from teimgr.control.registry.cache import HubCache
-from teimgr.control.registry.download import Progress, Rate
-from teimgr.control.registry.registry import Registry
-from teimgr.control.registry.view import ModelStatus
+from teimgr.config.settings import Settings
 from teimgr.errors import ModelBusy, ModelDownloadFailed, ModelGated, ModelNotFound, Unavailable, ValidationError
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
+from teimgr.observability.metrics import Metrics
+from teimgr.placement.gpus import GpuInventory, Inventory
+from teimgr.registry.cache import HubCache
+from teimgr.registry.download import Progress, Rate
+from teimgr.registry.model_view import ModelStatus
+from teimgr.registry.registry import Registry
 
 MODEL = "somebody/tiny"
 MIB = 1 << 20

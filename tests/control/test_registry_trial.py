@@ -10,12 +10,12 @@ import psutil
 import pytest
 from tests.control.conftest import RESIDENT, children, eventually, local_launcher, settings_for
 
-from teimgr.control.gpus import Gpu, GpuInventory, Inventory
-from teimgr.control.registry.cache import HubCache
-from teimgr.control.registry.registry import Registry, TrialWish
-from teimgr.control.registry.view import ModelStatus, ModelView
 from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable
-from teimgr.metrics import Metrics
+from teimgr.observability.metrics import Metrics
+from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.registry.cache import HubCache
+from teimgr.registry.model_view import ModelStatus, ModelView
+from teimgr.registry.registry import Registry, TrialWish
 from teimgr.spec import InstanceSpec, InstanceView, State
 
 Make = Callable[..., Registry]

@@ -18,7 +18,7 @@ from tests.control.conftest import LIMIT_S, Fleet, eventually
 
 from teimgr.directory import Entry, Snapshot
 from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
-from teimgr.launch.processes import look_up
+from teimgr.launch.run_files import look_up
 from teimgr.spec import InstanceSpec, InstanceView, State
 
 Fleets = Callable[..., Fleet]

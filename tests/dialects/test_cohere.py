@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from asking import Asking
 
-from teimgr.wire.precision import Precision, converted
+from teimgr.wire.element_types import Precision, converted
 
 TEXTS = ["the quick fox", "fog by the harbour"]
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Job, Lane
-from teimgr.engine.queue import BatchLimits, EntryQueue
-from teimgr.engine.shelf import Entry, Take
+from teimgr.engine.queue import BatchLimits, Entry, EntryQueue, Take
 
 LIMITS = BatchLimits(tokens=100, bulk_tokens_beside_interactive=20)
 

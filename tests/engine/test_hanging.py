@@ -13,8 +13,8 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.finisher import Failures, Finisher, Started
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.model import Model
+from teimgr.engine.queue import Entry
 from teimgr.engine.results import HostRows
-from teimgr.engine.shelf import Entry
 from teimgr.errors import Unavailable
 
 from .conftest import WAIT_S, Served

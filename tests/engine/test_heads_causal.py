@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import transformers
 
+from teimgr.engine.backbone import Batching
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Backbone, CausalScore, Kind, Scoring
+from teimgr.model_files import Backbone, CausalScore, Kind, Scoring
 
 from .plain_models import CPU, layout_of, logits_of, random_texts, run, save_headed
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
+from teimgr.engine.backbone import Batching, WholeModel
 from teimgr.engine.batch import Encoded
-from teimgr.engine.heads.classification import activate
+from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.transformer import Batching, WholeModel
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Backbone, Kind
+from teimgr.model_files import Backbone, Kind
 
 from .plain_models import CPU, OFFSETS, PAD, layout_of, logits_of, random_texts, run, save_headed
 

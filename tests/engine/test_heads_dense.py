@@ -14,11 +14,10 @@ from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
-from teimgr.engine.heads.dense import finish
-from teimgr.engine.heads.pooling import POOLINGS, pool
+from teimgr.engine.heads.pooling import POOLINGS, finish, pool
 from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Dense, LayerNorm, Normalize, Projection
+from teimgr.model_files import Dense, LayerNorm, Normalize, Projection
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
+from teimgr.engine.backbone import Batching, WholeModel
 from teimgr.engine.batch import Encoded
 from teimgr.engine.heads import splade as heads
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.transformer import Batching, WholeModel
-from teimgr.layout import Backbone, Kind, Splade
+from teimgr.model_files import Backbone, Kind, Splade
 
 from .plain_models import CPU, OFFSETS, Ids, layout_of, logits_of, random_texts, run, save_headed
 

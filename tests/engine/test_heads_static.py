@@ -14,12 +14,12 @@ from tests.models import WIDTH
 from tests.models.vocabularies import word_piece
 from torch import Tensor
 
+from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Backbone, Kind
+from teimgr.model_files import Backbone, Kind
 
 from .plain_models import CPU, layout_of, random_texts, run
 

@@ -10,12 +10,12 @@ import torch
 from tests.models import TOKEN_WIDTH, WIDTH
 from tests.models.dense import IDENTITY, TANH, write_dense
 
+from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import M3, Backbone, Dense, Kind, LateInteraction
+from teimgr.model_files import M3, Backbone, Dense, Kind, LateInteraction
 
 from .plain_models import CPU, END, Ids, layout_of, random_texts, run, save_headed
 

@@ -12,14 +12,14 @@ import torch
 from tests import models
 
 from teimgr.engine import runner
+from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.results import HostRows, Results
-from teimgr.engine.transformer import Batching
 from teimgr.errors import InferenceFailed, InvalidInput, Unavailable
-from teimgr.layout import read_layout
+from teimgr.model_files import read_layout
 
 from .conftest import WAIT_S, Served
 

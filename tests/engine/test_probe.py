@@ -11,17 +11,16 @@ import torch
 from tests import models
 from tests.models import build, edit
 
-from teimgr.engine import batch, probe
+from teimgr.engine import batch, fidelity_gate
 from teimgr.engine.attention import Packing
+from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded
-from teimgr.engine.fingerprint import compare
+from teimgr.engine.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.probe import PROBE_TEXTS, Choice, choose, probe_inputs, probe_texts
 from teimgr.engine.tokenizer import TextTokenizer
-from teimgr.engine.transformer import Batching
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import read_layout
+from teimgr.model_files import read_layout
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
@@ -45,7 +44,7 @@ def test_packing_is_used_where_it_gives_the_librarys_vectors(
 
 def test_a_wrong_position_offset_is_noticed(model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the offset a packed RoBERTa is silently wrong; the trial sees it and packing is not used."""
-    monkeypatch.setattr("teimgr.layout.lengths.OFFSET_TYPES", set())
+    monkeypatch.setattr("teimgr.model_files.files.OFFSET_TYPES", set())
 
     assert chosen(model_dir("roberta"), torch.float32).batching is Batching.EQUAL_LENGTH
 
@@ -79,10 +78,10 @@ def test_only_a_model_with_a_window_is_tried_with_a_long_text() -> None:
 def test_auto_returns_to_float32_where_a_faster_type_strays(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
     assert chosen(model_dir("bert"), None).dtype is torch.bfloat16
 
-    monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
+    monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
     choice = chosen(model_dir("bert"), None)
     assert choice.dtype is torch.float32
     assert choice.batching is Batching.BY_RUN
@@ -91,8 +90,8 @@ def test_auto_returns_to_float32_where_a_faster_type_strays(
 def test_the_first_model_is_gone_before_another_is_loaded(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "_fastest", lambda model: torch.bfloat16)
-    monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
+    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
     layout = read_layout(model_dir("bert"))
     inputs = probe_inputs(layout, TextTokenizer(layout, layout.max_length))
     loaded: list[weakref.ref[torch.nn.Module]] = []
@@ -111,19 +110,19 @@ def test_the_first_model_is_gone_before_another_is_loaded(
 def test_a_gpu_tries_the_other_sixteen_bit_type_before_float32() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
-    assert probe._from(torch.bfloat16, cuda) == [torch.bfloat16, torch.float16, torch.float32]
-    assert probe._from(torch.float16, cuda) == [torch.float16, torch.float32]
-    assert probe._from(torch.bfloat16, cpu) == [torch.bfloat16, torch.float32]
-    assert probe._from(torch.float32, cpu) == [torch.float32]
+    assert fidelity_gate._from(torch.bfloat16, cuda) == [torch.bfloat16, torch.float16, torch.float32]
+    assert fidelity_gate._from(torch.float16, cuda) == [torch.float16, torch.float32]
+    assert fidelity_gate._from(torch.bfloat16, cpu) == [torch.bfloat16, torch.float32]
+    assert fidelity_gate._from(torch.float32, cpu) == [torch.float32]
 
 
 def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "MIN_COSINE", 0.99999999)
+    monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
     assert chosen(model_dir("bert"), torch.bfloat16).dtype is torch.bfloat16
 
-    monkeypatch.setattr(probe, "_ASKED_FOR_COSINE", 1.1)
+    monkeypatch.setattr(fidelity_gate, "_ASKED_FOR_COSINE", 1.1)
     with pytest.raises(ModelLoadFailed, match="differ"):
         chosen(model_dir("bert"), torch.bfloat16)
 
@@ -169,14 +168,14 @@ def test_a_sparse_model_is_packed(tmp_path: Path) -> None:
 
 def test_a_type_in_which_scores_stray_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = models.build_cross_encoder("bert", tmp_path)
-    monkeypatch.setattr(probe, "_fastest", lambda model: torch.bfloat16)
-    monkeypatch.setattr(probe, "_MAX_SCORE_DIFFERENCE", 1.0)
+    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", 1.0)
     choice = chosen(path, None)
     assert choice.dtype is torch.bfloat16
     assert 0.0 < choice.score_difference < 0.1
     assert choice.min_cosine == 1.0
 
-    monkeypatch.setattr(probe, "_MAX_SCORE_DIFFERENCE", choice.score_difference / 2)
+    monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", choice.score_difference / 2)
     assert chosen(path, None).dtype is torch.float32
 
 

@@ -18,10 +18,9 @@ from teimgr.engine.batch import Encoded, PackedBatch
 from teimgr.engine.finisher import Finisher
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output
-from teimgr.engine.queue import BatchLimits, EntryQueue
+from teimgr.engine.queue import BatchLimits, Entry, EntryQueue
 from teimgr.engine.results import HostRows
 from teimgr.engine.runner import Runner
-from teimgr.engine.shelf import Entry
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory
 
 WIDTH = 4

@@ -19,11 +19,11 @@ from tokenizers import Encoding, Tokenizer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Input, Pair
 from teimgr.engine.prompts import Prompts
-from teimgr.engine.shortening import Shortener
 from teimgr.engine.tokenizer import Reading, TextTokenizer
-from teimgr.engine.tokenizer_file import breaks_at_spaces
+from teimgr.engine.tokenizer_files import breaks_at_spaces
+from teimgr.engine.truncation import Shortener
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
-from teimgr.layout import LateInteraction, read_layout
+from teimgr.model_files import LateInteraction, read_layout
 
 RIGHT, LEFT, OFF = Reading(), Reading(left=True), Reading(truncate=False)
 

@@ -15,7 +15,7 @@ from tests.models import edit
 from teimgr.engine.job import Output
 from teimgr.engine.model import load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Backbone, Kind, Layout
+from teimgr.model_files import Backbone, Kind, Layout
 
 from .plain_models import CPU, layout_of, random_texts, run, save_headed
 

@@ -12,14 +12,14 @@ import json
 import sys
 from pathlib import Path
 
-from teimgr.control.gpus import GpuInventory, Inventory
-from teimgr.control.manager import Manager
-from teimgr.control.store import Store
+from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.launch.local import LocalLauncher, LocalOptions
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
+from teimgr.observability.metrics import Metrics
+from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.spec import InstanceSpec
+from teimgr.supervision.manager import Manager
+from teimgr.supervision.store import Store
 
 
 async def main(folder: Path, wanted: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from teimgr.errors import Code, Internal, Unavailable
-from teimgr.launch.runfile import Traces
+from teimgr.launch.run_files import Traces
 from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol

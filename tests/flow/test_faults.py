@@ -83,7 +83,7 @@ def test_a_killed_daemon_costs_no_call_and_the_next_one_adopts(daemon: DaemonPro
 
 
 def test_a_killed_mux_is_back(daemon: DaemonProcess) -> None:
-    mux = next(process for process in daemon.processes() if "teimgr.front.mux" in process.cmdline())
+    mux = next(process for process in daemon.processes() if "teimgr.mux.process" in process.cmdline())
     mux.kill()
     mux.wait(10)
 

@@ -179,7 +179,7 @@ def test_dimensions_cut_before_normalising(daemon: DaemonProcess) -> None:
 
 def test_the_daemon_and_the_mux_never_load_torch(daemon: DaemonProcess) -> None:
     assert daemon.process is not None
-    muxes = [process for process in daemon.processes() if "teimgr.front.mux" in process.cmdline()]
+    muxes = [process for process in daemon.processes() if "teimgr.mux.process" in process.cmdline()]
     assert len(muxes) == 1
     for process in (psutil.Process(daemon.process.pid), *muxes):
         loaded = {Path(entry.path).name for entry in process.memory_maps()}

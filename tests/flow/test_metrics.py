@@ -22,17 +22,17 @@ import pytest
 from daemon_process import DaemonProcess
 from real_worker import WorkerLink
 
-from teimgr import catalogue as c
-from teimgr.catalogue import FAMILIES, Family
-from teimgr.control import gpus
-from teimgr.control.gpus import GpuInventory
 from teimgr.engine.engine import EngineStats
 from teimgr.errors import TeimgrError
-from teimgr.exposition import Page, Sample
-from teimgr.front.gpus import GpuBoard
-from teimgr.metrics import Metrics
+from teimgr.observability import catalogue as c
+from teimgr.observability.catalogue import FAMILIES, Family
+from teimgr.observability.exposition import Page, Sample
+from teimgr.observability.metrics import Metrics
+from teimgr.placement import gpus
+from teimgr.placement.gpus import GpuInventory
+from teimgr.rest.gpus import GpuBoard
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
-from teimgr.worker.figures import engine_page
+from teimgr.worker.metrics import engine_page
 
 LIMIT_S = 100.0
 ROOT = Path(__file__).parents[2]

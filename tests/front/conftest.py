@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from rest import Front, listening
 
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
 
 
 @pytest.fixture

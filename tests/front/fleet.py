@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from teimgr.control.change import changed
+from teimgr.config.settings import Settings
 from teimgr.errors import (
     AlreadyRunning,
     InstanceExists,
@@ -17,8 +17,8 @@ from teimgr.errors import (
     PortAllocationFailed,
     PortConflict,
 )
-from teimgr.settings import Settings
 from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, UpdateView, check_name
+from teimgr.supervision.instance import changed
 
 CREATED_AT = "2026-03-04T12:00:00.123456Z"
 

@@ -12,12 +12,12 @@ import aiohttp
 import uvicorn
 from fleet import Fleet
 
-from teimgr.control.registry.registry import Registry
-from teimgr.front.app import create_app
-from teimgr.front.fleet_tools import FleetTools
-from teimgr.front.tls import uvicorn_options
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
+from teimgr.observability.metrics import Metrics
+from teimgr.registry.registry import Registry
+from teimgr.rest.app import create_app
+from teimgr.rest.fleet import FleetTools
+from teimgr.rest.tls import uvicorn_options
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from teimgr import __version__
-from teimgr.cli import main
+from teimgr.cli.main import main
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -29,11 +29,9 @@ def teimgr(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
 
 @pytest.mark.clause("M3.1-help", "M8-smoke")
 def test_version_and_help_need_nothing_heavy() -> None:
-    code = (
-        "import sys; from teimgr.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
-    )
+    code = "import sys; from teimgr.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for heavy in ("fastapi", "torch", "numpy", "uvicorn", "teimgr.settings"):
+    for heavy in ("fastapi", "torch", "numpy", "uvicorn", "teimgr.config.settings"):
         assert f"'{heavy}'" not in loaded
     assert teimgr("--version").stdout == f"teimgr {__version__}\n"
 

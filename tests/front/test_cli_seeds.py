@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.cli import main
+from teimgr.cli.main import main
 
 SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from teimgr.auth import ApiKey, Auth, Mtls, Tls
-from teimgr.configuration import load
-from teimgr.settings import Otel, Settings, Webhook
+from teimgr.auth.settings import ApiKey, Auth, Mtls, Tls
+from teimgr.config.settings import Otel, Settings, Webhook
+from teimgr.config.sources import load
 from teimgr.spec import InstanceSpec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

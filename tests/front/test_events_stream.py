@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from teimgr.front.events_stream import Event, event_stream
+from teimgr.rest.sse import Event, event_stream
 
 
 async def body(events: AsyncGenerator[Event], **how: float) -> list[bytes]:

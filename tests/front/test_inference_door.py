@@ -8,12 +8,12 @@ import aiohttp
 import pytest
 from fleet import Fleet
 
+from teimgr.config.settings import Settings
 from teimgr.directory import Directory
-from teimgr.front.app import create_app
-from teimgr.front.inference.door import InferenceDoor
-from teimgr.listening import bind, serving
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
+from teimgr.gateway.gateway import InferenceDoor
+from teimgr.http_server import bind, serving
+from teimgr.observability.metrics import Metrics
+from teimgr.rest.app import create_app
 from teimgr.wire.http_frames import MAX_HEAD_BYTES
 
 

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 from rest import Front, listening
 
-from teimgr.front.schemas import InstanceInfo
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
+from teimgr.rest.schemas import InstanceInfo
 
 CONTRACT_KEYS = {
     "name",

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rest import Front
 
-from teimgr.front.log_follow import CHUNK_BYTES, Follower, Gap
-from teimgr.front.log_lines import CUT, LINE_LIMIT_BYTES
-from teimgr.launch.logfile import open_log, shrink
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
+from teimgr.launch.log_files import open_log, shrink
+from teimgr.rest.log_files import CHUNK_BYTES_LOG_FOLLOW as CHUNK_BYTES
+from teimgr.rest.log_files import CUT, LINE_LIMIT_BYTES, Follower, Gap
 
 LIMIT_S = 20.0
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rest import Front
 
-from teimgr.front.log_lines import CHUNK_BYTES, CUT, LINE_LIMIT_BYTES, pieces, read_lines
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
+from teimgr.rest.log_files import CHUNK_BYTES, CUT, LINE_LIMIT_BYTES, pieces, read_lines
 
 FIVE = [f"line {n}" for n in range(5)]
 

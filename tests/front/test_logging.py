@@ -10,8 +10,8 @@ from datetime import datetime
 
 import pytest
 
-from teimgr import logs
 from teimgr.errors import InvalidConfig
+from teimgr.observability import logs
 
 
 class Terminal(io.StringIO):

@@ -15,12 +15,12 @@ from fleet import Fleet
 from hub_server import SHA, Hub
 from rest import Front, listening
 
-from teimgr.control.gpus import GpuInventory, Inventory
-from teimgr.control.registry.cache import HubCache
-from teimgr.control.registry.registry import Registry
-from teimgr.front.model_schemas import ModelInfo
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
+from teimgr.observability.metrics import Metrics
+from teimgr.placement.gpus import GpuInventory, Inventory
+from teimgr.registry.cache import HubCache
+from teimgr.registry.registry import Registry
+from teimgr.rest.models import ModelInfo
 
 MODEL = "somebody/tiny"
 QUOTED = "somebody%2Ftiny"

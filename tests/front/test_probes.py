@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rest import Front
 
 from teimgr import __version__
-from teimgr.front.mux_counters import Counters
+from teimgr.mux.counters import Counters
 from teimgr.spec import InstanceSpec
 
 

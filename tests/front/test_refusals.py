@@ -12,8 +12,7 @@ from rest import Front
 from yarl import URL
 
 from teimgr.errors import Code, error_from_code
-from teimgr.front.answers import error_response
-from teimgr.front.bodies import BODY_LIMIT_BYTES
+from teimgr.rest.json_http import BODY_LIMIT_BYTES, error_response
 from teimgr.wire.status import STATUS
 
 GOOD = {"name": "a", "model_id": "tiny"}

@@ -12,17 +12,17 @@ import aiohttp
 import pytest
 from rest import Front, listening
 
-from teimgr import logs
-from teimgr.auth import Auth, Mtls
-from teimgr.configuration import Configuration, Source, read
-from teimgr.control.happenings import Happenings
-from teimgr.control.live_probe import LiveProbe
-from teimgr.control.reload import LIVE, Reloader, live_keys
+from teimgr.auth.settings import Auth, Mtls
+from teimgr.config.settings import Settings
+from teimgr.config.sources import Configuration, Source, read
 from teimgr.daemon import Daemon
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
-from teimgr.front.fleet_tools import FleetTools
-from teimgr.settings import Settings
+from teimgr.events.fleet_events import Happenings
+from teimgr.observability import logs
+from teimgr.rest.fleet import FleetTools
+from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.reload import LIVE, Reloader, live_keys
 
 SEEDS = """
 api_port = 9100

@@ -16,17 +16,17 @@ from fleet import Fleet
 from rest import Front, listening
 from starlette.routing import Route
 
-from teimgr.access import Policy, PolicyInForce, digest, new_key
-from teimgr.auth import ApiKey, Auth, faults, policy_of
+from teimgr.auth.policy import Policy, PolicyInForce, digest, new_key
+from teimgr.auth.settings import ApiKey, Auth, faults, policy_of
+from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
-from teimgr.front.app import create_app
-from teimgr.front.inference.dialects import paths
-from teimgr.front.inference.door import InferenceDoor
-from teimgr.front.rights import ADMIN_ALL, NEEDS, Need, Rights, flat
-from teimgr.listening import bind, serving
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
+from teimgr.gateway.gateway import InferenceDoor
+from teimgr.gateway.paths import paths
+from teimgr.http_server import bind, serving
+from teimgr.observability.metrics import Metrics
+from teimgr.rest.app import create_app
+from teimgr.rest.permissions import ADMIN_ALL, NEEDS, Need, Rights, flat
 
 SECRETS = {name: f"{name}-{'k' * 32}" for name in ("admin", "inference", "read", "team")}
 KEYS = (
@@ -229,7 +229,7 @@ def test_every_key_is_compared_whatever_was_found_before(monkeypatch: pytest.Mon
         compared.append(known)
         return given == known
 
-    monkeypatch.setattr("teimgr.access.hmac.compare_digest", noting)
+    monkeypatch.setattr("teimgr.auth.policy.hmac.compare_digest", noting)
     policy = policy_of(AUTH)
     for key in (SECRETS["admin"], SECRETS["team"], "nobody's", None):
         compared.clear()

@@ -19,16 +19,16 @@ from authority import Authority, needs_openssl, put
 from fleet import Fleet
 from rest import Front, listening
 
-from teimgr.access import attributes
-from teimgr.auth import Auth, Mtls, Tls, faults
+from teimgr.auth.callers import certified_by_tls
+from teimgr.auth.policy import attributes
+from teimgr.auth.settings import Auth, Mtls, Tls, faults
+from teimgr.auth.tls_files import TlsFiles
+from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
-from teimgr.front.app import create_app
-from teimgr.front.callers import certified_by_tls
-from teimgr.front.tls import RestTls, uvicorn_options
-from teimgr.listening import bind
-from teimgr.metrics import Metrics
-from teimgr.settings import Settings
-from teimgr.tls_files import TlsFiles
+from teimgr.http_server import bind
+from teimgr.observability.metrics import Metrics
+from teimgr.rest.app import create_app
+from teimgr.rest.tls import RestTls, uvicorn_options
 
 pytestmark = needs_openssl
 LIMIT_S = 20

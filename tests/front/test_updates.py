@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rest import Front
 
-from teimgr.front.schemas import InstanceInfo, UpdateInstance
+from teimgr.rest.schemas import InstanceInfo, UpdateInstance
 
 
 async def patch(front: Front, status: int, path: str = "/instances/a", **body: Any) -> Any:

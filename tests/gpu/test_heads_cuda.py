@@ -11,13 +11,13 @@ import torch
 import transformers
 from tests.engine.plain_models import layout_of, random_texts, save_headed
 
+from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads import splade as splade_heads
 from teimgr.engine.job import Output
 from teimgr.engine.model import load_model
-from teimgr.engine.transformer import Batching
-from teimgr.layout import M3, Backbone, CausalScore, Kind, LateInteraction, Layout, Scoring, Splade
+from teimgr.model_files import M3, Backbone, CausalScore, Kind, LateInteraction, Layout, Scoring, Splade
 
 pytestmark = [
     pytest.mark.gpu,

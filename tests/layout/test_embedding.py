@@ -11,7 +11,7 @@ from tests.models import build, build_m3, build_static, edit, write, write_modul
 from tests.models.dense import IDENTITY, TANH
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed, ModelNotFound
-from teimgr.layout import Backbone, Dense, Kind, LayerNorm, Normalize, read_layout
+from teimgr.model_files import Backbone, Dense, Kind, LayerNorm, Normalize, read_layout
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.models import (
 from tokenizers import Tokenizer
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Dense, LateInteraction, Splade, read_layout
+from teimgr.model_files import Dense, LateInteraction, Splade, read_layout
 
 Layouts = Literal["saved", "pylate", "stanford"]
 

@@ -19,7 +19,7 @@ from tests.models import (
 )
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.layout import Backbone, Kind, read_layout
+from teimgr.model_files import Backbone, Kind, read_layout
 
 Make = Callable[[Path], Path]
 

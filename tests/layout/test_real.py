@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.layout import Kind, read_layout
+from teimgr.model_files import Kind, read_layout
 
 
 def test_the_real_minilm_is_read() -> None:

@@ -19,7 +19,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from teimgr.directory import Entry, Snapshot
-from teimgr.front.mux_config import MuxConfig
+from teimgr.mux.config import MuxConfig
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.spec import State
@@ -30,7 +30,7 @@ WINDOW = 16
 
 
 class MuxProcess:
-    """`python -m teimgr.front.mux` with a config of its own; `stats` know its port."""
+    """`python -m teimgr.mux.process` with a config of its own; `stats` know its port."""
 
     def __init__(self, **overrides: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
@@ -45,7 +45,7 @@ class MuxProcess:
         self.config = MuxConfig(**(values | overrides))
         path = self.folder / "mux.json"
         path.write_text(self.config.to_json())
-        command = [sys.executable, "-m", "teimgr.front.mux", path]
+        command = [sys.executable, "-m", "teimgr.mux.process", path]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self.wait_until_open()

@@ -14,12 +14,11 @@ from mux_process import running
 
 from teimgr.directory import Snapshot
 from teimgr.errors import Code, DeadlineExceeded, Overloaded, TooLarge, Unavailable, error_from_code
-from teimgr.route import replica as replica_module
-from teimgr.route.budget import ByteBudget
-from teimgr.route.links import LinkLimits
-from teimgr.route.router import Router
-from teimgr.wire.fields import Target
+from teimgr.routing import replica as replica_module
+from teimgr.routing.links import ByteBudget, LinkLimits
+from teimgr.routing.router import Router
 from teimgr.wire.frames import Flag, Method
+from teimgr.wire.protobuf import Target
 
 A = Target(instance_name="a")
 LIMITS = LinkLimits(max_message_bytes=1_000_000, max_inflight_bytes=100_000)

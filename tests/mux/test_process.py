@@ -16,7 +16,7 @@ from frame_worker import FrameWorker, hold, lengths
 from mux_process import Control, MuxProcess, client, embed, running, stub
 
 from teimgr.errors import InvalidConfig
-from teimgr.front.mux_config import MuxConfig, MuxTls
+from teimgr.mux.config import MuxConfig, MuxTls
 
 Status = grpc.StatusCode
 
@@ -206,7 +206,9 @@ def test_a_bad_config_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mux.json"
     path.write_text(json.dumps({"host": "127.0.0.1", "port": 0, "control_socket": "x", "grpc_prot": 1}))
 
-    ended = subprocess.run([sys.executable, "-m", "teimgr.front.mux", path], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-m", "teimgr.mux.process", path], capture_output=True, text=True, timeout=60
+    )
 
     assert ended.returncode == 2
     assert "grpc_prot" in ended.stderr

@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from mux_process import Control, client, running
 
-from teimgr.access import Policy, PolicyInForce
+from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.directory import Entry
-from teimgr.front.grpc_health import Health
+from teimgr.mux.services import Health
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import State
 

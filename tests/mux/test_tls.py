@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from mux_process import Control, embed, mux_pb2, running, stub
 
-from teimgr.access import CertificateRules, Key, Policy, digest
-from teimgr.front.mux_config import MuxTls
+from teimgr.auth.policy import CertificateRules, Key, Policy, digest
+from teimgr.mux.config import MuxTls
 from teimgr.wire.rpc import FILES, RPCS, SERVICE, Rpc, Shape
 
 LIMIT_S = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from teimgr.wire.window import FEW, HELD_BYTES, Window
+from teimgr.wire.rerank_stream import FEW, HELD_BYTES, Window
 
 
 async def entered(window: Window, limit: int = 10_000) -> int:

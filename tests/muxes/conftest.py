@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from daemon_process import free_ports
 
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
 
 
 @pytest.fixture

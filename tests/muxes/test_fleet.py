@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import PortConflict
-from teimgr.metrics import Metrics
-from teimgr.muxes import Muxes
-from teimgr.muxes.process import MuxProcess, MuxRunFile
-from teimgr.settings import Settings
+from teimgr.launch.process_handle import MuxProcess, MuxRunFile
+from teimgr.observability.metrics import Metrics
+from teimgr.supervision.muxes import Muxes
 
 LIMIT_S = 60.0
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
+from teimgr.config.settings import Settings
 from teimgr.directory import Directory, Entry
-from teimgr.metrics import Metrics
-from teimgr.muxes.keeper import Backoff, MuxKeeper
-from teimgr.muxes.process import MuxRunFile
-from teimgr.muxes.talk import Patience
-from teimgr.settings import Settings
+from teimgr.launch.process_handle import MuxRunFile
+from teimgr.observability.metrics import Metrics
 from teimgr.spec import State
+from teimgr.supervision.muxes import Backoff, MuxKeeper, Patience
 
 LIMIT_S = 60.0
 FAKE = str(Path(__file__).with_name("fake_mux.py"))

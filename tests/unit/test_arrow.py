@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
-from teimgr.wire.arrow import read_texts, write_vectors
+from teimgr.wire.arrow_inputs import read_texts
 from teimgr.wire.arrow_limits import Outline, decoded_bytes, read_outline
-from teimgr.wire.precision import Precision
+from teimgr.wire.arrow_tables import write_vectors
+from teimgr.wire.element_types import Precision
 
 LIMIT = 1 << 24
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput
-from teimgr.wire.arrow import write_sparse
-from teimgr.wire.arrow_columns import (
+from teimgr.wire.arrow_tables import (
     Column,
     error_column,
     failed_rows,
@@ -18,9 +17,10 @@ from teimgr.wire.arrow_columns import (
     number_column,
     sparse_column,
     vector_column,
+    write_sparse,
     write_table,
 )
-from teimgr.wire.precision import Precision, converted
+from teimgr.wire.element_types import Precision, converted
 
 
 def read(columns: list[Column], rows: list[int]) -> pa.Table:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
-from teimgr.wire.arrow_columns import Keys, error_column, write_table
 from teimgr.wire.arrow_inputs import InputKind, read_inputs
+from teimgr.wire.arrow_tables import Keys, error_column, write_table
 
 LIMIT = 1 << 24
 MAX_ID = 2**31 - 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from teimgr.control.batch_tokens import CPU_TOKENS, with_batch_tokens
-from teimgr.control.gpus import Gpu, Inventory
 from teimgr.errors import InvalidGpuId
+from teimgr.placement.gpus import Gpu, Inventory
+from teimgr.placement.planner import CPU_TOKENS, with_batch_tokens
 from teimgr.spec import InstanceSpec
 
 GIB = 2**30

@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import pytest
 
-from teimgr.control.extra_args import FLAGS, LENGTH_LIMIT_CHARS, parse
-from teimgr.effective import REDACTED, shown_args
+from teimgr.config.provenance import REDACTED, shown_args
 from teimgr.errors import InvalidConfig
 from teimgr.spec import WorkerSpec
+from teimgr.supervision.extra_args import FLAGS, LENGTH_LIMIT_CHARS, parse
 
 
 @pytest.mark.clause("M2.4-extra-args")

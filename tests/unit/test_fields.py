@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.wire.fields import Target, read_envelope, read_target, without_fields
+from teimgr.wire.protobuf import Target, read_envelope, read_target, without_fields
 
 
 def _shadow() -> type[Message]:

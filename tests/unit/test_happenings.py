@@ -11,9 +11,9 @@ import orjson
 import pytest
 from aiohttp import web
 
-from teimgr.control.happenings import Happenings
-from teimgr.control.webhooks import Webhooks, signature
-from teimgr.settings import Webhook
+from teimgr.config.settings import Webhook
+from teimgr.events.fleet_events import Happenings
+from teimgr.events.webhooks import Webhooks, signature
 from teimgr.spec import EVENTS, InstanceSpec, InstanceView, State
 
 VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}), state=State.STARTING)

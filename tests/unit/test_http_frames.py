@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from teimgr.gateway.bodies import text_of
 from teimgr.wire.http_frames import (
     MAX_HEAD_BYTES,
     HttpReply,
@@ -18,7 +19,6 @@ from teimgr.wire.http_frames import (
     read_request,
     request_head,
 )
-from teimgr.wire.json_peek import text_of
 
 TEXT = st.text(max_size=20)
 LEAVES = st.none() | st.booleans() | st.integers() | TEXT

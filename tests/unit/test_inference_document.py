@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from teimgr.front.inference.dialects import paths
-from teimgr.front.inference.openapi import describe
+from teimgr.gateway.openapi import describe
+from teimgr.gateway.paths import paths
 from teimgr.worker.dialects.openapi import document
-from teimgr.worker.dialects.registry import ROUTES
+from teimgr.worker.methods.http import ROUTES
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def told() -> dict[str, Any]:
 
 def test_the_file_is_fresh() -> None:
     """If it is not: python -m teimgr.worker.dialects.openapi > src/teimgr/front/inference/openapi.json."""
-    text = files("teimgr.front.inference").joinpath("openapi.json").read_text()
+    text = files("teimgr.gateway").joinpath("openapi.json").read_text()
 
     assert json.loads(text) == json.loads(json.dumps(document()))
 

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr.control.events import (
+from teimgr.launch.base import Exit, LastWords
+from teimgr.spec import State
+from teimgr.supervision.lifecycle import LAST_WORDS_LIMIT_S, TRANSITIONS, CommandRefused, Life, Phase, Policy
+from teimgr.supervision.lifecycle_events import (
     Adopt,
     Command,
     Delete,
@@ -33,9 +36,6 @@ from teimgr.control.events import (
     WorkerReady,
     explain,
 )
-from teimgr.control.lifecycle import LAST_WORDS_LIMIT_S, TRANSITIONS, CommandRefused, Life, Phase, Policy
-from teimgr.launch.base import Exit, LastWords
-from teimgr.spec import State
 
 POLICY = Policy(startup_timeout_s=60, max_probe_failures=3, backoff_s=1.0, backoff_max_s=10.0, stable_after_s=30.0)
 KILLED = Exited(Exit(-9))

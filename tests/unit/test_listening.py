@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from teimgr import listening
+from teimgr import http_server
 from teimgr.errors import InvalidConfig, PortConflict
-from teimgr.listening import bind, serving
+from teimgr.http_server import bind, serving
 
 
 async def hello(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -149,7 +149,7 @@ async def test_what_does_not_begin_as_http2_is_http(first: bytes) -> None:
 async def test_a_connection_that_does_not_say_what_it_wants_is_closed(
     said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_FIRST_BYTES_S", 0.05)
+    monkeypatch.setattr(http_server, "_FIRST_BYTES_S", 0.05)
     sock = bind("127.0.0.1", 0)
     async with serving(hello, sock, Echo), asyncio.timeout(30):
         reader, writer = await connected(sock)
@@ -162,7 +162,7 @@ async def test_a_connection_that_does_not_say_what_it_wants_is_closed(
 async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listening, "max_connections", lambda: 2)
+    monkeypatch.setattr(http_server, "max_connections", lambda: 2)
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
 

@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from teimgr.access import Caller, Right
+from teimgr.auth.policy import Caller, Right
 from teimgr.directory import Endpoint, Entry, Snapshot
 from teimgr.errors import ModelNotFound, Unavailable
-from teimgr.front.inference.naming import Naming
-from teimgr.route.router import Router
-from teimgr.route.seen import seen_by
+from teimgr.gateway.model_names import Naming
+from teimgr.routing.router import Router, seen_by
 from teimgr.spec import State
 
 

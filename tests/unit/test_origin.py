@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from teimgr.origin import Account, Origin, Trace, request_id_of
+from teimgr.observability.request_context import Account, Origin, Trace, request_id_of
 
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from teimgr.errors import InvalidInput, TooLarge
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.teimgr.v1 import frames_pb2
-from teimgr.wire import pairs
+from teimgr.wire import rerank_stream
 from teimgr.wire.frames import Flag
-from teimgr.wire.pairs import Pairs
+from teimgr.wire.rerank_stream import Pairs
 
 
 @given(st.lists(st.text(max_size=300), min_size=1, max_size=20))
@@ -35,7 +35,7 @@ def test_it_may_fill_the_limit_and_not_a_byte_more() -> None:
 
 
 def test_pairs_are_bounded_by_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "MAX_PAIRS", 2)
+    monkeypatch.setattr(rerank_stream, "MAX_PAIRS", 2)
     collected = Pairs(1000)
     collected.add(b"")
     collected.add(b"")

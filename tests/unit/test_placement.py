@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.control.cores import usable_cores
-from teimgr.control.gpus import Gpu, GpuInventory, Inventory, only_visible
-from teimgr.control.placement import LOADING_BYTES, place, replicas, share_threads
-from teimgr.control.planner import Others, Planner
+from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId
-from teimgr.settings import Settings
+from teimgr.placement.gpus import Gpu, GpuInventory, Inventory, only_visible
+from teimgr.placement.placement import LOADING_BYTES, place, replicas, share_threads, usable_cores
+from teimgr.placement.planner import Others, Planner
 from teimgr.spec import InstanceSpec, WorkerSpec
 
 GIB = 1 << 30

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from teimgr.control.ports import Ports, is_free
 from teimgr.errors import InvalidPort, PortAllocationFailed, PortConflict
+from teimgr.placement.ports import Ports, is_free
 
 HOST = "127.0.0.1"
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from teimgr.control.gpus import Gpu, GpuInventory, Inventory
-from teimgr.control.preflight import Preflight, problems, runs_on
 from teimgr.errors import InvalidConfig
-from teimgr.launch.base import LaunchFailed
-from teimgr.launch.torch_build import TorchBuild
+from teimgr.launch.base import LaunchFailed, TorchBuild
+from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.placement.preflight import Preflight, problems, runs_on
 
 CUDA_13 = TorchBuild("2.13.0+cu130", "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"))
 

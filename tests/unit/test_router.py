@@ -8,9 +8,9 @@ import pytest
 
 from teimgr.directory import Endpoint, Entry, Snapshot
 from teimgr.errors import InstanceNotFound, InvalidInput, ModelNotFound, TeimgrError, Unavailable
-from teimgr.route.router import Lease, Router
+from teimgr.routing.router import Lease, Router
 from teimgr.spec import State
-from teimgr.wire.fields import Target
+from teimgr.wire.protobuf import Target
 
 
 def entry(

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr import typed
-from teimgr.configuration import Source, load, read, scalars, unheard
-from teimgr.effective import effective, plain
+from teimgr.config import schema
+from teimgr.config.provenance import effective, plain
+from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook
+from teimgr.config.sources import Source, load, read, scalars, unheard
 from teimgr.errors import InvalidConfig
-from teimgr.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.spec import InstanceSpec
 
 SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
@@ -437,7 +437,7 @@ def test_the_key_of_an_instance_is_not_shown(file: Path) -> None:
 
 def test_every_key_says_what_it_means() -> None:
     for kind in (Settings, Auth, Mtls, Otel, Webhook):
-        assert [field.name for field in fields(kind) if not typed.rule_of(field).meaning] == []
+        assert [field.name for field in fields(kind) if not schema.rule_of(field).meaning] == []
 
 
 PLAIN = st.recursive(
@@ -450,7 +450,7 @@ PLAIN = st.recursive(
 @given(st.dictionaries(st.sampled_from([field.name for field in fields(Settings)]), PLAIN, max_size=3))
 def test_any_plain_table_is_read_or_refused_with_a_path(table: dict[str, object]) -> None:
     try:
-        values = typed.read(Settings, table)
+        values = schema.read(Settings, table)
     except InvalidConfig as error:
         assert any(error.message.startswith(name) for name in table)
     else:

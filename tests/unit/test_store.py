@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr.control.restore import wanted_at_boot
-from teimgr.control.store import SET_ASIDE_KEPT, Store, parse, render
-from teimgr.settings import Settings
+from teimgr.config.settings import Settings
 from teimgr.spec import InstanceSpec
+from teimgr.supervision.store import SET_ASIDE_KEPT, Store, parse, render, wanted_at_boot
 
 FULL = InstanceSpec(
     name="bge",
@@ -238,7 +237,7 @@ def test_a_file_system_without_hard_links_keeps_two_generations_too(
 _WRITER = """
 import itertools, sys
 from pathlib import Path
-from teimgr.control.store import Store
+from teimgr.supervision.store import Store
 from teimgr.spec import InstanceSpec
 store = Store(Path(sys.argv[1]))
 print("go", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from teimgr.toml_lines import key_lines, line_of
+from teimgr.config.sources import key_lines, line_of
 
 TEXT = '''# a comment
 a = 1

@@ -6,8 +6,8 @@ import pytest
 
 from teimgr.engine.job import Lane
 from teimgr.errors import Overloaded
-from teimgr.worker.admission import Admission
 from teimgr.worker.calls import Call
+from teimgr.worker.limits import Admission
 
 
 class Door:

@@ -15,8 +15,8 @@ from teimgr.errors import Code
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
+from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.frames import Method
-from teimgr.wire.precision import Precision, converted
 
 TEXTS = list(CORPUS[:6])
 LIMIT_BYTES = 1 << 20

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from teimgr.errors import InvalidInput, Unavailable
-from teimgr.worker.grpc_port.inbox import Inbox
+from teimgr.worker.grpc_port.exchange import Inbox
 
 
 async def test_reads_do_not_care_how_the_bytes_came() -> None:

@@ -10,7 +10,7 @@ import pytest
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.spec import ModelInfo
 from teimgr.worker.calls import Call
-from teimgr.worker.room import Room, most_token_bytes
+from teimgr.worker.limits import Room, most_token_bytes
 
 
 class Hall:

@@ -11,8 +11,7 @@ import pytest
 from teimgr.engine.job import Output
 from teimgr.errors import WrongModelKind
 from teimgr.spec import KINDS, ModelInfo
-from teimgr.worker.kinds import need_reranker_grpc, need_reranker_http, output_per_token
-from teimgr.worker.scores import predictions, ranks
+from teimgr.worker.scores import need_reranker_grpc, need_reranker_http, output_per_token, predictions, ranks
 
 
 def info(kind: str) -> ModelInfo:

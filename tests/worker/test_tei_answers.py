@@ -6,7 +6,7 @@ import numpy as np
 import orjson
 
 from teimgr.engine.job import InferOptions, Job, Lane, SparseVector
-from teimgr.worker.tei import answers
+from teimgr.worker.http import answers
 
 
 def finished(inputs: int) -> Job:

@@ -11,19 +11,19 @@ import pytest
 from teimgr.engine.job import Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import ModelInfo, WorkerSpec
-from teimgr.worker.tei.fields import Body, BodyRefused, expect_json, parse
-from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
-from teimgr.worker.tei.openai import OpenAICompatRequest
-from teimgr.worker.tei.requests import (
+from teimgr.worker.dialects.tei import DecodeRequest, TokenizeRequest
+from teimgr.worker.dialects.tei_requests import (
     EmbedAllRequest,
     EmbedRequest,
     EmbedSparseRequest,
+    OpenAICompatRequest,
     PredictRequest,
     RerankRequest,
     SimilarityRequest,
+    VertexRequest,
 )
-from teimgr.worker.tei.tokens import DecodeRequest, TokenizeRequest
-from teimgr.worker.tei.vertex import VertexRequest
+from teimgr.worker.http.bodies import Body, BodyRefused, expect_json, parse
+from teimgr.worker.http.inference import Inference, InferenceRequest, Served
 
 NO_SHAPE = "Failed to deserialize the JSON body into the target type: "
 

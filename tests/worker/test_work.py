@@ -8,7 +8,7 @@ import pytest
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import InvalidInput
 from teimgr.worker.calls import Call, Reply
-from teimgr.worker.work import Work, parts_of
+from teimgr.worker.dispatcher import Work, parts_of
 
 CUT = InferOptions(frozenset({Output.SCORES}), truncate=True)
 WHOLE = InferOptions(frozenset({Output.SCORES}), truncate=False)

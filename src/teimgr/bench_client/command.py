@@ -19,11 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from teimgr.bench_client import load
-from teimgr.bench_client.texts import file_texts, made_texts
-from teimgr.client.calls import Calls
+from teimgr.bench_client.load import file_texts, made_texts
 from teimgr.client.checks import check_text
+from teimgr.client.endpoints import Endpoint, Tls
+from teimgr.client.grpc_channel import Calls
 from teimgr.client.messages import HowArrow
-from teimgr.client.tls import Endpoint, Tls
 from teimgr.errors import TeimgrError
 
 _CONNECT_S = 20.0

@@ -8,9 +8,8 @@
 `Client` has the same methods for code without an event loop. Every failure is one of `teimgr.errors`.
 """
 
-from teimgr.client.asynchronous import AsyncClient
-from teimgr.client.synchronous import Client
-from teimgr.client.tls import Tls
+from teimgr.client.clients import AsyncClient, Client
+from teimgr.client.endpoints import Tls
 from teimgr.client.values import Embedded, Health, Info, Instance, Logs, Prediction, Rank, SparseVector, Token
 
 __all__ = [

@@ -7,7 +7,7 @@ import json
 import sys
 
 from teimgr.client import Client
-from teimgr.client.asynchronous import GRPC
+from teimgr.client.clients import GRPC
 from teimgr.errors import TeimgrError
 
 

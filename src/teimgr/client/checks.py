@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from teimgr.config.schema import said, unknown
 from teimgr.errors import ValidationError
-from teimgr.typed import said, unknown
 
 _MOST = 2**32 - 1  # protobuf's uint32
 

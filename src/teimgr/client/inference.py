@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from typing import Unpack
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
+from google.protobuf.message import Message
 
-from teimgr.client.asking import Asking
-from teimgr.client.batches import Compression, Texts, joined, pack_texts, slices, unpack_vectors
+from teimgr.client.arrow import Compression, Texts, joined, pack_texts, slices, unpack_vectors
 from teimgr.client.checks import (
     check_count,
     check_flag,
@@ -18,6 +20,8 @@ from teimgr.client.checks import (
     check_source,
     check_text,
 )
+from teimgr.client.failures import first_of
+from teimgr.client.grpc_channel import Calls
 from teimgr.client.messages import (
     HOW,
     HOW_ARROW,
@@ -33,11 +37,114 @@ from teimgr.client.messages import (
     target,
     vector,
 )
-from teimgr.client.sources import items
 from teimgr.client.values import Embedded, Info, SparseVector, Token, Vectors
 from teimgr.errors import Internal
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+
+ItemT = TypeVar("ItemT")
+MessageT = TypeVar("MessageT", bound=Message)
+ResultT = TypeVar("ResultT")
+
+
+class Asking:
+    """The base of the classes whose methods are calls. Every method raises the `TeimgrError` that the server meant.
+
+    `instance=` or `model=` says who answers. Calls end after the client's `timeout_s`; streams when a reply is
+    owed for that long.
+    """
+
+    _calls: Calls
+    _timeout_s: float
+
+    async def _ask(self, method: str, request: Message, reply: type[MessageT]) -> MessageT:
+        return reply.FromString(await self._calls.unary(method, request.SerializeToString(), self._timeout_s))
+
+    async def _each_text(
+        self, texts: str | Sequence[str], in_flight: int, ask: Callable[[str], Coroutine[Any, Any, ResultT]]
+    ) -> list[ResultT]:
+        """As `_each`, for texts; one text is a sequence of one.
+
+        Raises:
+            ValidationError: they are none, or one of them is no text.
+        """
+        wanted = [texts] if isinstance(texts, str) else texts
+        check_sequence("texts", wanted)
+
+        async def ask_one(position: int, text: str) -> ResultT:
+            check_text(f"texts[{position}]", text)
+            return await ask(text)
+
+        return await self._each(wanted, in_flight, ask_one)
+
+    async def _each(
+        self, items: Sequence[ItemT], in_flight: int, ask: Callable[[int, ItemT], Coroutine[Any, Any, ResultT]]
+    ) -> list[ResultT]:
+        """What `ask` gives for every item and its position, in order, `in_flight` at a time.
+
+        The first failure ends the rest.
+
+        Raises:
+            ValidationError: `in_flight` is below 1.
+        """
+        check_limit("in_flight", in_flight)
+        results: dict[int, ResultT] = {}
+        waiting = iter(enumerate(items))
+
+        async def work() -> None:
+            for position, item in waiting:
+                results[position] = await ask(position, item)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(in_flight, len(items))):
+                    group.create_task(work())
+        except BaseExceptionGroup as failures:
+            first_of(failures)
+        return [results[position] for position in range(len(items))]
+
+
+T = TypeVar("T")
+
+# One hop to a thread fetches this many items, or what the source gives in this time.
+_ITEMS = 256
+_PATIENCE_S = 0.002
+
+
+async def items(source: Iterable[T] | AsyncIterable[T], at_once: int = _ITEMS) -> AsyncIterator[T]:
+    """The items of `source` in order; a plain iterable is advanced on a thread, so it may block.
+
+    At most `at_once` items are read ahead: 1 for those that are large.
+    """
+    if isinstance(source, AsyncIterable):
+        async for item in source:
+            yield item
+        return
+    iterator = iter(source)
+    failure: Exception | None = None
+    while failure is None:
+        taken, failure = await asyncio.to_thread(_take, iterator, at_once)
+        for item in taken:
+            yield item
+        if not taken:
+            break
+    if failure is not None:
+        raise failure
+
+
+def _take(iterator: Iterator[T], at_once: int) -> tuple[list[T], Exception | None]:
+    """Some items, none at the end, and what the source raised after them."""
+    taken: list[T] = []
+    late = time.monotonic() + _PATIENCE_S
+    try:
+        for item in iterator:
+            taken.append(item)
+            if len(taken) == at_once or time.monotonic() > late:
+                break
+    except Exception as failure:
+        return taken, failure
+    return taken, None
+
 
 _STREAM_WINDOW = 512
 _BATCH_WINDOW = 4

@@ -9,11 +9,11 @@ import numpy as np
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from teimgr.client.values import Vectors
+from teimgr.config.schema import said
 from teimgr.errors import ValidationError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
-from teimgr.typed import said
 
 _EMBEDDINGS_TAG = 0x0A  # field 1 of tei.v1.EmbedResponse, length-delimited: packed floats
 

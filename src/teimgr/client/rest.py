@@ -1,17 +1,21 @@
-"""One HTTP connection pool to the daemon's REST side: JSON in and out, failures as `TeimgrError`."""
+"""The lifecycle of instances over REST, typed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import aiohttp
 import orjson
 
+from teimgr.client.checks import check_text
+from teimgr.client.endpoints import Endpoint, Tls
 from teimgr.client.failures import from_http
-from teimgr.client.tls import Endpoint, Tls
-from teimgr.errors import DeadlineExceeded, Internal, Unavailable, ValidationError
+from teimgr.client.values import Health, Instance, Logs
+from teimgr.errors import DeadlineExceeded, Internal, ModelLoadFailed, NotRunning, Unavailable, ValidationError
+from teimgr.spec import State, check_name
 
 
 class Rest:
@@ -107,3 +111,112 @@ def _parse(reply: bytes, path: str) -> Any:
         return orjson.loads(reply)
     except orjson.JSONDecodeError as error:
         raise Internal(f"{path}: the reply is no JSON: {error}") from error
+
+
+_POLL_FIRST_S = 0.02
+_POLL_MOST_S = 0.5
+
+
+class Wishes(TypedDict, total=False):
+    """The optional fields of `POST /instances`; what is not given is left to the daemon."""
+
+    port: int
+    max_batch_tokens: int
+    max_concurrent_requests: int
+    pooling: str
+    gpu_id: int
+    prometheus_port: int
+    startup_timeout_secs: int
+    extra_args: Sequence[str]
+    dtype: str
+    revision: str
+    threads: int
+
+
+class Lifecycle:
+    """Create, watch and end instances. Every method raises the `TeimgrError` that the daemon meant."""
+
+    _rest: Rest
+    _timeout_s: float
+
+    async def create(self, name: str, model_id: str, **wishes: Unpack[Wishes]) -> Instance:
+        """A new instance, starting. `model_id` is a hub id or a local directory."""
+        body: dict[str, Any] = {"name": name, "model_id": model_id, **wishes}
+        return Instance.from_json(await self._call("POST", "/instances", body=body))
+
+    async def get(self, name: str) -> Instance:
+        """One instance as it is now."""
+        return Instance.from_json(await self._call("GET", _path(name)))
+
+    async def start(self, name: str) -> Instance:
+        """Start a stopped or failed instance."""
+        return Instance.from_json(await self._call("POST", _path(name, "start")))
+
+    async def stop(self, name: str) -> Instance:
+        """Drain and stop an instance; it stays known."""
+        return Instance.from_json(await self._call("POST", _path(name, "stop")))
+
+    async def restart(self, name: str) -> Instance:
+        """Stop, then start."""
+        return Instance.from_json(await self._call("POST", _path(name, "restart")))
+
+    async def delete(self, name: str) -> Instance | None:
+        """Stop and forget an instance; its last view, None from a server that sends none."""
+        body = await self._call("DELETE", _path(name))
+        return None if body is None else Instance.from_json(body)
+
+    async def logs(self, name: str, start: int | None = None, end: int | None = None) -> Logs:
+        """Lines `[start, end)` of the instance's log, as a Python slice: negative counts from the end."""
+        query = {key: value for key, value in (("start", start), ("end", end)) if value is not None}
+        body = await self._call("GET", _path(name, "logs"), query=query)
+        return Logs(tuple(body["lines"]), body["start"], body["end"], body["total_lines"])
+
+    async def health(self) -> Health:
+        """What the daemon says of itself while it is alive."""
+        body = await self._call("GET", "/health")
+        return Health(body["status"], body)
+
+    async def ready(self) -> bool:
+        """Whether every instance that is wanted running serves."""
+        return await self._rest.succeeds("/ready", timeout_s=self._timeout_s)
+
+    async def wait_until_running(self, name: str, *, deadline_s: float = 300.0) -> Instance:
+        """The instance once it is running. REST has no events, so this asks, at first 50 and at last 2 times a second.
+
+        Raises:
+            ModelLoadFailed: it failed for good; the message has the reason.
+            NotRunning: it is stopped, and nobody will start it.
+            DeadlineExceeded: `deadline_s` passed.
+        """
+        end = time.monotonic() + deadline_s
+        pause_s = _POLL_FIRST_S
+        while (instance := await self.get(name)).status is not State.RUNNING:
+            _refuse_ended(instance)
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded(f"Instance '{name}' is {instance.status.value} after {deadline_s:g} s")
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(pause_s * 1.5, _POLL_MOST_S)
+        return instance
+
+    async def list(self) -> Sequence[Instance]:
+        """Every instance, in the daemon's order."""
+        return [Instance.from_json(body) for body in await self._call("GET", "/instances")]
+
+    async def _call(
+        self, method: str, path: str, *, body: dict[str, Any] | None = None, query: dict[str, int] | None = None
+    ) -> Any:
+        return await self._rest.call(method, path, body=body, query=query, timeout_s=self._timeout_s)
+
+
+def _path(name: str, verb: str = "") -> str:
+    """The route to an instance, for a name that is one: `..` would lead elsewhere."""
+    check_text("name", name)
+    return f"/instances/{check_name(name)}" + (f"/{verb}" if verb else "")
+
+
+def _refuse_ended(instance: Instance) -> None:
+    if instance.status is State.FAILED:
+        raise ModelLoadFailed(f"Instance '{instance.name}' failed: {instance.reason or 'see its log'}")
+    if instance.status is State.STOPPED:
+        raise NotRunning(instance.name, instance.status.value)

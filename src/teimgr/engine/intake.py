@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from teimgr.engine.batch import Encoded
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
-from teimgr.engine.queue import EntryQueue
-from teimgr.engine.shelf import Entry
+from teimgr.engine.queue import Entry, EntryQueue
 from teimgr.engine.tokenizer import Reading, TextTokenizer
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, Unavailable
 

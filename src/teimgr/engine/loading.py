@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
+from teimgr.engine.backbone import Batching
+from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.probe import Choice, choose, probe_inputs
 from teimgr.engine.prompts import Prompts
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import TextTokenizer
-from teimgr.engine.transformer import Batching
 from teimgr.errors import InvalidConfig, OutOfDeviceMemory
-from teimgr.layout import Layout, read_layout
+from teimgr.model_files import Layout, read_layout
 from teimgr.spec import ModelInfo
 
 log = logging.getLogger(__name__)

@@ -8,21 +8,19 @@ from typing import Any
 
 import torch
 
+from teimgr.engine.backbone import Transformer, WholeModel, load_module
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows
-from teimgr.engine.heads.causal import CausalHead, keep_two_tokens
-from teimgr.engine.heads.classification import SequenceHead, sequence_head
-from teimgr.engine.heads.dense import DenseHead
+from teimgr.engine.heads.base import TokensHead
 from teimgr.engine.heads.library import LibraryHead, Trial
-from teimgr.engine.heads.m3 import M3MultiVectorHead, M3SparseHead, load_linear
-from teimgr.engine.heads.multi_vector import MultiVectorHead
+from teimgr.engine.heads.multi_vector import M3MultiVectorHead, M3SparseHead, MultiVectorHead, load_linear
+from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.projections import load_projections, width_behind
+from teimgr.engine.heads.scoring import CausalHead, SequenceHead, keep_two_tokens, sequence_head
 from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
-from teimgr.engine.heads.tokens import TokensHead
 from teimgr.engine.job import Output
-from teimgr.engine.static import StaticTable, load_table
-from teimgr.engine.transformer import Transformer, WholeModel, load_module
-from teimgr.layout import Backbone, Kind, Layout
+from teimgr.engine.static_table import StaticTable, load_table
+from teimgr.model_files import Backbone, Kind, Layout
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ On late-interaction models their names are the two roles, whether or not a text 
 from __future__ import annotations
 
 from teimgr.engine.job import InferOptions
-from teimgr.engine.roles import DOCUMENT, QUERY
+from teimgr.engine.templates import DOCUMENT, QUERY
 from teimgr.engine.tokenizer import Reading
 from teimgr.errors import InvalidConfig, InvalidInput
-from teimgr.layout import Layout
+from teimgr.model_files import Layout
 
 
 class Prompts:

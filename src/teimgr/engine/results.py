@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.heads.classification import activate
-from teimgr.engine.heads.dense import finish
+from teimgr.engine.heads.pooling import finish
+from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Job, Output, SparseVector
 from teimgr.errors import InferenceFailed
 

@@ -18,9 +18,8 @@ from teimgr.engine.finisher import Failures, Finisher, Started
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
-from teimgr.engine.queue import EntryQueue
+from teimgr.engine.queue import Entry, EntryQueue
 from teimgr.engine.results import HostRows
-from teimgr.engine.shelf import Entry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
 
 log = logging.getLogger(__name__)

@@ -10,15 +10,12 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 
 from teimgr.engine.batch import Encoded
-from teimgr.engine.causal_text import CausalText
 from teimgr.engine.job import Input, Pair
-from teimgr.engine.roles import roles_of
-from teimgr.engine.shortening import Shortener
-from teimgr.engine.tokenizer_file import breaks_at_spaces, load_tokenizer, unknown_id
-from teimgr.engine.tokenizer_library import LibraryTokenizer, Text
-from teimgr.engine.truncation import Cut
+from teimgr.engine.templates import CausalText, roles_of
+from teimgr.engine.tokenizer_files import LibraryTokenizer, Text, breaks_at_spaces, load_tokenizer, unknown_id
+from teimgr.engine.truncation import Cut, Shortener
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TokenizerFailed
-from teimgr.layout import Backbone, Layout
+from teimgr.model_files import Backbone, Layout
 
 # No language writes this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
@@ -263,3 +260,23 @@ def _tokens(encoding: Encoding, text: str) -> Iterable[Token]:
         else:
             start, stop = int(starts[begin]), int(starts[end])
             yield Token(id, raw[start:stop].decode(errors="replace"), False, start, stop)
+
+
+def cut(tokenizer: TextTokenizer, text: str, max_tokens: int, *, left: bool) -> str:
+    """The first `max_tokens` tokens of `text`, or the last ones where `left` is cut off; special ones do not count.
+
+    It is a piece of the text itself, so a tokenizer that merges over words may make a token more or less of it.
+
+    Raises:
+        TokenizerFailed: the library refused it.
+    """
+    if len(text.encode()) <= max_tokens:  # no token is shorter than a byte
+        return text
+    most = min(tokenizer.max_length, max_tokens) * _CHARS_PER_TOKEN
+    text = text[-most:] if left else text[:most]
+    tokens = tokenizer.tokenize(text, add_special_tokens=False, prompt="")
+    places = [(token.start, token.stop) for token in tokens if token.start is not None and token.stop is not None]
+    if len(places) <= max_tokens:
+        return text
+    begin, end = (places[-max_tokens][0], None) if left else (0, places[max_tokens - 1][1])
+    return text.encode()[begin:end].decode(errors="ignore")

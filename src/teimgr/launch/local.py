@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import socket
@@ -18,13 +19,54 @@ from teimgr.errors import InvalidConfig
 from teimgr.launch import nursery
 from teimgr.launch.base import Adopted, LaunchFailed
 from teimgr.launch.control_link import WorkerStatus, identify
-from teimgr.launch.local_handle import LocalHandle
-from teimgr.launch.logfile import open_log, shrink
+from teimgr.launch.log_files import open_log, shrink
+from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
-from teimgr.launch.processes import open_pidfd
-from teimgr.launch.runfile import RunFile, Traces, all_traces, make_private, new_incarnation, socket_fits
-from teimgr.launch.shared_ports import borrow
+from teimgr.launch.process_handle import LocalHandle
+from teimgr.launch.run_files import RunFile, Traces, all_traces, make_private, new_incarnation, open_pidfd, socket_fits
 from teimgr.spec import WorkerSpec
+from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
+
+_ANSWER_LIMIT_S = 2.0
+_ANSWER_BYTES = 4096
+
+
+async def borrow(path: Path) -> dict[int, socket.socket]:
+    """The sockets that the worker at `path` gives, by port; none when it has none, is ending, or does not answer.
+
+    The caller closes them.
+    """
+    try:
+        async with asyncio.timeout(_ANSWER_LIMIT_S):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+                link.setblocking(False)
+                return await _ask(link, path)
+    except OSError:  # TimeoutError is one of them
+        return {}
+
+
+async def _ask(link: socket.socket, path: Path) -> dict[int, socket.socket]:
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(link, str(path))
+    await loop.sock_sendall(link, pack_header(0, FrameType.REQUEST, Method.SHARE_PORTS, 1))
+    await _readable(link)
+    # Descriptors come with the first byte of the answer, which is small enough to come whole.
+    answer, descriptors, _, _ = socket.recv_fds(link, _ANSWER_BYTES, PORTS_LIMIT)
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    if len(answer) < HEADER.size or unpack_header(answer).type != FrameType.REPLY:
+        return {}
+    return dict(zip(json.loads(answer[HEADER.size :]), sockets, strict=True))
+
+
+async def _readable(link: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(link, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(link)
+
 
 IDENTITY_LIMIT_S = 5.0
 LEFTOVER_GRACE_S = 5.0

@@ -39,9 +39,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from teimgr.launch.processes import boot_id, look_up, thread_count
-from teimgr.launch.runfile import RunFile, Traces
-from teimgr.launch.torch_build import TorchBuild
+from teimgr.launch.base import TorchBuild
+from teimgr.launch.run_files import RunFile, Traces, boot_id, look_up, thread_count
 from teimgr.spec import WorkerSpec
 
 MESSAGE_LIMIT_BYTES = 128 * 1024

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.wire.fields import varint
 from teimgr.wire.frames import Timings
+from teimgr.wire.protobuf import varint
 
 _LENGTH_DELIMITED_1 = b"\x0a"  # field 1, wire type 2
 _LENGTH_DELIMITED_2 = b"\x12"  # field 2, wire type 2

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from teimgr.engine.job import Job, Lane
 from teimgr.errors import TeimgrError, TooLarge
-from teimgr.origin import CURRENT, Account, Origin
+from teimgr.observability.request_context import CURRENT, Account, Origin
 from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 

@@ -14,30 +14,65 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
-from teimgr import hub, logs
+from teimgr import hub
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.errors import Broken, Internal, OutOfDeviceMemory, PortConflict, Refused, TeimgrError
-from teimgr.exposition import pack
-from teimgr.listening import Listener, bind, serving
+from teimgr.http_server import Listener, bind, serving
+from teimgr.observability import logs
+from teimgr.observability.exposition import pack
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
-from teimgr.worker.desk import Desk
-from teimgr.worker.figures import engine_page, process_page
-from teimgr.worker.instance_port import create_app, metrics_app
-from teimgr.worker.links import Control, Links
-from teimgr.worker.loading import in_background
-from teimgr.worker.service import Service
+from teimgr.worker.dispatcher import Desk
+from teimgr.worker.http_port import create_app, metrics_app
+from teimgr.worker.link_server import Control, Links
+from teimgr.worker.methods import Service
+from teimgr.worker.metrics import engine_page, process_page
 
 if TYPE_CHECKING:
     from teimgr.worker.grpc_port.port import GrpcPort
+
+
+ResultT = TypeVar("ResultT")
+
+
+def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
+    """Start `work` on a thread of its own; the future has what it returned or raised.
+
+    `asyncio.to_thread` would not do for what may take minutes: the loop's end joins its threads.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def finish(result: ResultT | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # of `work`, where there is no error
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # a thread has nobody else to tell
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
 
 log = logging.getLogger(__name__)
 

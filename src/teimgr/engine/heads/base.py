@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -41,3 +42,14 @@ def moved(values: NDArray[Any], device: torch.device) -> Tensor:
     """`values` on `device`, without waiting for it."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class TokensHead:
+    """The last hidden states as they are, special tokens and prompt included."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """The batch's own rows, in the model's type."""
+        return Rows(hidden, moved(batch.cu_seqlens.astype(np.int64), hidden.device))

@@ -1,15 +1,20 @@
-"""Late interaction: a vector for every kept token."""
+"""BGE-M3's two outputs beside its dense vector: weights of the tokens that occur, and a vector for each token."""
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads.base import Rows, moved
-from teimgr.layout import LateInteraction
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files import LateInteraction
 
 
 class MultiVectorHead:
@@ -49,3 +54,59 @@ def offsets(kept: NDArray[np.bool_] | None, batch: PackedBatch) -> NDArray[np.in
         return borders
     before = np.concatenate([[0], np.cumsum(kept)])
     return np.asarray(before[borders], dtype=np.int64)
+
+
+class M3SparseHead:
+    """A token's weight is relu(linear(hidden)), that of an id its heaviest token's. `unused_ids` have none."""
+
+    def __init__(self, linear: nn.Linear, unused_ids: tuple[int, ...], vocabulary: int) -> None:
+        self.width = vocabulary
+        self._linear = linear
+        self._unused = np.array(unused_ids, dtype=np.int64)
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """SPARSE rows. How many weights are zero is only known on the device, so this waits for it."""
+        tokens, places, texts, ids = self._entries(batch)
+        of_token = self._linear(hidden.float()).relu().squeeze(1)[moved(tokens, hidden.device)]
+        weights = torch.zeros(len(ids), device=hidden.device)
+        weights = weights.scatter_reduce(0, moved(places, hidden.device), of_token, "amax")
+        kept = (weights != 0.0).nonzero().squeeze(1)
+        counts = torch.bincount(moved(texts, hidden.device)[kept], minlength=batch.texts)
+        borders = functional.pad(counts.cumsum(0), (1, 0))
+        return Rows(weights[kept], borders, moved(ids, hidden.device)[kept])
+
+    def _entries(self, batch: PackedBatch) -> tuple[NDArray[np.int64], ...]:
+        """Tokens that count and the entry of each; the text and the id of each entry, by text and ascending."""
+        tokens = np.flatnonzero(~np.isin(batch.ids, self._unused))
+        text_of = np.repeat(np.arange(batch.texts, dtype=np.int64), np.diff(batch.cu_seqlens))
+        keys, places = np.unique(text_of[tokens] * self.width + batch.ids[tokens], return_inverse=True)
+        return tokens, places, keys // self.width, keys % self.width
+
+
+class M3MultiVectorHead:
+    """linear(hidden) of every token but the first, scaled to length 1."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.width = linear.out_features
+        self._linear = linear
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """MULTI_VECTOR rows."""
+        kept = batch.position_ids > 0
+        vectors = self._linear(hidden[moved(np.flatnonzero(kept), hidden.device)].float())
+        return Rows(functional.normalize(vectors, dim=-1), moved(offsets(kept, batch), hidden.device))
+
+
+def load_linear(path: Path, device: torch.device) -> nn.Linear:
+    """The float32 layer whose `weight` and `bias` are in a file of torch's.
+
+    Raises:
+        ModelLoadFailed: the file is no such thing.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        linear = nn.Linear(state["weight"].shape[1], state["weight"].shape[0], bias="bias" in state)
+        linear.load_state_dict(state)
+    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise ModelLoadFailed(f"{path.name} holds no linear layer: {error}") from error
+    return linear.float().requires_grad_(False).to(device)

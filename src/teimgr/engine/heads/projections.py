@@ -10,9 +10,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teimgr.engine.heads.activation import torch_activation
 from teimgr.errors import ModelLoadFailed
-from teimgr.layout import Dense, LayerNorm, Projection
+from teimgr.model_files import Dense, LayerNorm, Projection
+
+
+def torch_activation(name: str) -> nn.Module:
+    """The module that `name` ("torch.nn.modules.activation.Tanh") says, made without arguments.
+
+    Raises:
+        ModelLoadFailed: it is no module of torch's, or needs arguments.
+    """
+    kind = getattr(nn, name.rsplit(".", 1)[-1], None)
+    if not name.startswith("torch.nn.") or not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ModelLoadFailed(f"the activation {name} is not served")
+    try:
+        return kind()
+    except TypeError as error:
+        raise ModelLoadFailed(f"the activation {name} is not served: {error}") from error
 
 
 class DenseLayer(nn.Module):

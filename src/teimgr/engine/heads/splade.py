@@ -9,7 +9,7 @@ from torch import Tensor
 
 from teimgr.engine.batch import PackedBatch, Run
 from teimgr.engine.heads.base import Rows
-from teimgr.layout import Splade
+from teimgr.model_files import Splade
 
 # Logits that exist at one moment. On a CPU a larger temporary is mapped and unmapped by every operation.
 _CPU_BYTES = 24_000_000

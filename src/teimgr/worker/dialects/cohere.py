@@ -12,26 +12,25 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
+from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.wire.precision import Precision, converted
 from teimgr.worker.dialects import rerank
-from teimgr.worker.dialects.bodies import Refused, read
-from teimgr.worker.dialects.parts import (
+from teimgr.worker.http.answers import to_json
+from teimgr.worker.http.bodies import U32, Body
+from teimgr.worker.http.common import (
     DOCUMENT_PROMPTS,
     MOST_INPUTS,
     QUERY_PROMPTS,
+    Refused,
     base64_of,
     named,
     need_texts,
     prompt_among,
+    read,
     shortened,
     text_of_parts,
 )
-from teimgr.worker.exchange import Exchange, Terms
-from teimgr.worker.tei.answers import to_json
-from teimgr.worker.tei.fields import U32, Body
-from teimgr.worker.tei.inference import Inference, Served
-from teimgr.worker.tei.routes import Route, json_reply
+from teimgr.worker.http.inference import Exchange, HttpHandler, Inference, Served, Terms, json_reply
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 _PRECISIONS = {
@@ -87,7 +86,7 @@ def _text_of(place: int, content: dict[str, Any]) -> str:
     return text
 
 
-def _embed(version: str) -> Route:
+def _embed(version: str) -> HttpHandler:
     async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
         asked = await read(exchange, request, EmbedRequest)
         left = _truncation(asked) == "START"
@@ -142,11 +141,11 @@ _TYPES: Mapping[str, Callable[[NDArray[np.float32]], Any]] = {
     **{name: partial(converted, precision=precision) for name, precision in _PRECISIONS.items()},
 }
 
-ROUTES: dict[tuple[str, str], Route] = {
+ROUTES: dict[tuple[str, str], HttpHandler] = {
     ("POST", "/v1/embed"): _embed("1"),
     ("POST", "/v2/embed"): _embed("2"),
     ("POST", "/v1/rerank"): rerank.route(rerank.COHERE_1),
     ("POST", "/v2/rerank"): rerank.route(rerank.COHERE_2),
 }
 # Jina's clients that want its defaults ask with its name.
-JINA_ROUTES: dict[tuple[str, str], Route] = {("POST", "/v1/rerank"): rerank.route(rerank.JINA)}
+JINA_ROUTES: dict[tuple[str, str], HttpHandler] = {("POST", "/v1/rerank"): rerank.route(rerank.JINA)}

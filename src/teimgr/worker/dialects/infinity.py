@@ -10,14 +10,12 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.worker import scores
 from teimgr.worker.dialects import rerank
-from teimgr.worker.dialects.bodies import Refused, simple
-from teimgr.worker.dialects.parts import MOST_INPUTS, base64_of, named, need_kind, need_texts, now, usage
-from teimgr.worker.kinds import RERANKER
-from teimgr.worker.tei.answers import to_json
-from teimgr.worker.tei.fields import U32, Input, Texts, engine_inputs
-from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
-from teimgr.worker.tei.openai import BATCH_LIMIT, EncodingFormat
-from teimgr.worker.tei.routes import Route
+from teimgr.worker.dialects.tei_requests import BATCH_LIMIT, EncodingFormat
+from teimgr.worker.http.answers import to_json
+from teimgr.worker.http.bodies import U32, Input, Texts, engine_inputs
+from teimgr.worker.http.common import MOST_INPUTS, Refused, base64_of, named, need_kind, need_texts, now, simple, usage
+from teimgr.worker.http.inference import HttpHandler, Inference, InferenceRequest, Served
+from teimgr.worker.scores import RERANKER
 
 
 class EmbeddingsRequest(InferenceRequest):
@@ -84,7 +82,7 @@ def _rest(model: str, job: Job) -> dict[str, Any]:
 
 classify = simple(ClassifyRequest)
 
-ROUTES: dict[tuple[str, str], Route] = {
+ROUTES: dict[tuple[str, str], HttpHandler] = {
     ("POST", "/embeddings"): simple(EmbeddingsRequest),
     ("POST", "/rerank"): rerank.route(rerank.INFINITY),
     ("POST", "/classify"): classify,

@@ -9,12 +9,11 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Input, Output
 from teimgr.errors import EmptyInput
-from teimgr.worker.dialects.bodies import simple
-from teimgr.worker.tei.fields import U32, engine_inputs
-from teimgr.worker.tei.fields import Input as InputField
-from teimgr.worker.tei.inference import Inference, InferenceRequest, Served
-from teimgr.worker.tei.openai import BATCH_LIMIT, EncodingFormat, embedding_list
-from teimgr.worker.tei.routes import Route
+from teimgr.worker.dialects.tei_requests import BATCH_LIMIT, EncodingFormat, embedding_list
+from teimgr.worker.http.bodies import U32, engine_inputs
+from teimgr.worker.http.bodies import Input as InputField
+from teimgr.worker.http.common import simple
+from teimgr.worker.http.inference import HttpHandler, Inference, InferenceRequest, Served
 
 
 class EmbeddingsRequest(InferenceRequest):
@@ -42,4 +41,4 @@ def _is_empty(one: Input) -> bool:
     return one is None or not len(one)
 
 
-ROUTES: dict[tuple[str, str], Route] = {("POST", "/v1/embeddings"): simple(EmbeddingsRequest)}
+ROUTES: dict[tuple[str, str], HttpHandler] = {("POST", "/v1/embeddings"): simple(EmbeddingsRequest)}

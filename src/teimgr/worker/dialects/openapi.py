@@ -15,8 +15,8 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
 from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, vllm
-from teimgr.worker.tei.openapi import OPERATIONS
-from teimgr.worker.tei.requests import EmbedRequest
+from teimgr.worker.dialects.tei_openapi import OPERATIONS
+from teimgr.worker.dialects.tei_requests import EmbedRequest
 
 _MSGPACK_TOO = (SIE,)
 

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair, SparseVector
 from teimgr.spec import ModelInfo
-from teimgr.worker.dialects.parts import DOCUMENT_PROMPTS, MOST_INPUTS, QUERY_PROMPTS, need_kind, prompt_among
-from teimgr.worker.exchange import Exchange, Terms
-from teimgr.worker.kinds import RERANKER
-from teimgr.worker.tei.inference import Inference, Served
+from teimgr.worker.http.common import DOCUMENT_PROMPTS, MOST_INPUTS, QUERY_PROMPTS, need_kind, prompt_among
+from teimgr.worker.http.inference import Exchange, Inference, Served, Terms
+from teimgr.worker.scores import RERANKER
 
 # What a model's texts are compared by.
 _OUTPUT_OF_KIND = {

@@ -16,14 +16,22 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.worker.dialects.bodies import Refused, read
-from teimgr.worker.dialects.parts import MOST_INPUTS, best_first, named, need_kind, now, shortened, text_of_parts, usage
-from teimgr.worker.exchange import Exchange, Terms
-from teimgr.worker.kinds import RERANKER
-from teimgr.worker.tei.answers import to_json
-from teimgr.worker.tei.fields import U32, Body
-from teimgr.worker.tei.inference import Inference, Served
-from teimgr.worker.tei.routes import Route, json_reply
+from teimgr.worker.http.answers import to_json
+from teimgr.worker.http.bodies import U32, Body
+from teimgr.worker.http.common import (
+    MOST_INPUTS,
+    Refused,
+    best_first,
+    named,
+    need_kind,
+    now,
+    read,
+    shortened,
+    text_of_parts,
+    usage,
+)
+from teimgr.worker.http.inference import Exchange, HttpHandler, Inference, Served, Terms, json_reply
+from teimgr.worker.scores import RERANKER
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
 
@@ -89,7 +97,7 @@ class Form(NamedTuple):
     documents: bool
 
 
-def route(form: Form) -> Route:
+def route(form: Form) -> HttpHandler:
     """A route that answers in `form`."""
 
     async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:

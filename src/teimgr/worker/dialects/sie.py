@@ -17,25 +17,25 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
-from teimgr.requests import media_type
+from teimgr.http_server import media_type
 from teimgr.spec import ModelInfo
+from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.wire.precision import Precision, converted
-from teimgr.worker.dialects.bodies import Refused, read, validated
-from teimgr.worker.dialects.parts import (
+from teimgr.worker.dialects.relevance import relevance
+from teimgr.worker.http.answers import to_json
+from teimgr.worker.http.bodies import Body
+from teimgr.worker.http.common import (
     DOCUMENT_PROMPTS,
     MOST_INPUTS,
     QUERY_PROMPTS,
+    Refused,
     best_first,
     need_texts,
     prompt_among,
+    read,
+    validated,
 )
-from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.exchange import Exchange, Terms
-from teimgr.worker.tei.answers import to_json
-from teimgr.worker.tei.fields import Body
-from teimgr.worker.tei.inference import Inference, Served
-from teimgr.worker.tei.routes import LARGE_BODY_BYTES, Route, json_reply
+from teimgr.worker.http.inference import LARGE_BODY_BYTES, Exchange, HttpHandler, Inference, Served, Terms, json_reply
 
 MSGPACK = "application/msgpack"
 _JSON = "application/json"
@@ -255,4 +255,4 @@ def _array(value: object) -> dict[bytes, Any]:
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
 
 
-ROUTES: dict[tuple[str, str], Route] = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}
+ROUTES: dict[tuple[str, str], HttpHandler] = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}

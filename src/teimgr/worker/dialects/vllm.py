@@ -19,15 +19,12 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects import infinity, openai, rerank
-from teimgr.worker.dialects.bodies import Refused, read
-from teimgr.worker.dialects.parts import MOST_INPUTS, base64_of, named, need_kind, need_texts, now, usage
 from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.exchange import Exchange, Terms
-from teimgr.worker.kinds import RERANKER
-from teimgr.worker.tei.answers import to_json
-from teimgr.worker.tei.fields import Body, Input, Texts, engine_inputs
-from teimgr.worker.tei.inference import Inference, Served
-from teimgr.worker.tei.routes import Route, json_reply
+from teimgr.worker.http.answers import to_json
+from teimgr.worker.http.bodies import Body, Input, Texts, engine_inputs
+from teimgr.worker.http.common import MOST_INPUTS, Refused, base64_of, named, need_kind, need_texts, now, read, usage
+from teimgr.worker.http.inference import Exchange, HttpHandler, Inference, Served, Terms, json_reply
+from teimgr.worker.scores import RERANKER
 
 _PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
 
@@ -251,7 +248,7 @@ def _as_it_is(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values)
 
 
-ROUTES: dict[tuple[str, str], Route] = {
+ROUTES: dict[tuple[str, str], HttpHandler] = {
     **openai.ROUTES,
     **{("POST", path): _score for path in ("/score", "/v1/score")},
     **{("POST", path): rerank.route(rerank.VLLM) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},

@@ -8,13 +8,12 @@ import time
 from teimgr.engine.job import Lane
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unsupported
 from teimgr.wire.frames import Flag
-from teimgr.wire.pairs import Pairs
+from teimgr.wire.rerank_stream import Pairs, Window
 from teimgr.wire.rpc import Rpc, Shape
-from teimgr.wire.window import Window
 from teimgr.worker.calls import MethodCall, Reply
-from teimgr.worker.desk import Desk
+from teimgr.worker.dispatcher import Desk
 from teimgr.worker.grpc_port.exchange import Exchange
-from teimgr.worker.service import Service
+from teimgr.worker.methods import Service
 
 # Messages of one stream in flight, as TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS is by default.
 WINDOW = 1024

@@ -18,8 +18,7 @@ from hyperframe.frame import GoAwayFrame
 from uvicorn.server import ServerState
 
 from teimgr.errors import Unavailable
-from teimgr.worker.grpc_port.exchange import Exchange, Headers
-from teimgr.worker.grpc_port.inbox import Inbox
+from teimgr.worker.grpc_port.exchange import Exchange, Headers, Inbox
 
 log = logging.getLogger(__name__)
 # Below this, one writes down every header, API keys among them, and the other a traceback for each client that errs.

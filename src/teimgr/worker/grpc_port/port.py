@@ -9,18 +9,25 @@ from h2.exceptions import ProtocolError
 from uvicorn.server import ServerState
 
 from teimgr.errors import DeadlineExceeded, TeimgrError
-from teimgr.origin import CURRENT
+from teimgr.observability.request_context import CURRENT
 from teimgr.wire.rpc import RPCS, TEI_PACKAGE, Rpc
 from teimgr.wire.status import STATUS, UNAUTHENTICATED, UNIMPLEMENTED
-from teimgr.worker.desk import Desk, masked
+from teimgr.worker.dispatcher import Desk, masked
 from teimgr.worker.grpc_port.calls import Calls
 from teimgr.worker.grpc_port.connection import Connection
 from teimgr.worker.grpc_port.exchange import Exchange
-from teimgr.worker.grpc_port.health import Health
-from teimgr.worker.grpc_port.reflection import reflection_services
-from teimgr.worker.grpc_port.refusal import Refusal
-from teimgr.worker.grpc_port.typed import Answer, answers
-from teimgr.worker.service import Service
+from teimgr.worker.grpc_port.services import Answer, Health, answers, reflection_services
+from teimgr.worker.methods import Service
+
+
+class Refusal(Exception):
+    """End the call with the gRPC status of that number and this sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
 

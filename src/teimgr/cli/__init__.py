@@ -1,0 +1,5 @@
+"""The `teimgr` command line."""
+
+from teimgr.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,203 @@
+"""The client for code without an event loop: the asynchronous one, run on a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from teimgr.client.endpoints import Endpoint, Tls
+from teimgr.client.grpc_channel import Calls
+from teimgr.client.inference import Inference
+from teimgr.client.rest import Lifecycle, Rest
+from teimgr.client.scoring import Scoring, Tables
+
+API = "http://127.0.0.1:9000"
+GRPC = "http://127.0.0.1:9001"
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+
+
+class AsyncClient(Lifecycle, Inference, Scoring, Tables):
+    """One daemon: `api` is its REST side, `grpc` its multiplexer; `https://` speaks TLS as `tls` says, and
+    `api_key` goes with every call.
+
+    Used as `async with`; nothing is sent before the first call. `timeout_s` bounds every call, stop and restart
+    with their grace included. `max_message_bytes` bounds one gRPC message, either way.
+    """
+
+    def __init__(
+        self,
+        api: str = API,
+        grpc: str = GRPC,
+        *,
+        tls: Tls | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        tls = tls or Tls()
+        self._rest = Rest(Endpoint.parse(api), tls, api_key)
+        self._calls = Calls(Endpoint.parse(grpc), tls, max_message_bytes, api_key)
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Self:
+        await self._rest.open()
+        try:
+            await self._calls.open()
+        except BaseException:
+            await self._rest.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End what is under way and close both connections."""
+        try:
+            await self._calls.close()
+        finally:
+            await self._rest.close()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_END = object()
+
+
+class LoopThread:
+    """An event loop on a thread of its own, from construction to `close`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="teimgr-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine; an interrupt of the caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stop the loop and end its thread."""
+        self.run(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncClient, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        stream = method(self._client, *args, **kwargs)
+        try:
+            while (item := self._run(_next(stream))) is not _END:
+                yield item
+        finally:
+            self._run(_close(stream))
+
+    return call
+
+
+async def _next(stream: AsyncIterator[Any]) -> Any:
+    return await anext(stream, _END)
+
+
+async def _close(stream: Any) -> None:
+    await stream.aclose()
+
+
+class Client:
+    """`AsyncClient` method by method, blocking; streams are iterators. Used as `with`; safe from several threads."""
+
+    def __init__(
+        self,
+        api: str = API,
+        grpc: str = GRPC,
+        *,
+        tls: Tls | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._client = AsyncClient(
+            api, grpc, tls=tls, api_key=api_key, timeout_s=timeout_s, max_message_bytes=max_message_bytes
+        )
+        self._loop: LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = LoopThread()
+        try:
+            self._loop.run(self._client.__aenter__())
+        except BaseException:
+            self._loop.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is under way, close both connections and the thread."""
+        if self._loop is not None:
+            self._loop.run(self._client.close())
+            self._loop.close()
+            self._loop = None
+
+    create = _blocking(AsyncClient.create)
+    get = _blocking(AsyncClient.get)
+    start = _blocking(AsyncClient.start)
+    stop = _blocking(AsyncClient.stop)
+    restart = _blocking(AsyncClient.restart)
+    delete = _blocking(AsyncClient.delete)
+    logs = _blocking(AsyncClient.logs)
+    health = _blocking(AsyncClient.health)
+    ready = _blocking(AsyncClient.ready)
+    wait_until_running = _blocking(AsyncClient.wait_until_running)
+    list = _blocking(AsyncClient.list)
+
+    embed = _blocking(AsyncClient.embed)
+    embed_stream = _iterating(AsyncClient.embed_stream)
+    embed_sparse = _blocking(AsyncClient.embed_sparse)
+    embed_all = _blocking(AsyncClient.embed_all)
+    embed_arrow = _blocking(AsyncClient.embed_arrow)
+    embed_arrow_stream = _iterating(AsyncClient.embed_arrow_stream)
+    info = _blocking(AsyncClient.info)
+    tokenize = _blocking(AsyncClient.tokenize)
+    decode = _blocking(AsyncClient.decode)
+    predict = _blocking(AsyncClient.predict)
+    predict_pair = _blocking(AsyncClient.predict_pair)
+    rerank = _blocking(AsyncClient.rerank)
+    rerank_stream = _blocking(AsyncClient.rerank_stream)
+    infer = _blocking(AsyncClient.infer)
+    infer_stream = _iterating(AsyncClient.infer_stream)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            coroutine.close()
+            raise RuntimeError("the client is not open: use it in a `with` block")
+        return self._loop.run(coroutine)

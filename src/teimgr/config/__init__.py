@@ -1,0 +1,1 @@
+"""Settings of the daemon: declaration, sources (TOML, environment, flags), validation and provenance."""

@@ -1,0 +1,240 @@
+"""Every setting of the daemon, in one screen each: name, default, meaning, limits.
+
+Where the values come from is said in `configuration.py`, what must hold between them in `rules.py`. Times are seconds,
+sizes bytes unless the name says otherwise; relative paths are taken from the working directory.
+"""
+
+# ruff: noqa: RUF009  `key` is dataclasses.field with a meaning; it makes a new field at every call
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from teimgr.auth.settings import MTLS, PROVIDERS, Auth, Mtls
+from teimgr.auth.tls_files import TlsFiles
+from teimgr.config import schema
+from teimgr.errors import InvalidConfig
+from teimgr.spec import InstanceSpec
+
+U16 = 2**16 - 1
+U32 = 2**32 - 1
+I64 = 2**63 - 1  # what TOML can say
+UNPRIVILEGED_PORT = 1024
+TEI_BINARY = "text-embeddings-router"
+
+SPEC_RULES: Mapping[str, schema.Rule] = {
+    "port": schema.Rule("port of the instance; 0 or absent: a free one of the range", 0, U16),
+    "max_batch_tokens": schema.Rule("token budget of one batch; 0: from the free GPU memory", 0, U32),
+    "max_concurrent_requests": schema.Rule(
+        "calls inside a worker; four times as many wait before one is refused", 1, U32
+    ),
+    "gpu_id": schema.Rule("index of the GPU; absent: the one with most free memory, or the CPU", 0, U32),
+    "prometheus_port": schema.Rule("port of the instance's te_* metrics; absent: a free one; 0: none", 0, U16),
+    "startup_timeout_secs": schema.Rule("limit of a start; absent: the daemon's", 1, I64),
+    "threads": schema.Rule("CPU threads of each worker; absent: a fair share", 1, 4096),
+    "replicas": schema.Rule("workers of the instance, or 'per-gpu': one on each GPU", 1, 256),
+}
+
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    label: str = "",
+    also: str = "",
+    live: bool = False,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that carries its meaning and limits; `also` is tei-manager's environment variable for it.
+
+    `default` may be a type, such as dict, that makes a new value each time. A `live` key changes with a reload, all
+    others with the next start. A `secret` one is never shown.
+    """
+    metadata = {"rule": schema.Rule(meaning, low, high, label), "also": also, "live": live, "secret": secret}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Otel:
+    """`[otel]`: where traces go. Trace context is passed on to the workers whether or not any are exported."""
+
+    endpoint: str = key("", "collector of OTLP, http://host:4317; empty: no export", also="TEI_MANAGER_OTEL_ENDPOINT")
+    service_name: str = key("tei-manager", "service.name of the traces")
+    sample_ratio: float = key(1.0, "share of the traces begun here that is kept", low=0, high=1)
+    deployment_environment: str = key("", "deployment.environment.name of the traces; empty: none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Webhook:
+    """`[[webhooks]]`: who is told of the events of instances, by POST."""
+
+    url: str = field(metadata={"rule": schema.Rule("where the events are posted")})
+    events: tuple[str, ...] = key((), "kinds of events that are told; empty: all")
+    secret: str = key("", "signs each body with HMAC-SHA256 in X-Teimgr-Signature; empty: unsigned", secret=True)
+    timeout_secs: float = key(10.0, "limit of one POST", low=0.1, high=600)
+    max_attempts: int = key(5, "tries of one event, with growing pauses, before it is given up", low=1, high=100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The daemon's settings. `run_dir` and `log_dir` lie beside the state file unless given."""
+
+    api_host: str = key("127.0.0.1", "address of the REST listener")
+    api_port: int = key(
+        9000,
+        "port of the REST listener",
+        low=UNPRIVILEGED_PORT,
+        high=U16,
+        label="API port",
+        also="TEI_MANAGER_API_PORT",
+    )
+    grpc_enabled: bool = key(True, "run the gRPC multiplexer", also="TEI_MANAGER_GRPC_ENABLED")
+    grpc_host: str = key("127.0.0.1", "address of the gRPC listener")
+    grpc_port: int = key(9001, "port of the gRPC listener", low=1, high=U16, also="TEI_MANAGER_GRPC_PORT")
+    grpc_max_message_size_mb: int = key(40, "largest gRPC message either way, MiB", low=1, high=2047)
+    grpc_max_parallel_streams: int = key(
+        1024, "messages of one stream in flight", low=1, high=U32, also="TEI_MANAGER_GRPC_MAX_STREAMS"
+    )
+    grpc_request_timeout_secs: int = key(30, "limit of a unary call; 0: none", low=0, high=I64)
+    mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
+    arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies that ask for none")
+
+    inference_max_body_mb: int = key(
+        32, "largest body of an inference request over HTTP, MiB; at most the gRPC limit counts", low=1, high=2047
+    )
+    inference_timeout_secs: int = key(300, "limit of an inference request over HTTP; 0: none", low=0, high=I64)
+
+    instance_host: str = key("127.0.0.1", "address of the instances' own ports")
+    instance_port_start: int = key(
+        8080, "first port for instances", low=UNPRIVILEGED_PORT, high=U16, label="instance_port_start"
+    )
+    instance_port_end: int = key(8180, "port after the last one for instances", low=1, high=U16 + 1)
+    prometheus_port_start: int = key(
+        9100,
+        "first port for the instances' te_* metrics; another where a second daemon serves this host",
+        low=UNPRIVILEGED_PORT,
+        high=U16,
+    )
+    max_instances: int | None = key(None, "most instances at a time; absent: no limit", low=1, high=U32)
+    max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
+
+    state_file: Path = key(
+        Path("state/state.toml"), "wanted instances, written at every change", also="TEI_MANAGER_STATE_FILE"
+    )
+    run_dir: Path = key(None, "sockets and run files of live workers; default: run/ beside the state file")
+    log_dir: Path = key(
+        None, "one log file per instance; default: logs/ beside the state file", also="TEI_MANAGER_LOG_DIR"
+    )
+    log_level: str = key(
+        "info", "level, with exceptions: 'warn,teimgr.mux=debug'; a reload changes the daemon's own", live=True
+    )
+    log_format: Literal["json", "pretty"] = key("json", "one JSON object per event, or lines for people")
+    log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=I64)
+    log_keep: int = key(3, "rotated log files kept per instance", low=0, high=100)
+
+    auto_restore_on_restart: bool = key(True, "start with the instances of the state file; false: with the seeds alone")
+    startup_timeout_secs: int = key(300, "a start that takes longer has failed", low=1, high=I64)
+    graceful_shutdown_timeout_secs: int = key(30, "time to finish accepted calls before a kill", low=0, high=I64)
+    orphan_grace_secs: int = key(300, "a worker or mux that sees no daemon for so long stops", low=0, high=I64)
+    health_check_interval_secs: int = key(
+        10, "time between two probes of an instance", low=1, high=I64, also="TEI_MANAGER_HEALTH_CHECK_INTERVAL"
+    )
+    health_probe_timeout_secs: int = key(10, "a probe that takes longer has failed", low=1, high=I64)
+    max_failures_before_restart: int = key(
+        3, "failed probes in a row before a restart; 0: never restart for a probe", low=0, high=U32
+    )
+    restart_backoff_secs: float = key(0.2, "wait before the first restart; doubles each time", low=0, high=86400)
+    restart_backoff_max_secs: float = key(30.0, "longest wait between two restarts", low=0, high=86400)
+    auto_max_batch_tokens_per_gib: int = key(
+        2048,
+        'tokens for each GiB of free GPU memory, where max_batch_tokens is 0 or "auto"',
+        low=1,
+        high=U32,
+        live=True,
+    )
+    gpu_preflight: Literal["warn", "fail"] = key("warn", "what to do about a GPU that this build of torch cannot use")
+    cpu_worker_nice: int = key(10, "niceness of CPU workers, below the multiplexer", low=0, high=19)
+    tei_binary_path: str = key(
+        TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
+    )
+
+    models: tuple[str, ...] = key((), "models that the registry knows from the start: hub ids or directories")
+    model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
+    templates: Mapping[str, Mapping[str, Any]] = key(
+        dict, "keys of instances by name, for seeds and requests that name one", live=True
+    )
+    instances: tuple[InstanceSpec, ...] = key(
+        (), "seeds: instances created where the state does not know their name", live=True
+    )
+    prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration wanted", live=True)
+    aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
+    webhooks: tuple[Webhook, ...] = key((), "who is told of the events of instances", live=True)
+    auth: Auth | None = key(None, "who may call; absent: everybody", live=True)
+    otel: Otel = key(Otel, "where traces go")
+
+    def __post_init__(self) -> None:
+        for name, folder in (("run_dir", "run"), ("log_dir", "logs")):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.state_file.parent / folder)
+
+    @property
+    def mtls(self) -> Mtls | None:
+        """The certificates of both listeners, where mutual TLS is on."""
+        return self.auth.mtls if self.auth and self.auth.asks_for(MTLS) else None
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The certificates of both listeners, where they speak TLS."""
+        return self.auth.files() if self.auth else None
+
+    @property
+    def grpc_max_message_bytes(self) -> int:
+        """`grpc_max_message_size_mb` in bytes."""
+        return self.grpc_max_message_size_mb * 2**20
+
+    def warnings(self) -> Iterator[str]:
+        """What is allowed and should be said loudly at the start."""
+        if self.tei_binary_path != TEI_BINARY:
+            yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
+        if self.auth:
+            yield from self.auth.warnings()
+        verified = self.auth is not None and any(map(self.auth.asks_for, PROVIDERS))
+        for name in ("api_host", "grpc_host", "instance_host"):
+            host = getattr(self, name)
+            # TLS covers the two shared listeners, never the instances' own ports.
+            if not is_loopback(host) and (not verified or name == "instance_host"):
+                yield f"{name} = {host!r}: anybody who reaches this address may call, nothing verifies them"
+            elif not is_loopback(host) and self.tls_files is None:
+                yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
+
+    def prepare_folders(self) -> None:
+        """Make the folders of state, logs and run files; the last is for this user alone.
+
+        Raises:
+            InvalidConfig: one cannot be made.
+        """
+        for noun, folder, mode in (
+            ("state file", self.state_file.parent, 0o777),
+            ("log", self.log_dir, 0o777),
+            ("run", self.run_dir, 0o700),
+        ):
+            try:
+                folder.mkdir(mode=mode, parents=True, exist_ok=True)
+            except OSError as error:
+                raise InvalidConfig(f"Cannot create {noun} directory: {folder}: {error.strerror}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener bound to `host`; a name other than localhost counts as no."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,156 @@
+"""Labels and cross-encoders: which hidden states the head of a model needs, and what a request makes of its logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from teimgr.engine.batch import PackedBatch
+from teimgr.engine.heads.base import Rows, moved
+from teimgr.engine.heads.library import LibraryHead, Trial
+from teimgr.engine.heads.pooling import pool
+from teimgr.engine.heads.projections import torch_activation
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files import CausalScore
+
+
+class CausalHead:
+    """The log-odds of two tokens behind a text, or one token's logit; `decode` makes [n, 2] logits of [n, H]."""
+
+    def __init__(self, decode: Callable[[Tensor], Tensor]) -> None:
+        self.width = 1
+        self._decode = decode
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """SCORES before any activation, [N, 1]."""
+        logits = self._decode(hidden[moved(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)]).float()
+        return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
+
+
+@torch.no_grad()  # tensors of the inference mode could not change their type later
+def keep_two_tokens(module: Any, score: CausalScore) -> None:
+    """Leave of a language model's output layer the rows of the tokens that `score` looks at: no other logit is made.
+
+    Raises:
+        ModelLoadFailed: the tokens are not in the vocabulary, or the model cannot do without the other rows.
+    """
+    tokens = [score.true_token_id, *([] if score.false_token_id is None else [score.false_token_id])]
+    whole = module.get_output_embeddings()
+    if whole is None or max(tokens) >= len(whole.weight):
+        raise ModelLoadFailed(f"the model has no output for the tokens {tokens}")
+    ids = torch.arange(min(4, len(whole.weight)), device=module.device)[None]
+    truth = module(input_ids=ids).logits[0, :, tokens]
+    few = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None).requires_grad_(False)
+    few.weight = nn.Parameter(whole.weight[tokens].clone(), requires_grad=False)
+    if whole.bias is not None:
+        few.bias = nn.Parameter(whole.bias[tokens].clone(), requires_grad=False)
+    module.set_output_embeddings(few)
+    logits = module(input_ids=ids).logits[0]
+    if logits.shape != truth.shape or not torch.allclose(logits, truth, rtol=1e-4, atol=1e-4):
+        raise ModelLoadFailed("the logits of two tokens cannot be had without those of all others")
+
+
+log = logging.getLogger(__name__)
+
+Reading = Callable[[Tensor, PackedBatch], Tensor]
+
+
+class SequenceHead:
+    """A library head for texts; `reading` makes its logits, float32 [N, labels]."""
+
+    def __init__(self, reading: Reading, width: int) -> None:
+        self.width = width
+        self._reading = reading
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """Logits, no activation applied."""
+        return Rows(self._reading(hidden, batch))
+
+
+def sequence_head(library: LibraryHead) -> SequenceHead | None:
+    """The head with the cheapest reading that gives the whole model's own logits; None where none does.
+
+    One row for each text is enough for nearly all: the first, the last, or the mean of all. What remains sees all
+    tokens, run by run.
+    """
+    trial = Trial.of(library)
+    truth = torch.stack(trial.logits)
+    for name, reading in _readings(library).items():
+        try:
+            logits = reading(trial.hidden, trial.batch)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as refusal:
+            log.debug("the head does not run on %s: %s", name, refusal)
+            continue
+        if trial.confirms(logits, truth):
+            log.debug("the head needs %s", name)
+            return SequenceHead(reading, truth.shape[1])
+    return None
+
+
+def _readings(library: LibraryHead) -> dict[str, Reading]:
+    pad = getattr(library.module.config.get_text_config(), "pad_token_id", -1)
+
+    def first(hidden: Tensor, batch: PackedBatch) -> Tensor:
+        return library.rows(hidden[moved(batch.cu_seqlens[:-1].astype(np.int64), hidden.device)])
+
+    def last(hidden: Tensor, batch: PackedBatch) -> Tensor:
+        return library.rows(hidden[moved(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)])
+
+    def last_but_padding(hidden: Tensor, batch: PackedBatch) -> Tensor:
+        return library.rows(hidden[moved(_last_but(pad, batch), hidden.device)])
+
+    def mean(hidden: Tensor, batch: PackedBatch) -> Tensor:
+        return library.rows(pool(hidden, batch, ["mean"]).to(hidden.dtype))
+
+    def every_token(hidden: Tensor, batch: PackedBatch) -> Tensor:
+        ids = moved(batch.ids, hidden.device)
+        parts = []
+        for run in batch.runs:
+            shape = (run.texts, run.length)
+            tokens = slice(run.start, run.stop)
+            parts.append(library.texts(hidden[tokens].view(*shape, -1), ids[tokens].view(shape)))
+        return torch.cat(parts)
+
+    return {
+        "the first token": first,
+        "the last token": last,
+        "the last token that is not padding": last_but_padding,
+        "the mean of all tokens": mean,
+        "every token": every_token,
+    }
+
+
+def _last_but(pad: int, batch: PackedBatch) -> NDArray[np.int64]:
+    """Where each text's last token is whose id is not `pad`; its first where all are, as decoders do it."""
+    begins = batch.cu_seqlens[:-1].astype(np.int64)
+    places = batch.position_ids * (batch.ids != pad)
+    return begins + np.maximum.reduceat(places, begins)
+
+
+def activate(logits: NDArray[np.float32], activation: str) -> NDArray[np.float32]:
+    """Scores of logits [N, labels]: `sigmoid`, `softmax` over the labels, `identity`, or a class of torch by name.
+
+    Raises:
+        ModelLoadFailed: `activation` is none of these.
+    """
+    name = activation.rsplit(".", 1)[-1].lower()
+    if name == "identity":
+        return logits
+    wide = logits.astype(np.float64)
+    if name == "sigmoid":
+        shrunk = np.exp(-np.abs(wide))  # never above 1
+        scores = np.where(wide >= 0, 1.0, shrunk) / (1.0 + shrunk)
+    elif name == "softmax":
+        powers = np.exp(wide - wide.max(axis=1, keepdims=True))
+        scores = powers / powers.sum(axis=1, keepdims=True)
+    else:
+        scores = torch_activation(activation)(torch.from_numpy(wide)).numpy()
+    return np.asarray(scores, dtype=np.float32)

@@ -1,0 +1,1 @@
+"""Fleet events: changes of instances, kept for readers and posted to webhooks."""

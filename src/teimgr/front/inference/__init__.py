@@ -1,9 +1,0 @@
-"""Inference on the daemon's HTTP port: each request goes to a worker as it came, and the answer back as it is.
-
-`dialects.py` says which paths there are, `naming.py` which instance a request means, `bodies.py` how a body is read
-within bounds, `door.py` puts them together. Bodies are parsed and written by workers (`worker/dialects/`).
-"""
-
-from teimgr.front.inference.door import InferenceDoor
-
-__all__ = ["InferenceDoor"]

@@ -1,0 +1,126 @@
+"""Everything that the kinds of model are told apart and read by, gathered once per model directory."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed, ModelNotFound
+from teimgr.model_files.files import TokenFiles, read_object, read_settings
+from teimgr.model_files.modules import Chain, read_chain
+
+MODEL2VEC = "model2vec"
+_STATIC = (MODEL2VEC, "static")
+# What a class of a model's own repository must be called for transformers' class of that architecture to be the same.
+_SAME_CLASS = ("model", "config", "for", "pretrainedmodel", "encodermodel")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The files of a model directory.
+
+    `transformer` is where the first module lies: its config.json is `config`, its sentence_bert_config.json `settings`.
+    `saved` is config_sentence_transformers.json.
+    """
+
+    root: Path
+    transformer: Path
+    config: dict[str, Any]
+    saved: dict[str, Any]
+    settings: dict[str, Any]
+    chain: Chain
+    tokens: TokenFiles
+    static: bool
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The class names in config.json."""
+        return tuple(str(name) for name in self.config.get("architectures") or ())
+
+    def has_head(self, ending: str) -> bool:
+        """Whether an architecture ends so, such as "ForMaskedLM"."""
+        return any(name.endswith(ending) for name in self.architectures)
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The prompts by name, as the files have them."""
+        return {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
+
+
+def read_facts(root: Path, trust_remote_code: bool) -> Facts:
+    """Read the directory `root`.
+
+    Raises:
+        ModelNotFound: there is no such directory, or no config.json in it.
+        ModelLoadFailed: a file is broken, or the model needs code that the instance does not trust.
+    """
+    if not root.is_dir():
+        raise ModelNotFound(f"No model directory at {root}")
+    chain = read_chain(root)
+    transformer = chain.modules[0].path if chain.modules else root
+    config = read_object(transformer / "config.json")
+    static = chain.first == "StaticEmbedding" or (config or {}).get("model_type") in _STATIC
+    if config is None and not static:
+        raise ModelNotFound(f"{transformer} has no config.json")
+    config = config or {}
+    if static:
+        config.setdefault("model_type", "static")
+    if not config.get("model_type"):
+        raise ModelLoadFailed("config.json has no model_type, so there is no telling which architecture this is")
+    if not trust_remote_code:
+        _refuse_remote_code(config)
+    settings = read_settings(transformer)
+    _refuse_settings(settings)
+    return Facts(
+        root=root,
+        transformer=transformer,
+        config=config,
+        saved=read_object(root / "config_sentence_transformers.json") or {},
+        settings=settings,
+        chain=chain,
+        tokens=TokenFiles(transformer),
+        static=static,
+    )
+
+
+def _refuse_remote_code(config: dict[str, Any]) -> None:
+    """See that a model which brings its own code is one that transformers has code for as well."""
+    classes = [str(entry).rsplit(".", 1)[-1] for entry in (config.get("auto_map") or {}).values()]
+    if not classes:
+        return
+    model_type = str(config["model_type"])
+    if _transformers_has(model_type) and all(_is_same(name, model_type) for name in classes):
+        return
+    raise ModelLoadFailed(
+        f"the model brings its own code ({', '.join(classes)}), and transformers has none for it: "
+        "it is run only where the instance sets trust_remote_code = true"
+    )
+
+
+def _transformers_has(model_type: str) -> bool:
+    """Whether transformers has a package of that name. Asked of its folders: the daemon never imports it."""
+    spec = importlib.util.find_spec("transformers")
+    folder = model_type.replace("-", "_")
+    names = (folder, folder.removesuffix("_text"))  # gemma3_text lies in gemma3
+    places = spec.submodule_search_locations if spec else None
+    return any((Path(place) / "models" / name).is_dir() for place in places or () for name in names)
+
+
+def _is_same(name: str, model_type: str) -> bool:
+    """Whether a class is called as transformers calls its own: NomicBertModel is, JinaBertModel of type bert is not."""
+    squashed = model_type.replace("-", "").replace("_", "")
+    lowered = name.lower()
+    return lowered.startswith(squashed) and lowered.removeprefix(squashed).startswith(_SAME_CLASS)
+
+
+def _refuse_settings(settings: dict[str, Any]) -> None:
+    """sentence-transformers lets a model change its own configuration on the way; that is not done here."""
+    for key in ("config_args", "config_kwargs"):
+        changed = {name for name in settings.get(key) or {} if name not in ("trust_remote_code", "revision")}
+        if changed:
+            raise ModelLoadFailed(
+                f"sentence_bert_config.json changes {', '.join(sorted(changed))} of config.json ({key}): "
+                "write it into config.json"
+            )

@@ -1,0 +1,162 @@
+"""The tokenizer's files: ids by token, the special ones, and whether pairs carry token types."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None where there is no such file.
+
+    Raises:
+        ModelLoadFailed: it is no JSON, or no object.
+    """
+    content = _parse(path)
+    if content is not None and not isinstance(content, dict):
+        raise ModelLoadFailed(f"{path.name} should hold a JSON object")
+    return content
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """The objects in a JSON file, [] where there is no such file.
+
+    Raises:
+        ModelLoadFailed: it is no JSON, or no list of objects.
+    """
+    content = _parse(path)
+    if content is None:
+        return []
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise ModelLoadFailed(f"{path.name} should hold a list of JSON objects")
+    return content
+
+
+def first_object(folder: Path, *names: str) -> dict[str, Any]:
+    """The object in the first of these files that exists, {} where none does."""
+    return next((content for name in names if (content := read_object(folder / name)) is not None), {})
+
+
+def _parse(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadFailed(f"{path.name} is not valid JSON: {error}") from error
+
+
+# Tokenizer classes that give token types where tokenizer_config.json does not say what they give. Others do not.
+_TYPED_CLASSES = {"Bert", "Electra", "MobileBert", "ConvBert", "Deberta", "DebertaV2", "Canine", "FNet", "Funnel"}
+_TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "deberta", "deberta-v2"}
+
+
+class TokenFiles:
+    """What tokenizer.json and tokenizer_config.json of a directory say; the first is read when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.config = read_object(folder / "tokenizer_config.json") or {}
+
+    def id(self, token: str) -> int | None:
+        """The id of a token, None where the vocabulary has no such entry."""
+        return self._vocabulary.get(token)
+
+    def special(self, role: str) -> int | None:
+        """The id of a special token by its role, such as "mask_token"."""
+        token = self.config.get(role) or self._special_map.get(role)
+        text = token.get("content") if isinstance(token, dict) else token
+        return self.id(text) if isinstance(text, str) else None
+
+    def words(self, words: list[str]) -> tuple[int, ...]:
+        """The ids of those words that are one token; the others, and the unknown token, are left out."""
+        unknown = self.special("unk_token")
+        found = (self.id(word) for word in words)
+        return tuple(sorted({id for id in found if id is not None and id != unknown}))
+
+    def has_types(self, model: dict[str, Any]) -> bool:
+        """Whether a pair's second text has token type 1: both the tokenizer and the `model`'s config.json say so."""
+        if int(model.get("type_vocab_size") or 0) < 2:
+            return False
+        names = self.config.get("model_input_names")
+        if names is not None:
+            return "token_type_ids" in names
+        own = str(self.config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+        return own in _TYPED_CLASSES if own else model["model_type"] in _TYPED_MODELS
+
+    @property
+    def drops_spaces(self) -> bool:
+        """Whether a space before a text makes no difference, as in BERT's vocabulary."""
+        return (self._file.get("model") or {}).get("type") == "WordPiece"
+
+    @cached_property
+    def _file(self) -> dict[str, Any]:
+        content = read_object(self._folder / "tokenizer.json")
+        if content is None:
+            raise ModelLoadFailed("the model has no tokenizer.json")
+        return content
+
+    @cached_property
+    def _special_map(self) -> dict[str, Any]:
+        return read_object(self._folder / "special_tokens_map.json") or {}
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        entries = (self._file.get("model") or {}).get("vocab") or {}
+        if isinstance(entries, list):  # Unigram: [token, score], whose place is the id
+            entries = {entry[0]: index for index, entry in enumerate(entries)}
+        added = {str(token["content"]): int(token["id"]) for token in self._file.get("added_tokens") or ()}
+        return {**entries, **added}
+
+
+ENDLESS = 1_000_000
+# Positions of these model types start behind the padding token's id.
+OFFSET_TYPES = {
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "xmod",
+    "data2vec-text",
+    "mpnet",
+}
+_SETTINGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """sentence_bert_config.json or an older file of its kind, {} where there is none."""
+    return first_object(folder, *_SETTINGS)
+
+
+def position_offset(config: dict[str, Any]) -> int:
+    """The first position id of a text."""
+    if config["model_type"] not in OFFSET_TYPES:
+        return 0
+    return int(config.get("pad_token_id") or 0) + 1
+
+
+def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict[str, Any]) -> int:
+    """What sentence-transformers' file says, else the tokenizer's own limit; never more than there are positions.
+
+    Raises:
+        ModelLoadFailed: no file tells a limit.
+    """
+    positions = config.get("max_position_embeddings") or config.get("max_trained_positions")
+    room = int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
+    if settings.get("max_seq_length"):
+        return min(int(settings["max_seq_length"]), room)
+    given = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
+    limit = min(room, int(given.get("model_max_length") or tokenizer.get("model_max_length") or ENDLESS))
+    if limit >= ENDLESS:
+        raise ModelLoadFailed(
+            "neither sentence_bert_config.json nor config.json nor the tokenizer tells a length limit"
+        )
+    return limit

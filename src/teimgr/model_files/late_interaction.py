@@ -1,0 +1,195 @@
+"""Late interaction: the layouts of sentence-transformers 6, of PyLate, and of Stanford's ColBERT."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.facts import Facts
+from teimgr.model_files.files import read_object
+from teimgr.model_files.layout import Dense, LateInteraction
+from teimgr.model_files.modules import TOKENS, Module, read_projections
+
+ROLES = ("query", "document")
+_COLBERT_LENGTH = 32  # of a query, where the files of PyLate or Stanford name none
+_PUNCTUATION = list(string.punctuation)
+# Keys of config_sentence_transformers.json that only PyLate writes; one of them turns query expansion on by default.
+_PYLATE_KEYS = {
+    "query_length",
+    "document_length",
+    "query_expansion",
+    "do_query_expansion",
+    "attend_to_expansion_tokens",
+    "attend_to_mask_tokens",
+    "query_prefix",
+    "document_prefix",
+    "skiplist_words",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What goes before a text of each role: as text, by the name of the role, and as token ids."""
+
+    prompts: dict[str, str]
+    ids: dict[str, tuple[int, ...]]
+
+
+def read_late(facts: Facts) -> tuple[LateInteraction, dict[str, str]]:
+    """The late interaction, and the prompts, which always name both roles.
+
+    Raises:
+        ModelLoadFailed: the files describe something else, or something that is not served.
+    """
+    if not facts.chain.modules:
+        return _stanford(facts)
+    roles = _roles(facts, {role: facts.saved.get(f"{role}_prefix") for role in ROLES}, facts.prompts)
+    late = replace(
+        _with_mask(facts) if facts.chain.has("MultiVectorMask") else _without_mask(facts),
+        query_prefix_ids=roles.ids["query"],
+        document_prefix_ids=roles.ids["document"],
+    )
+    return _with_lengths(facts, late, {**facts.settings, **_pylate_lengths(facts.saved)}), roles.prompts
+
+
+def _with_mask(facts: Facts) -> LateInteraction:
+    """sentence-transformers' own: projections and a mask in any order, and a Normalize at the end or none."""
+    before, mask, behind = facts.chain.split_at("MultiVectorMask")
+    modules = (*before[1:], *behind)
+    config = mask.config()
+    tasks = config.get("skiplist_tasks") or ["document"]
+    if config.get("keep_only_token_ids") or "document" not in tasks:
+        raise ModelLoadFailed("a MultiVectorMask that keeps documents whole, or keeps chosen tokens, is not served")
+    late = _projected(modules)
+    return replace(
+        late,
+        skip_ids=facts.tokens.words(config.get("skiplist_words") or []),
+        skip_in_queries="query" in tasks,
+    )
+
+
+def _without_mask(facts: Facts) -> LateInteraction:
+    """PyLate's: it projects, normalises and skips punctuation without saying so."""
+    if facts.saved.get("model_type") != "ColBERT":
+        raise ModelLoadFailed(f"a multi-vector model needs a MultiVectorMask, and has: {facts.chain}")
+    words = facts.saved.get("skiplist_words")
+    late = _projected(facts.chain.behind)
+    skip_ids = facts.tokens.words(_PUNCTUATION if words is None else words)
+    return replace(late, skip_ids=skip_ids, normalize=True)
+
+
+def _projected(modules: tuple[Module, ...]) -> LateInteraction:
+    last = modules[-1].name if modules else ""
+    normalize = last == "Normalize"
+    projections = read_projections(modules[:-1] if normalize else modules, TOKENS)
+    return LateInteraction(projections, None, None, normalize=normalize)
+
+
+def _pylate_lengths(saved: dict[str, Any]) -> dict[str, Any]:
+    """PyLate's keys in the words of sentence-transformers 6."""
+    if not _PYLATE_KEYS & saved.keys():
+        return {}
+    lengths = {key: saved[key] for key in ("query_length", "document_length") if saved.get(key) is not None}
+    if "query_expansion" in saved:
+        return lengths | {"query_expansion": saved["query_expansion"]}
+    if saved.get("do_query_expansion") is False:
+        return lengths | {"query_expansion": None}
+    attend = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
+    expansion = {"strategy": "fixed", "attend": bool(attend), "length": lengths.get("query_length") or _COLBERT_LENGTH}
+    return lengths | {"query_expansion": expansion}
+
+
+def _with_lengths(facts: Facts, late: LateInteraction, lengths: dict[str, Any]) -> LateInteraction:
+    late = replace(late, query_length=lengths.get("query_length"), document_length=lengths.get("document_length"))
+    expansion = lengths.get("query_expansion")
+    if expansion is None:
+        return late
+    if expansion.get("strategy") != "fixed" or not isinstance(expansion.get("length"), int):
+        raise ModelLoadFailed(f"query expansion other than to a fixed length is not served: {expansion}")
+    return replace(
+        late,
+        query_length=expansion["length"],
+        expand_queries=True,
+        expansion_token_id=_expansion_id(facts, expansion.get("token")),
+        attend_to_expansion=bool(expansion.get("attend")),
+    )
+
+
+def _expansion_id(facts: Facts, token: str | None) -> int:
+    tokens = facts.tokens
+    found = tokens.id(token) if token else tokens.special("mask_token")
+    if found is None and token is None:
+        found = tokens.special("eos_token")  # decoders have no mask
+    if found is None:
+        raise ModelLoadFailed(f"queries are filled with {token or 'a mask token'}, which the tokenizer does not have")
+    return found
+
+
+def _roles(facts: Facts, prefixes: dict[str, Any], prompts: dict[str, str]) -> Roles:
+    """A prefix that is a token goes before the text as its id; any other is text, before the prompt there may be."""
+    texts = {**prompts, **{role: prompts.get(role, "") for role in ROLES}}
+    ids: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, ())
+    for role in ROLES:
+        prefix = prefixes[role] or ""
+        rest = texts[role].removeprefix(prefix)
+        id, left = _as_token(facts, prefix)
+        ids[role] = () if id is None else (id,)
+        texts[role] = left + rest
+    return Roles(texts, ids)
+
+
+def _as_token(facts: Facts, prefix: str) -> tuple[int | None, str]:
+    """The id of a prefix that is a token, or whose first word is one, and what is left of it as text."""
+    if not prefix.strip():
+        return None, prefix
+    word = prefix.split(None, 1)[0]
+    for token in (prefix, word):
+        id = facts.tokens.id(token) if prefix.startswith(token) else None
+        if id is not None:
+            left = prefix[len(token) :]
+            return id, "" if left.isspace() and facts.tokens.drops_spaces else left
+    return None, prefix
+
+
+def _stanford(facts: Facts) -> tuple[LateInteraction, dict[str, str]]:
+    """Weights of encoder and projection in one file, and everything else in artifact.metadata."""
+    if "HF_ColBERT" not in facts.architectures:
+        raise ModelLoadFailed(
+            "the model has neither the modules of a multi-vector model nor the HF_ColBERT architecture"
+        )
+    artifact = read_object(facts.root / "artifact.metadata") or {}
+    marks = {
+        "query": f"{artifact.get('query_token_id') or '[unused0]'} ",
+        "document": f"{artifact.get('doc_token_id') or '[unused1]'} ",
+    }
+    roles = _roles(facts, marks, facts.prompts)
+    words = _PUNCTUATION if artifact.get("mask_punctuation", True) else []
+    late = LateInteraction(
+        projections=(_inline_dense(facts.root, facts.config, artifact),),
+        query_length=None,
+        document_length=None,
+        skip_ids=facts.tokens.words(words),
+        query_prefix_ids=roles.ids["query"],
+        document_prefix_ids=roles.ids["document"],
+    )
+    expansion = {
+        "strategy": "fixed",
+        "attend": bool(artifact.get("attend_to_mask_tokens")),
+        "length": artifact.get("query_maxlen") or _COLBERT_LENGTH,
+    }
+    lengths = {"document_length": artifact.get("doc_maxlen"), "query_expansion": expansion}
+    return _with_lengths(facts, late, lengths), roles.prompts
+
+
+def _inline_dense(root: Path, config: dict[str, Any], artifact: dict[str, Any]) -> Dense:
+    """`linear.weight` beside the encoder's weights; its width is 128 unless artifact.metadata says another."""
+    return Dense(
+        path=root,
+        in_features=int(config["hidden_size"]),
+        out_features=int(artifact.get("dim") or 128),
+        bias=False,
+        activation="torch.nn.modules.linear.Identity",
+    )

@@ -1,0 +1,240 @@
+"""The chain of modules that sentence-transformers and PyLate list in modules.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.model_files.files import read_list, read_object
+from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
+from teimgr.spec import POOLINGS
+
+# Where a module's class may come from; anything else is code in the model's own repository.
+_PACKAGES = ("sentence_transformers.", "pylate.")
+_NOT_SERVED = {
+    "Asym": "it sends queries and documents through different modules",
+    "Router": "it sends queries and documents through different modules",
+    "BoW": "it counts words and has no transformer",
+    "CLIPModel": "it embeds images",
+    "CNN": "it puts a convolution behind the transformer",
+    "LSTM": "it puts a recurrent network behind the transformer",
+    "SparseAutoEncoder": "its sparse entries are features of an autoencoder, which no surface can name",
+    "SparseStaticEmbedding": "it weighs the words of a query without a model",
+    "TokenPooling": "it merges the token vectors of a text",
+    "WeightedLayerPooling": "it mixes the layers of the transformer",
+    "WordEmbeddings": "it looks words up in a table of its own and has no tokenizer file",
+    "WordWeights": "it weighs words by a table of its own",
+}
+_SERVED = {
+    "Dense",
+    "Dropout",
+    "LayerNorm",
+    "LogitScore",
+    "MLMTransformer",
+    "MultiVectorMask",
+    "Normalize",
+    "Pooling",
+    "SpladePooling",
+    "StaticEmbedding",
+    "Transformer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One module: the last word of its class, and its directory."""
+
+    name: str
+    path: Path
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json, {} where it has none."""
+        return read_object(self.path / "config.json") or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The modules in order; none for a bare transformer. What does nothing at inference is left out."""
+
+    modules: tuple[Module, ...]
+
+    @property
+    def first(self) -> str:
+        """The name of the first module, "Transformer" for a bare one."""
+        return self.modules[0].name if self.modules else "Transformer"
+
+    @property
+    def behind(self) -> tuple[Module, ...]:
+        """All modules but the first."""
+        return self.modules[1:]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a module of that name."""
+        return any(module.name == name for module in self.modules)
+
+    def split_at(self, name: str) -> tuple[tuple[Module, ...], Module, tuple[Module, ...]]:
+        """The modules before, at and behind the one called `name`.
+
+        Raises:
+            ModelLoadFailed: there is none, or more than one.
+        """
+        found = [index for index, module in enumerate(self.modules) if module.name == name]
+        if len(found) != 1:
+            raise ModelLoadFailed(f"modules.json names {len(found)} {name} modules, not one: {self}")
+        at = found[0]
+        return self.modules[:at], self.modules[at], self.modules[at + 1 :]
+
+    def __str__(self) -> str:
+        return " > ".join(module.name for module in self.modules) or "none"
+
+
+def read_chain(root: Path) -> Chain:
+    """Read modules.json.
+
+    Raises:
+        ModelLoadFailed: it names a module that is not served, or does not start with one that reads text.
+    """
+    modules = [_module(root, row) for row in read_list(root / "modules.json")]
+    modules = [module for module in modules if module.name != "Dropout"]
+    chain = Chain(tuple(modules))
+    readers = [module.name for module in modules if module.name in ("Transformer", "MLMTransformer", "StaticEmbedding")]
+    if modules and (len(readers) != 1 or chain.first not in readers):
+        raise ModelLoadFailed(f"modules.json should start with one transformer, and names: {chain}")
+    return chain
+
+
+def _module(root: Path, row: dict[str, Any]) -> Module:
+    dotted, path = str(row.get("type", "")), str(row.get("path", ""))
+    name = dotted.rsplit(".", 1)[-1]
+    if not dotted.startswith(_PACKAGES):
+        raise ModelLoadFailed(f"modules.json has {dotted}, code in the model's own repository, which is not run here")
+    if name in _NOT_SERVED:
+        raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
+    if name not in _SERVED:
+        raise ModelLoadFailed(f"modules.json has a {name} module, which is not known here")
+    place = (root / path).resolve()
+    if not place.is_relative_to(root.resolve()):
+        raise ModelLoadFailed(f"modules.json points out of the model's directory: {path}")
+    return Module(name, root / path)
+
+
+TEXT, TOKENS = "sentence_embedding", "token_embeddings"
+_TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' own, where a Dense module names none it may load
+_IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def read_projections(modules: Iterable[Module], works_on: str = TEXT) -> tuple[Projection, ...]:
+    """What the modules do, in order; all must read and write `works_on`, TEXT or TOKENS.
+
+    Raises:
+        ModelLoadFailed: one is no projection, or works on something else.
+    """
+    return tuple(_projection(module, works_on) for module in modules)
+
+
+def _projection(module: Module, works_on: str) -> Projection:
+    if module.name not in ("Dense", "LayerNorm", "Normalize"):
+        raise ModelLoadFailed(f"a {module.name} module is not served in this place")
+    config = module.config()
+    # Dense modules of PyLate and of early multi-vector models do not say that they work on tokens.
+    default = works_on if module.name == "Dense" else TEXT
+    reads = str(config.get("module_input_name") or default)
+    writes = str(config.get("module_output_name") or reads)
+    if {reads, writes} != {works_on}:
+        raise ModelLoadFailed(
+            f"the {module.name} module {module.path.name} turns {reads} into {writes}; here only {works_on} is served"
+        )
+    if module.name == "Normalize":
+        return Normalize()
+    if module.name == "LayerNorm":
+        return LayerNorm(module.path, int(_given(module, config, "dimension")))
+    return _dense(module, config)
+
+
+def _dense(module: Module, config: dict[str, object]) -> Dense:
+    activation = config.get("activation_function", _TANH)
+    if activation is None:
+        activation = _IDENTITY
+    return Dense(
+        path=module.path,
+        in_features=int(_given(module, config, "in_features")),
+        out_features=int(_given(module, config, "out_features")),
+        bias=bool(config.get("bias", True)),
+        activation=str(activation) if str(activation).startswith("torch.") else _TANH,
+        residual=bool(config.get("use_residual")),
+    )
+
+
+def _given(module: Module, config: dict[str, object], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise ModelLoadFailed(f"the config.json of the {module.name} module {module.path.name} has no {key}")
+    return value
+
+
+_BY_FLAG = {name: name.replace("-", "_") for name in POOLINGS if name != "splade"}
+_BY_NAME = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last_token",
+}
+# In the order in which sentence-transformers concatenates them.
+_BY_BOOLEAN = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last_token",
+}
+GUESSED_CLS = "no pooling configuration found; `cls` is used. Set the pooling to choose another"
+
+
+def check_pooling(chosen: str | None) -> None:
+    """Refuse what is no pooling at all.
+
+    Raises:
+        InvalidConfig: the message lists those there are.
+    """
+    if chosen is not None and chosen not in POOLINGS:
+        raise InvalidConfig(f"pooling {chosen!r} is none of {', '.join(sorted(POOLINGS))}")
+
+
+def read_poolings(
+    folder: Path, config: dict[str, Any], chosen: str | None
+) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
+    """The poolings, whether prompts are pooled, and what the log should say of the choice.
+
+    `folder` is the Pooling module's, `chosen` the user's own word.
+
+    Raises:
+        InvalidConfig: nothing says how to pool.
+        ModelLoadFailed: the files name a pooling that there is not.
+    """
+    saved = read_object(folder / "config.json")
+    include_prompt = (saved or {}).get("include_prompt", True) is not False
+    if chosen is not None:
+        return (_BY_FLAG[chosen],), include_prompt, ()
+    if saved is not None:
+        return _saved(saved), include_prompt, ()
+    if "bert" in config["model_type"].lower():
+        return ("cls",), True, (GUESSED_CLS,)
+    raise InvalidConfig("the model has no pooling configuration (1_Pooling/config.json): set the pooling explicitly")
+
+
+def _saved(saved: dict[str, Any]) -> tuple[str, ...]:
+    named = saved.get("pooling_mode")
+    names = [named] if isinstance(named, str) else list(named or [])
+    poolings = tuple(_BY_NAME[name] for name in names if name in _BY_NAME)
+    if len(poolings) != len(names):
+        raise ModelLoadFailed(f"the pooling {named!r} of 1_Pooling/config.json is not served")
+    poolings = poolings or tuple(name for key, name in _BY_BOOLEAN.items() if saved.get(key))
+    if not poolings:
+        raise ModelLoadFailed("1_Pooling/config.json switches no pooling on")
+    return poolings

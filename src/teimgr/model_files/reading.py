@@ -1,0 +1,187 @@
+"""From the files of a model directory to its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.facts import MODEL2VEC, Facts, read_facts
+from teimgr.model_files.files import ENDLESS, max_length, position_offset
+from teimgr.model_files.kinds import choose_kind, is_causal
+from teimgr.model_files.late_interaction import read_late
+from teimgr.model_files.layout import M3, Backbone, CausalScore, Kind, Layout, Scoring, Splade
+from teimgr.model_files.modules import Module, check_pooling, read_poolings, read_projections
+from teimgr.model_files.scoring import read_activation, read_scoring, read_yes_no
+
+_SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
+_UNUSED = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")
+
+
+def read_m3(facts: Facts) -> M3 | None:
+    """The two further layers, where both files lie beside the model."""
+    sparse, multi_vector = facts.root / _SPARSE, facts.root / _MULTI_VECTOR
+    if not sparse.is_file() or not multi_vector.is_file():
+        return None
+    ids = {facts.tokens.special(role) for role in _UNUSED}
+    return M3(sparse, multi_vector, tuple(sorted(id for id in ids if id is not None)))
+
+
+def read_splade(facts: Facts) -> Splade:
+    """The SpladePooling module's choices, or SPLADE's own where there is no such module.
+
+    Raises:
+        ModelLoadFailed: the module asks for something that is not SPLADE, or more follows it.
+    """
+    if not facts.chain.has("SpladePooling"):
+        if not facts.has_head("ForMaskedLM"):
+            raise ModelLoadFailed(f"a sparse model needs a masked-LM head, and there is: {facts.chain}")
+        return Splade()
+    before, module, behind = facts.chain.split_at("SpladePooling")
+    if len(before) != 1 or behind:
+        raise ModelLoadFailed(f"a sparse model should be a transformer and its SpladePooling, and is: {facts.chain}")
+    config = module.config()
+    strategy = config.get("pooling_strategy", "max")
+    activation = config.get("activation_function", "relu")
+    if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise ModelLoadFailed(f"SpladePooling with {strategy!r} and {activation!r} is not served")
+    return Splade(strategy, activation)
+
+
+_TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
+_UNUSED_POOLING = "the pooling is not used: the model has a way of its own"
+
+
+def read_layout(
+    root: Path,
+    pooling: str | None = None,
+    *,
+    kind: str | None = None,
+    trust_remote_code: bool = False,
+    render: bool = True,
+) -> Layout:
+    """Read the model directory `root`; `pooling` and `kind` are the user's own choice, over that of the files.
+
+    With `render` off no chat template is run: enough to judge a model, not to serve a reranker that has one.
+
+    Raises:
+        ModelNotFound: there is no such directory, or no config.json in it.
+        InvalidConfig: `pooling` or `kind` contradicts the files, or nothing says how to pool.
+        ModelLoadFailed: the files describe something that is not served.
+    """
+    check_pooling(pooling)
+    try:
+        return _read(root, pooling, kind, trust_remote_code, render)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a number where an object should be, and so on
+        raise ModelLoadFailed(f"the model's files hold something unexpected: {type(error).__name__} {error}") from error
+
+
+def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
+    facts = read_facts(root, trust_remote_code)
+    chosen = choose_kind(facts, kind, pooling)
+    layout = Layout(
+        root=root,
+        transformer=facts.transformer,
+        config=facts.config,
+        poolings=(),
+        include_prompt=True,
+        projections=(),
+        max_length=ENDLESS if facts.static else max_length(facts.config, facts.settings, facts.tokens.config),
+        position_offset=position_offset(facts.config),
+        lower_case=bool(facts.settings.get("do_lower_case")),
+        kind=chosen,
+        type_ids=facts.tokens.has_types(facts.config),
+        trust_remote_code=trust_remote_code,
+        prompts=facts.prompts,
+        default_prompt_name=facts.saved.get("default_prompt_name"),
+    )
+    if chosen in (Kind.RERANKER, Kind.CLASSIFIER):
+        layout = _scoring(facts, layout, render)
+    else:
+        layout = _READERS[chosen](facts, layout, pooling)
+    _check_task(facts, layout.backbone)
+    if pooling is not None and layout.pooling != pooling.replace("-", "_"):
+        layout = replace(layout, notes=(*layout.notes, _UNUSED_POOLING))
+    return layout
+
+
+def _embedding(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
+    if facts.static:
+        return replace(
+            layout,
+            backbone=Backbone.STATIC,
+            poolings=("mean",),
+            projections=read_projections(_served(facts.chain.behind)),
+            skips_unknown=facts.config["model_type"] == MODEL2VEC,
+        )
+    before, folder, behind = _around_pooling(facts)
+    if before:
+        raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {facts.chain}")
+    poolings, include_prompt, notes = read_poolings(folder, facts.config, pooling)
+    return replace(
+        layout,
+        poolings=poolings,
+        include_prompt=include_prompt,
+        projections=read_projections(_served(behind)),
+        m3=read_m3(facts),
+        notes=notes,
+    )
+
+
+def _around_pooling(facts: Facts) -> tuple[tuple[Module, ...], Path, tuple[Module, ...]]:
+    """The modules before the Pooling (without the first), its directory, and the modules behind it."""
+    if not facts.chain.modules or _is_of_another_kind(facts):
+        return (), facts.root / "1_Pooling", ()
+    before, module, behind = facts.chain.split_at("Pooling")
+    return before[1:], module.path, behind
+
+
+def _is_of_another_kind(facts: Facts) -> bool:
+    """Whether the chain is that of a sparse model or a cross-encoder, of which only the encoder is wanted."""
+    return any(facts.chain.has(name) for name in ("SpladePooling", "LogitScore")) or (
+        facts.saved.get("model_type") == "CrossEncoder"
+    )
+
+
+def _served(modules: tuple[Module, ...]) -> tuple[Module, ...]:
+    """Without a Normalize at the end, where the request decides."""
+    return modules[:-1] if modules and modules[-1].name == "Normalize" else modules
+
+
+def _sparse(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
+    return replace(layout, backbone=Backbone.MASKED_LM, splade=read_splade(facts))
+
+
+def _multi_vector(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
+    late, prompts = read_late(facts)
+    named = layout.default_prompt_name
+    return replace(layout, late=late, prompts=prompts, default_prompt_name=named if named in prompts else "document")
+
+
+def _scoring(facts: Facts, layout: Layout, render: bool) -> Layout:
+    if is_causal(facts):
+        return _causal(facts, layout, read_yes_no(facts, render=render))
+    return replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(facts))
+
+
+def _causal(facts: Facts, layout: Layout, score: CausalScore) -> Layout:
+    """A reranker whose prompts are part of its template: nothing goes before the query."""
+    scoring = Scoring(("LABEL_0",), read_activation(facts, 1), score)
+    return replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
+
+
+def _check_task(facts: Facts, backbone: Backbone) -> None:
+    """See that sentence-transformers would take the same output of the transformer."""
+    named = facts.settings.get("transformer_task")
+    if named not in (None, *_TASKS):
+        raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")
+    if backbone is not Backbone.CAUSAL_LM and "message" in (facts.settings.get("modality_config") or {}):
+        raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")
+
+
+_READERS: dict[Kind, Callable[[Facts, Layout, str | None], Layout]] = {
+    Kind.EMBEDDING: _embedding,
+    Kind.SPARSE: _sparse,
+    Kind.MULTI_VECTOR: _multi_vector,
+}

@@ -1,0 +1,157 @@
+"""Language models that judge a pair by their next word: the words, and the text that asks for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.facts import Facts
+from teimgr.model_files.layout import CausalScore, Scoring
+
+_SHORT = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Softmax": "softmax",
+    "torch.nn.modules.linear.Identity": "identity",
+}
+
+
+def read_scoring(facts: Facts) -> Scoring:
+    """The labels and the activation of a sequence classifier.
+
+    Raises:
+        ModelLoadFailed: there is no such head, or config.json does not name its labels.
+    """
+    if not facts.has_head("ForSequenceClassification"):
+        raise ModelLoadFailed(
+            f"{', '.join(facts.architectures) or 'the model'} has no head that scores texts, and so no trained scores"
+        )
+    if facts.chain.behind:
+        raise ModelLoadFailed(f"a cross-encoder of several modules is not served: {facts.chain}")
+    labels = _labels(facts.config)
+    return Scoring(labels, read_activation(facts, len(labels)))
+
+
+def read_activation(facts: Facts, labels: int) -> str:
+    """The activation that the authors chose, else sigmoid for one label or several at once, and softmax for others."""
+    own = facts.config.get("sentence_transformers")
+    written = (
+        facts.saved.get("activation_fn"),
+        own.get("activation_fn") if isinstance(own, dict) else None,
+        facts.config.get("sbert_ce_default_activation_function"),
+    )
+    for name in written:
+        if isinstance(name, str) and name.startswith("torch."):  # others are code of the model's own
+            return _SHORT.get(name, name)
+    several = facts.config.get("problem_type") == "multi_label_classification"
+    return "sigmoid" if labels == 1 or several else "softmax"
+
+
+def _labels(config: dict[str, Any]) -> tuple[str, ...]:
+    named = config.get("id2label")
+    if not named:
+        raise ModelLoadFailed("config.json has no id2label, so there is no telling what the scores mean")
+    by_index = {int(index): str(label) for index, label in named.items() if str(index).isdecimal()}
+    if sorted(by_index) != list(range(len(named))):
+        raise ModelLoadFailed(f"id2label of config.json should number the labels from 0, and has: {', '.join(named)}")
+    return tuple(by_index[index] for index in range(len(named)))
+
+
+# As the card of Qwen3-Reranker writes it, with the instruction it gives where the user has none.
+_QWEN3_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_QWEN3_BODY = (
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    "<Query>: {query}\n<Document>: {document}"
+)
+_QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+# Characters that no template contains, in the places of query and document.
+_QUERY, _DOCUMENT = "\ue000query\ue001", "\ue000document\ue001"
+_STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
+
+
+def read_yes_no(facts: Facts, *, render: bool) -> CausalScore:
+    """The token ids of the two answers, and the text around query and document.
+
+    With `render` off the chat template, which is a program of the model's authors, is not run, and the text is empty.
+
+    Raises:
+        ModelLoadFailed: the words are no tokens, or the template has no place for query and document.
+    """
+    if not facts.chain.modules:
+        return _as_qwen3(facts)
+    before, module, behind = facts.chain.split_at("LogitScore")
+    config = module.config()
+    if len(before) != 1 or behind or config.get("module_input_name", "causal_logits") != "causal_logits":
+        raise ModelLoadFailed(f"a language model as reranker should end in its LogitScore, and is: {facts.chain}")
+    if not isinstance(config.get("true_token_id"), int):
+        raise ModelLoadFailed("the config.json of the LogitScore module has no true_token_id")
+    if "message" not in (facts.settings.get("modality_config") or {}):
+        raise ModelLoadFailed("the reranker scores pairs without a chat template, which is not served")
+    prefix, body, suffix = _around(_rendered(facts)) if render else ("", "{query}{document}", "")
+    return CausalScore(config["true_token_id"], config.get("false_token_id"), prefix, body, suffix)
+
+
+def _as_qwen3(facts: Facts) -> CausalScore:
+    if facts.config["model_type"] != "qwen3":
+        raise ModelLoadFailed(
+            f"a {facts.config['model_type']} language model says nothing of how it is asked for a score; "
+            "of those without sentence-transformers' files only Qwen3-Reranker is served"
+        )
+    yes, no = facts.tokens.id("yes"), facts.tokens.id("no")
+    if yes is None or no is None:
+        raise ModelLoadFailed('the words "yes" and "no" are no tokens of this model, so it has no score to give')
+    return CausalScore(yes, no, _QWEN3_PREFIX, _QWEN3_BODY, _QWEN3_SUFFIX)
+
+
+def _rendered(facts: Facts) -> str:
+    """The chat template with the marks for query and document in it."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    template = _template(facts)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    special = {role: _text(token) for role, token in facts.tokens.config.items() if role.endswith("_token")}
+    chosen = (facts.settings.get("processing_kwargs") or {}).get("chat_template") or {}
+    try:
+        return environment.from_string(template).render(
+            messages=_messages(facts, template), **({"add_generation_prompt": False} | special | chosen)
+        )
+    except (TemplateError, TypeError) as error:
+        raise ModelLoadFailed(f"the chat template cannot be used for query and document: {error}") from error
+
+
+def _template(facts: Facts) -> str:
+    file = facts.transformer / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = facts.tokens.config.get("chat_template")
+    if not isinstance(template, str):
+        raise ModelLoadFailed("the reranker has no chat template to put query and document into")
+    return template
+
+
+def _messages(facts: Facts, template: str) -> list[dict[str, Any]]:
+    """Query and document as sentence-transformers hands them over, behind the default prompt as system message."""
+    how = facts.settings["modality_config"]["message"].get("format", "auto")
+    structured = how == "structured" or (how == "auto" and any(part in template for part in _STRUCTURED))
+    prompt = facts.prompts.get(str(facts.saved.get("default_prompt_name")), "")
+    roles = [("system", prompt)] if prompt else []
+    roles += [("query", _QUERY), ("document", _DOCUMENT)]
+    return [{"role": role, "content": [{"type": "text", "text": text}] if structured else text} for role, text in roles]
+
+
+def _around(text: str) -> tuple[str, str, str]:
+    """Prefix, body with {query} and {document} in it, and suffix."""
+    if text.count(_QUERY) != 1 or text.count(_DOCUMENT) != 1 or text.index(_QUERY) > text.index(_DOCUMENT):
+        raise ModelLoadFailed("the chat template does not show the query once and then the document once")
+    prefix, rest = text.split(_QUERY)
+    between, suffix = rest.split(_DOCUMENT)
+    return prefix, "{query}" + between + "{document}", suffix
+
+
+def _text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

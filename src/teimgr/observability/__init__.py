@@ -1,0 +1,1 @@
+"""Metrics, traces, request context and logs, shared by all processes."""

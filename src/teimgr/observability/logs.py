@@ -1,0 +1,147 @@
+"""Logging of every process: one event per line, as a JSON object or for people.
+
+An event is a message and facts: `log.info("worker ready", extra={"instance": name, "load_s": 1.2})` becomes
+`{"ts": …, "level": "info", "logger": …, "message": "worker ready", "instance": …, "load_s": 1.2}`. While a request is
+worked on, its `request_id` is there too, and `trace_id` and `span_id` where it belongs to a trace.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from teimgr.errors import InvalidConfig
+from teimgr.observability.request_context import CURRENT
+
+LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "off": logging.CRITICAL + 10,
+}
+
+Paint = Callable[[str, str], str]
+"""Text and the name of a rich style → the text as the terminal shows it."""
+
+_STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_ONE_LINE = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n", ord("\t"): "\t"}
+
+
+def setup(level: str = "info", format: str = "json", stream: TextIO | None = None) -> None:
+    """Send every logger's events to `stream` (standard output by default), and forget an earlier set-up.
+
+    `level` is a level, or directives such as "warn,teimgr.mux=debug"; `format` is "json" or "pretty".
+
+    Raises:
+        InvalidConfig: a level has no such name.
+    """
+    levels = parse_levels(level)
+    stream = stream or sys.stdout
+    handler = _Handler(stream)
+    handler.setFormatter(JsonFormatter() if format == "json" else PrettyFormatter(_paint(stream)))
+    root = logging.getLogger()
+    for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
+        _forget(root, old)
+    root.addHandler(handler)
+    root.setLevel(levels.pop("", logging.INFO))
+    for name, number in levels.items():
+        logging.getLogger(name).setLevel(number)
+    handler.directed = tuple(levels)
+
+
+def parse_levels(text: str) -> dict[str, int]:
+    """Logger name → level; the root's name is "".
+
+    Raises:
+        InvalidConfig: a level has no such name.
+    """
+    levels = {}
+    for directive in filter(None, (part.strip() for part in text.split(","))):
+        target, _, word = (part.strip() for part in directive.rpartition("="))
+        if word.lower() not in LEVELS:
+            raise InvalidConfig(f"log_level: no level {word!r} in {text!r}; known: {', '.join(LEVELS)}")
+        levels[_logger_name(target)] = LEVELS[word.lower()]
+    return levels
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The facts that the caller added to the event, in order, and for whom this was done."""
+    origin = CURRENT.get()
+    facts = {name: value for name, value in vars(record).items() if name not in _OWN}
+    return facts if origin is None else facts | origin.facts()
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per event; a traceback is its field `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        event = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **fields_of(record),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, default=str)
+
+
+class PrettyFormatter(logging.Formatter):
+    """Aligned columns: time, level, message, facts, logger; a traceback follows on its own lines."""
+
+    def __init__(self, paint: Paint = lambda text, style: text) -> None:
+        super().__init__()
+        self._paint = paint
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, or lines with a traceback, without the end."""
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        facts = [f"{name}={value}".translate(_ONE_LINE) for name, value in fields_of(record).items()]
+        columns = (
+            self._paint(clock, "dim"),
+            self._paint(f"{record.levelname.lower():<8}", _STYLES.get(record.levelname, "bold")),
+            f"{record.getMessage().translate(_ONE_LINE):<36}",
+            *(self._paint(fact, "cyan") for fact in facts),
+            self._paint(record.name, "dim"),
+        )
+        line = " ".join(columns)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """The one handler that `setup` made; `directed` are the loggers it gave a level of their own."""
+
+    directed: tuple[str, ...] = ()
+
+
+def _forget(root: logging.Logger, handler: _Handler) -> None:
+    root.removeHandler(handler)
+    for name in handler.directed:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def _logger_name(target: str) -> str:
+    # tei-manager's users write Rust paths, `tei_manager::health`.
+    dotted = target.replace("::", ".")
+    head, dot, rest = dotted.partition(".")
+    return f"teimgr{dot}{rest}" if head == "tei_manager" else dotted
+
+
+def _paint(stream: TextIO) -> Paint:
+    if not stream.isatty():
+        return lambda text, style: text
+    from rich.color import ColorSystem
+    from rich.style import Style
+
+    return lambda text, style: Style.parse(style).render(text, color_system=ColorSystem.STANDARD)

@@ -1,0 +1,241 @@
+"""Traces: spans of calls, exported over OTLP where an endpoint is set; else W3C context is passed on and nothing else.
+
+OpenTelemetry's packages (the extra `teimgr[otel]`) are imported only with an endpoint. Workers need none of them: they
+answer with an `Account`, and the spans of what they did are made here, afterwards, from its times.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from teimgr import __version__
+from teimgr.config.settings import Settings
+from teimgr.observability.request_context import TRACEPARENT, TRACESTATE, Account, Origin, Trace, request_id_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Span, TracerProvider
+    from opentelemetry.trace import Tracer
+
+log = logging.getLogger(__name__)
+
+_HTTP_PORT = 4318
+_FLUSH_MS = 3000
+# A stream may have a million messages: so many of them get spans of their own, the sums have all.
+_DETAILED = 32
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporting:
+    """Where traces go and under which name; `instance` tells the processes of one service apart.
+
+    `endpoint` is OTLP over HTTP where it has a path, as `http://host:4318/v1/traces`, or the port 4318; else over gRPC.
+    `sample_ratio` concerns traces that begin here: who sends a context has decided.
+    """
+
+    endpoint: str
+    service_name: str
+    sample_ratio: float
+    deployment_environment: str
+    instance: str
+
+    @property
+    def is_http(self) -> bool:
+        """Whether it is OTLP over HTTP."""
+        parts = urlsplit(self.endpoint)
+        return parts.port == _HTTP_PORT or parts.path.strip("/") != ""
+
+    @property
+    def url(self) -> str:
+        """The endpoint, for OTLP over HTTP with the path that collectors listen on."""
+        bare = self.is_http and not urlsplit(self.endpoint).path.strip("/")
+        return f"{self.endpoint.rstrip('/')}/v1/traces" if bare else self.endpoint
+
+
+def exporting(settings: Settings, instance: str) -> Exporting | None:
+    """What the settings say of traces, for one process; None where they name no endpoint."""
+    otel = settings.otel
+    if not otel.endpoint:
+        return None
+    return Exporting(
+        endpoint=otel.endpoint,
+        service_name=otel.service_name,
+        sample_ratio=otel.sample_ratio,
+        deployment_environment=otel.deployment_environment,
+        instance=instance,
+    )
+
+
+class Telemetry:
+    """Gives each call its origin; where traces are exported, one that has a span."""
+
+    def __init__(self, tracer: Tracer | None = None, provider: TracerProvider | None = None) -> None:
+        self._tracer = tracer
+        self._provider = provider
+
+    @classmethod
+    def open(cls, exporting: Exporting | None) -> Telemetry:
+        """That exports as `exporting` says; without it, or without the packages, one that does not."""
+        if exporting is None:
+            return cls()
+        try:
+            provider = _provider(exporting)
+        except ImportError as error:
+            log.error("traces are not exported: %s; install teimgr[otel]", error)
+            return cls()
+        return cls(provider.get_tracer("teimgr", __version__), provider)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether spans are made at all."""
+        return self._tracer is not None
+
+    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Origin:
+        """The origin of a call that came with `headers`; `end` must follow where it is a `SpannedOrigin`."""
+        if self._tracer is None:
+            return Origin.of(headers)
+        return SpannedOrigin(self._tracer, name, headers, attributes)
+
+    def close(self) -> None:
+        """Send what waits, within some seconds. Blocks."""
+        if self._provider is not None:
+            self._provider.force_flush(_FLUSH_MS)
+            self._provider.shutdown()
+
+
+class SpannedOrigin(Origin):
+    """An origin whose trace is our own span, a child of the client's where it named one."""
+
+    __slots__ = ("_detailed", "_rows", "_rows_failed", "_tracer", "span")
+
+    def __init__(self, tracer: Tracer, name: str, headers: Mapping[str, str], attributes: Attributes) -> None:
+        from opentelemetry.trace import SpanKind
+
+        request_id = request_id_of(headers)
+        self._tracer = tracer
+        self.span: Any = tracer.start_span(
+            name,
+            context=_parent(headers),
+            kind=SpanKind.SERVER,
+            attributes={**attributes, "teimgr.request_id": request_id},
+        )
+        self._detailed = 0
+        self._rows = 0
+        self._rows_failed = 0
+        at = self.span.get_span_context()
+        super().__init__(
+            request_id,
+            Trace(at.trace_id.to_bytes(16, "big"), at.span_id.to_bytes(8, "big"), at.trace_flags.sampled),
+        )
+
+    def told(self, account: bytes, instance: str) -> None:
+        """Make the spans of what a worker did."""
+        did = Account.unpack(account)
+        self._rows += did.rows
+        self._rows_failed += did.rows_failed
+        self.span.set_attributes({"tei.instance": instance, "tei.output_dtype": did.output_dtype})
+        if self._detailed < _DETAILED:
+            self._detailed += 1
+            _trace_worker(self._tracer, self.span, did)
+
+    def end(self, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
+        """The call is over; `error` says why it failed, where that is our fault or nobody's."""
+        from opentelemetry.trace import Status, StatusCode
+
+        if self._rows:
+            self.span.set_attributes({"tei.rows": self._rows, "tei.rows_failed": self._rows_failed})
+        self.span.set_attributes(attributes)
+        if error is not None:
+            self.span.set_status(Status(StatusCode.ERROR, error))
+        if name is not None:
+            self.span.update_name(name)
+        self.span.end()
+
+
+def end(origin: Origin, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
+    """End the span of `origin`, if it has one."""
+    if isinstance(origin, SpannedOrigin):
+        origin.end(attributes, error, name)
+
+
+def _parent(headers: Mapping[str, str]) -> Any:
+    """The client's span as OpenTelemetry's context; an empty one where it named none."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
+
+    given = Trace.parse(headers.get(TRACEPARENT, ""))
+    if given is None:
+        return Context()
+    at = SpanContext(
+        int.from_bytes(given.trace_id, "big"),
+        int.from_bytes(given.span_id, "big"),
+        is_remote=True,
+        trace_flags=TraceFlags(int(given.sampled)),
+        trace_state=TraceState.from_header([headers[TRACESTATE]]) if TRACESTATE in headers else None,
+    )
+    return set_span_in_context(NonRecordingSpan(at), Context())
+
+
+def _trace_worker(tracer: Tracer, parent: Span, did: Account) -> None:
+    """The spans of one answer: the worker, and in it tokenizer, queue and batch, and in that the forward.
+
+    The times are means over the rows, one after the other from the request's arrival.
+    """
+    received_ns = did.received_ns + time.time_ns() - time.monotonic_ns()
+    queued_ns = received_ns + did.tokenization_ns
+    batch_ns = queued_ns + did.queue_ns
+    done_ns = received_ns + did.total_ns
+    worker = _span(tracer, parent, "worker", received_ns, {"tei.rows": did.rows, "tei.rows_failed": did.rows_failed})
+    _span(tracer, worker, "tokenize", received_ns, {"tei.chars": did.chars}).end(queued_ns)
+    _span(tracer, worker, "queue", queued_ns, {}).end(batch_ns)
+    batch = _span(tracer, worker, "batch", batch_ns, {"tei.tokens": did.tokens})
+    _span(tracer, batch, "forward", batch_ns, {}).end(batch_ns + did.inference_ns)
+    batch.end(max(done_ns, batch_ns + did.inference_ns))
+    worker.end(max(done_ns, batch_ns + did.inference_ns))
+
+
+def _span(tracer: Tracer, parent: Any, name: str, start_ns: int, attributes: Attributes) -> Any:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import set_span_in_context
+
+    return tracer.start_span(
+        name, context=set_span_in_context(parent, Context()), attributes=dict(attributes), start_time=start_ns
+    )
+
+
+def _provider(exporting: Exporting) -> TracerProvider:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    resource = {
+        "service.name": exporting.service_name,
+        "service.version": __version__,
+        "service.instance.id": exporting.instance,
+    }
+    if exporting.deployment_environment:
+        resource["deployment.environment.name"] = exporting.deployment_environment
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(exporting.sample_ratio)),
+        resource=Resource.create(resource),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(_exporter(exporting)))
+    return provider
+
+
+def _exporter(exporting: Exporting) -> Any:
+    if exporting.is_http:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        return HttpExporter(endpoint=exporting.url)
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+    return GrpcExporter(endpoint=exporting.url, insecure=urlsplit(exporting.endpoint).scheme != "https")

@@ -1,0 +1,1 @@
+"""Where an instance runs: GPUs, CPU threads, batch tokens and ports."""

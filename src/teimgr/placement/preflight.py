@@ -1,0 +1,100 @@
+"""Whether the build of torch has code for the GPUs of this host, before a worker finds out at its first kernel."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+from teimgr.errors import InvalidConfig
+from teimgr.launch.base import LaunchFailed, TorchBuild
+from teimgr.placement.gpus import Gpu, GpuInventory
+
+log = logging.getLogger(__name__)
+
+_ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+# From torch 2.8 on, builds for CUDA 12.8 and later leave these out, and those for 12.6 have them.
+_LAST_OF_CUDA_12_6 = (7, 0)
+
+
+class Preflight:
+    """Compares the cards with the build, once; `mode` says what becomes of a card that it has no code for."""
+
+    def __init__(
+        self, mode: Literal["warn", "fail"], gpus: GpuInventory, build: Callable[[], Awaitable[TorchBuild]]
+    ) -> None:
+        self._mode = mode
+        self._gpus = gpus
+        self._build = build
+        self._problems: list[str] = []
+
+    @property
+    def must_pass(self) -> bool:
+        """Whether the daemon is not to serve before, and unless, all is well."""
+        return self._mode == "fail"
+
+    def alarms(self) -> list[str]:
+        """A sentence for each card that cannot be used."""
+        return self._problems
+
+    async def run(self) -> None:
+        """Look. Without a card there is nothing to compare, and nothing is waited for.
+
+        Raises:
+            InvalidConfig: some cannot be used, or nobody can say, and the mode is "fail".
+        """
+        cards = (await self._gpus.read()).gpus
+        if not cards:
+            return
+        try:
+            self._problems = problems(cards, await self._build())
+        except LaunchFailed as error:
+            self._problems = [f"gpu_preflight: torch could not be asked what it was built for: {error}"]
+        for problem in self._problems:
+            log.error(problem)
+        if self._problems and self.must_pass:
+            raise InvalidConfig("; ".join(self._problems))
+
+
+def problems(cards: Sequence[Gpu], build: TorchBuild) -> list[str]:
+    """A sentence for each card that `build` has no code for; one that does not say what it is passes."""
+    return [
+        f"gpu_preflight: GPU {card.index} ({card.name}, sm_{card.compute_capability[0]}{card.compute_capability[1]}) "
+        f"is not supported by torch {build.version}, which {_has(build)}: {_remedy(card.compute_capability, build)}"
+        for card in cards
+        if card.compute_capability and not runs_on(card.compute_capability, build.archs)
+    ]
+
+
+def runs_on(capability: tuple[int, int], archs: Sequence[str]) -> bool:
+    """Whether code for one of `archs` runs on a card of this compute capability.
+
+    Machine code runs on its own generation from its minor version on (`a`: on that one alone); what is kept as
+    `compute_` is compiled for any later card.
+    """
+    major, minor = capability
+    for arch in archs:
+        if match := _ARCH.fullmatch(arch):
+            kind, has, only = match[1], (int(match[2]), int(match[3])), match[4] == "a"
+            if only:
+                fits = capability == has
+            elif kind == "compute":
+                fits = capability >= has
+            else:
+                fits = major == has[0] and minor >= has[1]
+            if fits:
+                return True
+    return False
+
+
+def _has(build: TorchBuild) -> str:
+    return f"has {' '.join(build.archs)}" if build.cuda else "is for the CPU alone"
+
+
+def _remedy(capability: tuple[int, int], build: TorchBuild) -> str:
+    if build.cuda is None:
+        return "install a build of torch for CUDA"
+    if capability <= _LAST_OF_CUDA_12_6:
+        return "install torch for CUDA 12.6, the last builds that have it"
+    return f"install torch for a CUDA later than {build.cuda}"

@@ -1,0 +1,190 @@
+"""What concerns many instances at once, and how healthy they are: bulk actions, templates, health by proof."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import Response
+
+from teimgr.config.provenance import plain
+from teimgr.config.settings import Settings
+from teimgr.errors import TeimgrError
+from teimgr.events.fleet_events import Happenings
+from teimgr.rest.instances import UNKNOWN, Manager, TheManager, chosen
+from teimgr.rest.json_http import answer, now, read_json
+from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
+from teimgr.spec import InstanceView, State
+from teimgr.supervision.health import LiveProbe, Proof
+from teimgr.supervision.reload import Reloader
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTools:
+    """Events, proofs on demand, and the way to another configuration."""
+
+    happenings: Happenings
+    live_probe: LiveProbe
+    reloader: Reloader
+
+
+router = APIRouter(tags=["fleet"])
+
+Action = Literal["start", "stop", "restart", "delete"]
+Probing = Annotated[bool, Query(alias="probe", description="have the workers prove themselves now")]
+
+
+class BulkAction(BaseModel):
+    """What POST /instances/actions takes: the instances by name, or all that have every tag."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", json_schema_extra={"examples": [{"action": "stop", "tags": {"team": "search"}}]}
+    )
+
+    action: Action
+    names: list[Text] | None = Field(None, min_length=1, max_length=10_000)
+    tags: dict[TagText, TagText] | None = Field(None, min_length=1, max_length=64)
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> Self:
+        if (self.names is None) is (self.tags is None):
+            raise ValueError("give either names or tags")
+        return self
+
+
+class ActionResult(BaseModel):
+    """What came of an action on one instance; `error` and `code` where it was refused."""
+
+    name: str
+    ok: bool
+    instance: InstanceInfo | None
+    error: str | None
+    code: str | None
+
+
+class BulkResult(BaseModel):
+    """One result for each instance that was meant, in the order of their names in the request or of creation."""
+
+    action: Action
+    results: list[ActionResult]
+    failed: int
+
+
+class TemplateInfo(BaseModel):
+    """One `[templates.NAME]` of the configuration."""
+
+    name: str
+    keys: dict[str, Any]
+
+
+class WorkerProof(BaseModel):
+    """What came of asking one worker to run a known text through its device."""
+
+    incarnation: str
+    ok: bool
+    seconds: float
+    problem: str | None
+
+
+class InstanceHealth(BaseModel):
+    """`healthy`: it runs, its last proof was good, and so were those asked for now."""
+
+    name: str
+    status: State
+    healthy: bool
+    last_proof: str | None = Field(description="time of the last good proof")
+    health_check_failures: int = Field(description="failed proofs since then")
+    restarts: int
+    reason: str | None
+    proofs: list[WorkerProof] | None = Field(description="of this moment, one for each worker; null unless asked for")
+
+
+class FleetHealth(BaseModel):
+    """Every instance. `healthy`: all that should run are."""
+
+    healthy: bool
+    timestamp: str
+    counts: dict[str, int] = Field(description="instances by status")
+    instances: list[InstanceHealth]
+
+
+@router.post("/instances/actions", response_model=BulkResult)
+async def act(request: Request, manager: TheManager) -> Response:
+    """Do the same to many instances, all at once; each has its own result, and the answer is 200 whatever they are."""
+    body = await read_json(request, BulkAction)
+    names = body.names or _tagged(manager, body.tags or {})
+    results = await asyncio.gather(*(_act(manager, body.action, name) for name in dict.fromkeys(names)))
+    failed = sum(not each["ok"] for each in results)
+    return answer({"action": body.action, "results": results, "failed": failed})
+
+
+@router.get("/templates", response_model=list[TemplateInfo])
+async def templates(request: Request) -> Response:
+    """The templates that POST /instances may name."""
+    settings: Settings = request.app.state.settings
+    return answer([{"name": name, "keys": plain(keys)} for name, keys in settings.templates.items()])
+
+
+@router.get("/instances/{name}/health", response_model=InstanceHealth, responses=UNKNOWN)
+async def instance_health(request: Request, name: str, manager: TheManager, probe: Probing = False) -> Response:
+    """How healthy one instance is, by its last proof, or by one made now. 200 also when it is not."""
+    return answer(await _health(manager.get(name), request.app.state.live_probe if probe else None))
+
+
+@router.get("/health/all", response_model=FleetHealth)
+async def fleet_health(request: Request, manager: TheManager, probe: Probing = False) -> Response:
+    """How healthy every instance is. 200 also when some are not; /ready is the question with another status."""
+    views = manager.list()
+    prober = request.app.state.live_probe if probe else None
+    found = await asyncio.gather(*(_health(view, prober) for view in views))
+    wanted = {view.spec.name for view in views if view.spec.wanted_running}
+    counts = {state.value: sum(view.state is state for view in views) for state in State}
+    healthy = all(each["healthy"] for each in found if each["name"] in wanted)
+    return answer({"healthy": healthy, "timestamp": now(), "counts": counts, "instances": found})
+
+
+def _tagged(manager: Manager, tags: dict[str, str]) -> list[str]:
+    return [view.spec.name for view in chosen(manager.list(), [f"{name}:{value}" for name, value in tags.items()])]
+
+
+async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:
+    verbs: dict[Action, Callable[[str], Awaitable[InstanceView]]] = {
+        "start": manager.start,
+        "stop": manager.stop,
+        "restart": manager.restart,
+        "delete": manager.delete,
+    }
+    try:
+        view = await verbs[action](name)
+    except TeimgrError as error:
+        return {"name": name, "ok": False, "instance": None, "error": error.message, "code": error.code.name}
+    return {"name": name, "ok": True, "instance": instance_info(view), "error": None, "code": None}
+
+
+async def _health(view: InstanceView, prober: LiveProbe | None) -> dict[str, Any]:
+    proofs = await prober.prove(view.spec.name) if prober is not None else []
+    return {
+        "name": view.spec.name,
+        "status": view.state.value,
+        "healthy": view.state is State.RUNNING
+        and not view.health_check_failures
+        and all(proof.problem is None for proof in proofs),
+        "last_proof": view.last_health_check,
+        "health_check_failures": view.health_check_failures,
+        "restarts": view.restarts,
+        "reason": view.reason,
+        "proofs": [_proof(each) for each in proofs] if prober is not None else None,
+    }
+
+
+def _proof(proof: Proof) -> dict[str, Any]:
+    return {
+        "incarnation": proof.incarnation,
+        "ok": proof.problem is None,
+        "seconds": round(proof.seconds, 6),
+        "problem": proof.problem,
+    }

@@ -1,0 +1,214 @@
+"""The REST verbs on instances, each one call to the manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from teimgr.auth.callers import caller_of
+from teimgr.rest.gpus import TheBoard, card_of
+from teimgr.rest.json_http import answer, read_json
+from teimgr.rest.schemas import CreateInstance, Failure, InstanceInfo, RestartInstance, UpdateInstance, instance_info
+from teimgr.spec import InstanceSpec, InstanceView, State
+
+
+class Manager(Protocol):
+    """The verbs as REST needs them. Every failure is a `TeimgrError` that says what to tell the caller.
+
+    A verb on an unknown name raises `InstanceNotFound`.
+    """
+
+    @property
+    def store_alarm(self) -> str | None:
+        """What happened to the state file, when wanted state may have been lost."""
+
+    async def create(self, request: InstanceSpec) -> InstanceView:
+        """Store and start a new instance; `port` 0 and absent `prometheus_port` are chosen here."""
+
+    async def start(self, name: str) -> InstanceView:
+        """Want it running.
+
+        Raises:
+            AlreadyRunning: it is wanted running already.
+        """
+
+    async def stop(self, name: str) -> InstanceView:
+        """Want it stopped, and return when it is.
+
+        Raises:
+            NotRunning: it is stopped already.
+        """
+
+    async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
+        """Stop it where it runs, and start it; `rolling` as an `update` that changes nothing."""
+
+    async def update(
+        self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False
+    ) -> InstanceView:
+        """Change keys of its spec (None: back to the default), without a gap unless `recreate`.
+
+        Raises:
+            UpdateInProgress: another change of it is under way.
+            UpdateFailed: with `wait`, when it came to nothing.
+        """
+
+    async def delete(self, name: str) -> InstanceView:
+        """Stop it and forget it; the result is how it was last."""
+
+    def list(self) -> list[InstanceView]:
+        """All instances, in order of creation."""
+
+    def get(self, name: str) -> InstanceView:
+        """One instance."""
+
+
+router = APIRouter(tags=["instances"])
+
+UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
+CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": Failure, "description": "not in the state it is in"}}
+REFUSED: dict[int | str, dict[str, Any]] = {
+    status: {"model": Failure, "description": meaning}
+    for status, meaning in (
+        (400, "no JSON, an unknown GPU, or a flag nobody knows"),
+        (409, "the name is taken"),
+        (413, "a body over 2 MiB"),
+        (415, "another content type"),
+        (422, "another shape, a bad name, a taken port, or no room for one more"),
+    )
+}
+CREATE_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": CreateInstance.model_json_schema()}}}
+}
+
+UPDATE_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": UpdateInstance.model_json_schema()}}}
+}
+RESTART_BODY = {
+    "requestBody": {"required": False, "content": {"application/json": {"schema": RestartInstance.model_json_schema()}}}
+}
+ROLLING: dict[int | str, dict[str, Any]] = {
+    202: {"model": InstanceInfo, "description": "new workers are starting beside the old ones"},
+    409: {"model": Failure, "description": "another update is under way, or this one came to nothing"},
+}
+
+
+def manager_of(request: Request) -> Manager:
+    """The manager that the application was made with."""
+    manager: Manager = request.app.state.manager
+    return manager
+
+
+TheManager = Annotated[Manager, Depends(manager_of)]
+
+
+@router.get("/instances", response_model=list[InstanceInfo])
+async def list_instances(
+    request: Request,
+    manager: TheManager,
+    board: TheBoard,
+    tags: Tags = None,
+    statuses: Statuses = None,
+    models: ModelIds = None,
+) -> Response:
+    """All instances that the caller may see, or those of them that fit every filter, in order of creation."""
+    covers = caller_of(request.scope).covers
+    views = [view for view in chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
+    return answer([instance_info(view, await card_of(view, board)) for view in views])
+
+
+@router.post("/instances", status_code=201, response_model=InstanceInfo, responses=REFUSED, openapi_extra=CREATE_BODY)
+async def create_instance(request: Request, manager: TheManager) -> Response:
+    """Create an instance and start it; the answer does not wait for the model to load."""
+    body = await read_json(request, CreateInstance)
+    caller_of(request.scope).require_instance(body.name)
+    return answer(instance_info(await manager.create(body.spec(request.app.state.settings.templates))), 201)
+
+
+@router.get("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
+async def get_instance(name: str, manager: TheManager, board: TheBoard) -> Response:
+    """One instance."""
+    view = manager.get(name)
+    return answer(instance_info(view, await card_of(view, board)))
+
+
+@router.delete("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
+async def delete_instance(name: str, manager: TheManager) -> Response:
+    """Stop an instance and forget it; the answer is how it was last. Its log stays."""
+    return answer(instance_info(await manager.delete(name)))
+
+
+@router.post("/instances/{name}/start", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
+async def start_instance(name: str, manager: TheManager) -> Response:
+    """Start a stopped or failed instance; the answer does not wait for the model to load."""
+    return answer(instance_info(await manager.start(name)))
+
+
+@router.post("/instances/{name}/stop", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
+async def stop_instance(name: str, manager: TheManager) -> Response:
+    """Stop an instance; it stays stopped, after a restart of the daemon too."""
+    return answer(instance_info(await manager.stop(name)))
+
+
+@router.post(
+    "/instances/{name}/restart", response_model=InstanceInfo, responses=ROLLING | UNKNOWN, openapi_extra=RESTART_BODY
+)
+async def restart_instance(
+    request: Request, name: str, manager: TheManager, rolling: bool = False, wait: bool = False
+) -> Response:
+    """Stop an instance where it runs, and start it; rolling: new workers start beside the old ones, with no gap."""
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        rolling |= (await read_json(request, RestartInstance)).rolling
+    return _progress(await manager.restart(name, rolling=rolling, wait=wait), rolling)
+
+
+@router.patch(
+    "/instances/{name}", response_model=InstanceInfo, responses=ROLLING | UNKNOWN | REFUSED, openapi_extra=UPDATE_BODY
+)
+async def update_instance(request: Request, name: str, manager: TheManager, wait: bool = False) -> Response:
+    """Change an instance without a gap: new workers start beside the old ones, prove themselves, and take over.
+
+    The answer is 202 while they do, and the instance's `update` says how it goes; with `wait` it comes when all
+    is done, and is a 409 `UPDATE_FAILED` when the instance is as it was. What needs no other worker is done at once.
+    """
+    body = await read_json(request, UpdateInstance)
+    recreate = body.strategy == "recreate"
+    return _progress(await manager.update(name, body.changes(), recreate=recreate, wait=wait), True)
+
+
+def _progress(view: InstanceView, is_update: bool) -> Response:
+    rolls = is_update and view.update is not None and view.update.state == "rolling"
+    return answer(instance_info(view), 202 if rolls else 200)
+
+
+Tags = Annotated[
+    list[str] | None,
+    Query(alias="tag", description="team:search, or team for any value; several must all fit", max_length=64),
+]
+Statuses = Annotated[list[State] | None, Query(alias="status", description="several: any of them")]
+ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="several: any of them")]
+
+
+def chosen(
+    views: Iterable[InstanceView],
+    tags: Sequence[str] | None = None,
+    statuses: Sequence[State] | None = None,
+    models: Sequence[str] | None = None,
+) -> list[InstanceView]:
+    """Those that fit everything that is asked for."""
+    return [
+        view
+        for view in views
+        if all(has_tag(view, tag) for tag in tags or ())
+        and (not statuses or view.state in statuses)
+        and (not models or view.spec.model_id in models)
+    ]
+
+
+def has_tag(view: InstanceView, wanted: str) -> bool:
+    """Whether the instance has the tag `name:value`, or `name` with any value."""
+    name, colon, value = wanted.partition(":")
+    found = view.spec.tags.get(name)
+    return found is not None and (not colon or found == value)

@@ -1,0 +1,304 @@
+"""The REST verbs on models, each one call to the registry.
+
+A model's id may be one path segment (`BAAI%2Fbge-m3`, as tei-manager wants it) or several (`BAAI/bge-m3`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import unquote
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import Response
+
+from teimgr.config.settings import U32
+from teimgr.errors import TeimgrError, ValidationError
+from teimgr.registry.model_view import ModelStatus
+from teimgr.registry.registry import Registry, TrialWish
+from teimgr.registry.tasks import Work
+from teimgr.rest.json_http import Body, answer, now, read_json
+from teimgr.rest.schemas import Failure, Text
+from teimgr.rest.sse import EVENT_SCHEMA, MEDIA_TYPE, Event, event_stream, is_wanted
+
+ModelId = Annotated[Text, Field(min_length=1, description="id on the model hub, or a local directory")]
+Revision = Annotated[Text, Field(min_length=1, description="branch, tag or commit on the hub")]
+
+
+class Strict(BaseModel):
+    """No unknown field, no text where a number is meant."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class AddModel(Strict):
+    """What POST /models takes."""
+
+    model_id: ModelId
+    revision: Revision | None = None
+
+
+class DownloadModel(Strict):
+    """What a download may be told; an absent body is an empty one."""
+
+    revision: Revision | None = None
+    update: bool = Field(False, description="ask the hub also where the model is here: the branch may have moved")
+
+
+class LoadModel(Strict):
+    """What a trial may be told; an absent body is an empty one."""
+
+    gpu_id: int | None = Field(None, ge=0, le=U32, description="index of the GPU; absent: the freest one")
+    device: Literal["auto", "cpu"] = Field("auto", description="cpu: not on a GPU, even if there is one")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="element type")
+    revision: Revision | None = None
+    trust_remote_code: bool = Field(False, description="run code of the model's own repository")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.gpu_id is not None and self.device == "cpu":
+            raise ValueError("gpu_id and device 'cpu' exclude each other")
+        return self
+
+    def wish(self) -> TrialWish:
+        """The trial that is asked for."""
+        values = self.model_dump(exclude={"device"})
+        return TrialWish(on_cpu=self.device == "cpu", **values)
+
+
+class ModelFileInfo(BaseModel):
+    """One file of a model."""
+
+    path: str
+    size_bytes: int
+
+
+class ModelCommit(BaseModel):
+    """One commit of a model in the hub's cache."""
+
+    commit: str
+    refs: list[str]
+    size_bytes: int
+    complete: bool
+
+
+class DownloadProgress(BaseModel):
+    """How far a download is; what is not known yet is absent."""
+
+    phase: Literal["waiting", "listing", "fetching", "done"]
+    bytes_done: int
+    bytes_total: int | None = None
+    files_done: int
+    files_total: int | None = None
+    rate_bytes_per_s: float | None = None
+    eta_s: float | None = None
+
+
+class Verification(BaseModel):
+    """What the last passed trial measured; what could not be measured is absent. Sizes are bytes, times seconds."""
+
+    device: str
+    gpu_id: int | None = None
+    dtype: str
+    kind: str
+    dimension: int
+    max_input_length: int
+    batching: str
+    start_s: float
+    load_s: float
+    peak_rss_bytes: int | None = None
+    private_bytes: int | None = None
+    device_bytes: int | None = None
+    texts_per_s: float
+    tokens_per_s: float
+
+
+class ModelInfo(BaseModel):
+    """One model. A key without a value is absent."""
+
+    model_id: str
+    status: ModelStatus
+    downloaded: bool = Field(description="a worker finds all it needs on this host")
+    added_at: str
+    cache_path: str | None = None
+    cache_size_bytes: int | None = Field(None, description="of the files of this commit")
+    last_verified: str | None = Field(None, description="when a trial last passed")
+    verification_error: str | None = Field(None, description="why the last trial failed; a pass clears it")
+    verification: Verification | None = None
+    metadata: dict[str, Any] | None = Field(None, description="some facts of config.json")
+    revision: str | None = Field(None, description="what was asked for last; absent: main")
+    commit: str | None = None
+    commits: list[ModelCommit] | None = Field(None, description="all that the cache has, the newest first")
+    files: list[ModelFileInfo] | None = None
+    used_by: list[str] = Field(description="instances that want it")
+    gated: bool | None = Field(None, description="the hub asks for its licence to be accepted")
+    progress: DownloadProgress | None = Field(None, description="while it is being downloaded")
+    download_error: str | None = Field(None, description="why the last download since the daemon's start failed")
+
+
+router = APIRouter(tags=["models"])
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def _failures(**meanings: str) -> Responses:
+    """OpenAPI of failures: `_404="…"`."""
+    return {int(status[1:]): {"model": Failure, "description": text} for status, text in meanings.items()}
+
+
+def _body(kind: Any, *, required: bool) -> dict[str, Any]:
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+UNKNOWN = _failures(_404="no such model", _400="no model's id")
+BUSY = _failures(_409="it is being downloaded or tried already")
+EVENTS: Responses = {
+    200: {
+        "description": "events `progress` (a DownloadProgress), then `done` (a ModelInfo) or `failed` (a Failure)",
+        "content": {MEDIA_TYPE: {"schema": EVENT_SCHEMA}},
+    }
+}
+
+Wait = Annotated[bool, Query(description="false: answer 202 at once, and go on")]
+
+
+def registry_of(request: Request) -> Registry:
+    """The registry that the application was made with."""
+    registry: Registry = request.app.state.models
+    return registry
+
+
+def decoded(model_id: str) -> str:
+    """The id in a path: decoded once by the server, and once more, as tei-manager does.
+
+    Raises:
+        ValidationError: it is no UTF-8.
+    """
+    try:
+        found = unquote(model_id, errors="strict")
+    except UnicodeDecodeError:
+        found = "\ufffd"
+    if "\ufffd" in found or "\0" in found:
+        raise ValidationError("Invalid model_id encoding")
+    return found
+
+
+TheRegistry = Annotated[Registry, Depends(registry_of)]
+ModelIdModels = Annotated[str, Depends(decoded)]
+
+
+@router.get("/models", response_model=list[ModelInfo])
+async def list_models(models: TheRegistry) -> Response:
+    """The models of the hub's cache, of the configuration and of the instances, and those added, sorted by id."""
+    return answer([view.to_dict() for view in await models.list()])
+
+
+@router.post(
+    "/models",
+    status_code=201,
+    response_model=ModelInfo,
+    responses=_failures(_400="no JSON, or no model's id", _413="a body over 2 MiB", _415="another content type")
+    | _failures(_422="another shape")
+    | {200: {"model": ModelInfo, "description": "it was known"}},
+    openapi_extra=_body(AddModel, required=True),
+)
+async def add_model(request: Request, models: TheRegistry) -> Response:
+    """Know a model from now on; nothing is downloaded."""
+    body = await read_json(request, AddModel)
+    view, is_new = await models.add(body.model_id, body.revision)
+    return answer(view.to_dict(), 201 if is_new else 200)
+
+
+@router.get("/models/{model_id:path}/download/events", responses=EVENTS | UNKNOWN)
+async def download_events(model_id: ModelIdModels, models: TheRegistry) -> Response:
+    """Follow the download of a model as server-sent events; one event `model` where there is none."""
+    view, work = await models.get(model_id), models.work(model_id)
+    if work is None or work.progress is None:
+        return event_stream(_one(Event("model", view.to_dict())))
+    return event_stream(_events_of(models, model_id, work))
+
+
+@router.get("/models/{model_id:path}", response_model=ModelInfo, responses=UNKNOWN)
+async def get_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
+    """One model, as the disk has it now."""
+    return answer((await models.get(model_id)).to_dict())
+
+
+@router.post(
+    "/models/{model_id:path}/download",
+    response_model=ModelInfo,
+    responses=UNKNOWN
+    | BUSY
+    | _failures(_403="the hub asks for its licence to be accepted first", _500="its files could not be fetched whole")
+    | {202: {"model": ModelInfo, "description": "with wait=false: it has begun"}},
+    openapi_extra=_body(DownloadModel, required=False),
+)
+async def download_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
+    """Fetch a model from the hub and check what came; the answer comes when it is done, or as server-sent events.
+
+    A model that is here is answered at once. A download that broke is taken up where it was. It goes on when the caller
+    goes away.
+    """
+    body = await _read_optional(request, DownloadModel)
+    work = await models.download(model_id, body.revision, update=body.update)
+    if is_wanted(request):
+        return event_stream(_events_of(models, model_id, work))
+    return await _answer_to(models, model_id, work, wait)
+
+
+@router.post(
+    "/models/{model_id:path}/load",
+    response_model=ModelInfo,
+    responses=UNKNOWN
+    | BUSY
+    | _failures(_500="it is not downloaded")
+    | {202: {"model": ModelInfo, "description": "with wait=false: it has begun"}},
+    openapi_extra=_body(LoadModel, required=False),
+)
+async def load_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
+    """Try a model in a throw-away worker, and measure it; the answer is 200 whether it passed or failed."""
+    body = await _read_optional(request, LoadModel)
+    return await _answer_to(models, model_id, await models.try_out(model_id, body.wish()), wait)
+
+
+@router.delete(
+    "/models/{model_id:path}",
+    response_model=ModelInfo,
+    responses=UNKNOWN | _failures(_409="instances want it, or it is being downloaded or tried"),
+)
+async def delete_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
+    """Remove a model from the hub's cache and forget it; the answer is how it was. A directory is not deleted."""
+    return answer((await models.delete(model_id)).to_dict())
+
+
+async def _answer_to(models: Registry, model_id: str, work: Work, wait: bool) -> Response:
+    if wait:
+        await work.finished()
+    return answer((await models.get(model_id)).to_dict(), 200 if wait else 202)
+
+
+async def _read_optional(request: Request, kind: type[Body]) -> Body:
+    """The body where one of JSON was sent. tei-manager ignores bodies here, so another type is no body."""
+    headers = request.headers
+    sent = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if sent and "json" in headers.get("content-type", ""):
+        return await read_json(request, kind)
+    return kind()
+
+
+async def _events_of(models: Registry, model_id: str, work: Work) -> AsyncGenerator[Event]:
+    """A download from now to its end."""
+    assert work.progress is not None
+    async for progress in work.progress.follow():
+        yield Event("progress", progress.to_dict())
+    try:
+        await work.finished()
+        yield Event("done", (await models.get(model_id)).to_dict())
+    except TeimgrError as error:
+        yield Event("failed", {"error": error.message, "code": error.code.name, "timestamp": now()})
+
+
+async def _one(event: Event) -> AsyncGenerator[Event]:
+    yield event

@@ -1,0 +1,265 @@
+"""The caller's end of a link: a framed connection to a worker, and the calls in flight on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from teimgr.errors import DeadlineExceeded, TeimgrError, TooLarge, Unavailable
+from teimgr.observability.request_context import CURRENT
+from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, split_timings, unpack_error
+from teimgr.wire.stream import FrameProtocol, Payload
+
+
+class ByteBudget:
+    """At most `limit_bytes` taken at a time; one taker alone always fits, however large.
+
+    For one event loop. Waiters are served in the order they came, so a large one is not overtaken for ever.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.taken_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    def try_take(self, count: int) -> bool:
+        """Take `count` bytes if they fit now and nobody waits."""
+        if self._waiting or not self._fits(count):
+            return False
+        self.taken_bytes += count
+        return True
+
+    async def take(self, count: int) -> None:
+        """Take `count` bytes, as soon as they fit."""
+        if self.try_take(count):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = (turn, count)
+        self._waiting.append(place)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(count)
+            else:
+                self._waiting.remove(place)
+                self._serve()
+            raise
+
+    def give_back(self, count: int) -> None:
+        """Return what was taken; the next waiters that fit go on."""
+        self.taken_bytes -= count
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][1]):
+            turn, count = self._waiting.popleft()
+            self.taken_bytes += count
+            turn.set_result(None)
+
+    def _fits(self, count: int) -> bool:
+        return self.taken_bytes == 0 or self.taken_bytes + count <= self._limit_bytes
+
+
+class Traffic:
+    """Counters of one instance; its replicas come and go, these stay. Bytes are those of payloads."""
+
+    __slots__ = ("connects", "expired", "losses", "received_bytes", "requests", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.connects = 0
+        self.losses = 0
+        self.expired = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+# A worker is trusted, so an answer over the message limit fails its own call, not the link; this only stops nonsense.
+_MAX_FRAME_BYTES = 1 << 30
+# What a call costs besides its payload: keeps the number of small calls in flight bounded by the same budget.
+CALL_BYTES = 512
+# With more bulk calls than this in flight the worker has work, and the next one may wait for company on its way there.
+_BUSY_CALLS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLimits:
+    """Bounds of every link of one router.
+
+    `max_message_bytes` holds for a payload in either direction, unless `max_reply_bytes` says otherwise for replies.
+    """
+
+    max_message_bytes: int = 40 * 1024 * 1024
+    max_reply_bytes: int | None = None
+    max_inflight_bytes: int = 256 * 1024 * 1024
+    connect_timeout_s: float = 5.0
+
+
+class Reply(NamedTuple):
+    """A worker's answer. `timings` is None where the method has none."""
+
+    payload: bytes
+    timings: Timings | None
+
+
+class Call:
+    """One request in flight; await `answer`, and call `cancel` when nobody waits for it any more."""
+
+    __slots__ = ("_timer", "answer", "cost_bytes", "id", "link", "method", "origin")
+
+    def __init__(self, link: Link, id: int, method: Method, cost_bytes: int, timeout_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.link = link
+        self.id = id
+        self.method = method
+        self.cost_bytes = cost_bytes
+        self.origin = CURRENT.get()
+        self.answer: asyncio.Future[Reply] = loop.create_future()
+        self._timer = loop.call_later(timeout_s, self._expire) if timeout_s is not None else None
+
+    def cancel(self) -> None:
+        """Tell the worker that the answer is not wanted; an answered call is left as it is."""
+        if self.link.forget(self):
+            self.link.send(FrameType.CANCEL, self.method, self.id)
+            self.answer.cancel()
+
+    def finish(self, outcome: Reply | TeimgrError) -> None:
+        """The answer is here; called by the link, which has forgotten the call."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.answer.done():
+            return
+        if isinstance(outcome, TeimgrError):
+            self.answer.set_exception(outcome)
+            # Whoever gave the call up never looks at its failure; that is no defect to report at collection.
+            self.answer.exception()
+        else:
+            self.answer.set_result(outcome)
+
+    def _expire(self) -> None:
+        if self.link.forget(self):
+            self.link.send(FrameType.CANCEL, self.method, self.id)
+            self.link.traffic.expired += 1
+            self.finish(DeadlineExceeded())
+
+
+class LinkOwner(Protocol):
+    """Who has the link, and keeps the books over all of a worker's links."""
+
+    instance: str
+    traffic: Traffic
+
+    def call_ended(self, cost_bytes: int) -> None:
+        """A call is answered, given up or failed; called once for each."""
+
+    def link_lost(self) -> None:
+        """The connection is gone; called once."""
+
+    def unavailable(self) -> Unavailable:
+        """What a caller is told when the link is gone."""
+
+
+class Link(FrameProtocol):
+    """One connection and its calls. When it is lost, every call in flight fails and `owner` hears of it once."""
+
+    def __init__(self, owner: LinkOwner, limits: LinkLimits) -> None:
+        super().__init__(_MAX_FRAME_BYTES)
+        self.budget = ByteBudget(limits.max_inflight_bytes)
+        self.traffic = owner.traffic
+        self.closed = asyncio.get_running_loop().create_future()
+        self._owner = owner
+        self._limits = limits
+        self._calls: dict[int, Call] = {}
+        self._last_id = 0
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Requests without an answer."""
+        return len(self._calls)
+
+    def request(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None, cost_bytes: int) -> Call:
+        """Send a request whose cost the budget has granted.
+
+        Raises:
+            Unavailable: the link is gone.
+        """
+        if not self.is_open:
+            self.budget.give_back(cost_bytes)
+            raise self._owner.unavailable()
+        self._last_id += 1
+        call = Call(self, self._last_id, method, cost_bytes, timeout_s)
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += len(payload)
+        self._calls[call.id] = call
+        deadline_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
+        linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
+        context = b"" if call.origin is None else call.origin.pack()
+        self.send(
+            FrameType.REQUEST,
+            method,
+            call.id,
+            payload,
+            flags=flags,
+            deadline_ms=deadline_ms,
+            linger=linger,
+            context=context,
+        )
+        return call
+
+    def forget(self, call: Call) -> bool:
+        """Take the call off the books; False when it was not on them."""
+        if self._calls.pop(call.id, None) is None:
+            return False
+        self.budget.give_back(call.cost_bytes)
+        self._owner.call_ended(call.cost_bytes)
+        return True
+
+    def abort(self) -> None:
+        """Close without waiting for what is unsent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        """An answer; one whose call was given up is dropped."""
+        self.traffic.received_bytes += header.length
+        call = self._calls.get(header.id)
+        if call is None:
+            return
+        self.forget(call)
+        if header.context and call.origin is not None:
+            call.origin.told(header.context, self._owner.instance)
+        call.finish(self._outcome(header, payload))
+
+    def _outcome(self, header: Header, payload: bytes) -> Reply | TeimgrError:
+        if header.type == FrameType.ERROR:
+            return unpack_error(payload)
+        timings = None
+        if header.flags & Flag.TIMINGS:
+            timings, payload = split_timings(payload)
+        limit = self._limits.max_reply_bytes or self._limits.max_message_bytes
+        if len(payload) > limit:
+            return too_large("Reply", len(payload), limit)
+        return Reply(payload, timings)
+
+    def link_lost(self, error: Exception | None) -> None:
+        """Fail every call in flight."""
+        self._owner.link_lost()
+        calls, self._calls = tuple(self._calls.values()), {}
+        for call in calls:
+            self.budget.give_back(call.cost_bytes)
+            self._owner.call_ended(call.cost_bytes)
+            call.finish(self._owner.unavailable())
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+def too_large(what: str, size: int, limit: int) -> TooLarge:
+    """The refusal of a message over the limit."""
+    return TooLarge(f"{what} message larger than max ({size} vs. {limit} bytes)")

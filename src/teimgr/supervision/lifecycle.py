@@ -1,0 +1,294 @@
+"""What happens to one replica of an instance, as a pure function of events and time.
+
+`Life.step` is the only place where its state changes. It waits for nothing, reads no clock, starts nothing: events go
+in, effects come out, and the supervisor lets them happen. It does not know which replica it is, nor of others.
+
+This drawing is the table itself. A command that meets `refused` raises; news that meets `-` comes from a worker that
+is gone already and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING and
+nowhere else), so there is no effect for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import assert_never
+
+from teimgr.launch.base import Exit
+from teimgr.spec import State
+from teimgr.supervision.lifecycle_events import (
+    Adopt,
+    Command,
+    Delete,
+    Effect,
+    Event,
+    Exited,
+    Failure,
+    Gone,
+    HandOver,
+    Kill,
+    Launch,
+    News,
+    ProbeFailed,
+    ProbeOk,
+    Restart,
+    Retire,
+    Start,
+    Stop,
+    Terminate,
+    Tick,
+    WorkerDownloading,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerReady,
+    explain,
+)
+
+DRAWING = """
+                  STOPPED   STARTING          RUNNING            REPLACING                WAITING           STOPPING   FAILED
+Start             STARTING  refused           refused            refused                  refused           REPLACING  STARTING
+Adopt             STARTING  refused           refused            refused                  refused           refused    refused
+Stop              refused   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+Restart           STARTING  REPLACING         REPLACING          REPLACING                STARTING          REPLACING  STARTING
+Delete            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+Retire            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+WorkerReady       -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
+WorkerFailed      -         STARTING          REPLACING          REPLACING                -                 STOPPING   -
+WorkerDownloading -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
+WorkerDraining    -         REPLACING         REPLACING          REPLACING                -                 STOPPING   -
+ProbeOk           -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
+ProbeFailed       -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
+Exited            -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
+Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED
+"""  # noqa: E501  a table is read by its columns
+
+LAST_WORDS_LIMIT_S = 5.0
+"""How long a worker that said it failed may take to be gone."""
+
+
+class Phase(Enum):
+    """Where in its life a replica is; finer than the state that REST shows."""
+
+    STOPPED = State.STOPPED  # no process, none wanted
+    STARTING = State.STARTING, "loading"  # a process that has not proved itself yet
+    RUNNING = State.RUNNING  # a process that serves
+    REPLACING = State.STARTING, "replacing"  # a process that is ending; another one follows
+    WAITING = State.STARTING, "waiting"  # no process; the next one starts at `wake_at`
+    STOPPING = State.STOPPING  # a process that is ending; none follows
+    FAILED = State.FAILED  # no process: another one would fail as the last did
+
+    @property
+    def state(self) -> State:
+        """The word for it on the wire."""
+        return self.value if isinstance(self.value, State) else self.value[0]
+
+
+class CommandRefused(Exception):
+    """The command makes no sense in this phase; nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The numbers of supervision. `max_probe_failures` 0: a failed probe never leads to a restart."""
+
+    startup_timeout_s: float = 300.0
+    max_probe_failures: int = 3
+    backoff_s: float = 0.2
+    backoff_max_s: float = 30.0
+    stable_after_s: float = 30.0
+
+    def delay_s(self, streak: int, jitter: float) -> float:
+        """The wait after the `streak`-th failure in a row, shortened by up to a half so that a fleet spreads out."""
+        doubled = self.backoff_s * 2.0 ** min(streak - 1, 40)
+        return min(self.backoff_max_s, doubled) * (1 - jitter / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One replica's state. Times are those of the clock that `step` is given.
+
+    `wake_at` is when a Tick is due. `verdict` is why the present worker is doomed, `reason` what to tell users: why
+    there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between.
+    """
+
+    policy: Policy
+    phase: Phase = Phase.STOPPED
+    deleted: bool = False
+    verdict: Failure | None = None
+    reason: str | None = None
+    restarts: int = 0
+    streak: int = 0
+    probe_failures: int = 0
+    ready_at: float | None = None
+    wake_at: float | None = None
+
+    @classmethod
+    def failed(cls, policy: Policy, reason: str) -> Life:
+        """The life of a replica that cannot even be tried; a user may start it once the reason is mended."""
+        return cls(policy=policy, phase=Phase.FAILED, reason=reason)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a process is on its way out."""
+        return self.phase in (Phase.STOPPING, Phase.REPLACING)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a worker is wanted."""
+        return self.phase not in (Phase.STOPPED, Phase.STOPPING)
+
+    def step(self, event: Event, now: float) -> tuple[Life, list[Effect]]:
+        """The next life, and what to do about it.
+
+        Raises:
+            CommandRefused: the command makes no sense now.
+        """
+        allowed = TRANSITIONS[type(event)][self.phase]
+        refused = not allowed or (self.deleted and not isinstance(event, Delete | Retire))
+        if isinstance(event, Command) and refused:
+            raise CommandRefused
+        life, effects = self._take(event, now) if allowed else (self, [])
+        assert not allowed or life.phase in allowed, (self.phase, event, life.phase)
+        return life, effects
+
+    def _take(self, event: Event, now: float) -> tuple[Life, list[Effect]]:
+        match event:
+            case Start():
+                return self._start(now)
+            case Adopt():
+                return self._loading(now), []
+            case Stop():
+                return self._stop()
+            case Restart():
+                return self._restart(now)
+            case Delete():
+                return replace(self, deleted=True)._stop()
+            case Retire():
+                return replace(self, deleted=True)._retire()
+            case WorkerReady():
+                return self._ready(now), []
+            case WorkerFailed(failure):
+                return self._doomed(failure, now)
+            case WorkerDownloading():
+                return self._downloading(now), []
+            case WorkerDraining():
+                return self._draining()
+            case ProbeOk():
+                return replace(self._ready(now), probe_failures=0), []
+            case ProbeFailed(reason):
+                return self._probe_failed(reason)
+            case Exited(exit, jitter):
+                return self._exited(exit, jitter, now)
+            case Tick():
+                return self._tick(now)
+            case _:
+                assert_never(event)
+
+    def _loading(self, now: float) -> Life:
+        deadline = now + self.policy.startup_timeout_s
+        return replace(self, phase=Phase.STARTING, verdict=None, ready_at=None, probe_failures=0, wake_at=deadline)
+
+    def _launch(self, now: float, *, again: bool) -> tuple[Life, list[Effect]]:
+        return replace(self._loading(now), restarts=self.restarts + again), [Launch()]
+
+    def _start(self, now: float) -> tuple[Life, list[Effect]]:
+        if self.is_ending:
+            return replace(self, phase=Phase.REPLACING, verdict=None), []
+        return replace(self, streak=0, reason=None)._launch(now, again=False)
+
+    def _stop(self) -> tuple[Life, list[Effect]]:
+        calm = replace(self, reason=None, wake_at=None)
+        if self.is_ending:
+            return replace(calm, phase=Phase.STOPPING), []
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            return replace(calm, phase=Phase.STOPPING), [Terminate()]
+        return replace(calm, phase=Phase.STOPPED), [Gone()] if self.deleted else []
+
+    def _retire(self) -> tuple[Life, list[Effect]]:
+        life, effects = self._stop()
+        return life, [HandOver()] if self.phase is Phase.RUNNING else effects
+
+    def _restart(self, now: float) -> tuple[Life, list[Effect]]:
+        fresh = replace(self, streak=0, reason=None, verdict=None)
+        if self.is_ending:
+            return replace(fresh, phase=Phase.REPLACING), []
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            return replace(fresh, phase=Phase.REPLACING, wake_at=None), [Terminate()]
+        return fresh._launch(now, again=True)
+
+    def _ready(self, now: float) -> Life:
+        if self.phase is not Phase.STARTING or self.verdict is not None:
+            return self
+        return replace(self, phase=Phase.RUNNING, ready_at=now, wake_at=None, reason=None)
+
+    def _doomed(self, failure: Failure, now: float) -> tuple[Life, list[Effect]]:
+        if self.is_ending:
+            return self, []
+        life = replace(self, verdict=failure, reason=failure.message)
+        if self.phase is Phase.RUNNING:
+            return replace(life, phase=Phase.REPLACING), [Kill()]
+        return replace(life, wake_at=now + LAST_WORDS_LIMIT_S), []
+
+    def _draining(self) -> tuple[Life, list[Effect]]:
+        if self.is_ending:
+            return self, []
+        verdict = Failure("the worker was told to end by somebody else")
+        life = replace(self, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message, wake_at=None)
+        return life, [Terminate()]
+
+    def _downloading(self, now: float) -> Life:
+        if self.phase is not Phase.STARTING or self.verdict is not None:
+            return self
+        return replace(self, wake_at=now + self.policy.startup_timeout_s)
+
+    def _probe_failed(self, reason: str) -> tuple[Life, list[Effect]]:
+        if self.phase is not Phase.RUNNING:
+            return self, []
+        life = replace(self, probe_failures=self.probe_failures + 1)
+        if not 0 < self.policy.max_probe_failures <= life.probe_failures:
+            return life, []
+        verdict = Failure(f"{life.probe_failures} health probes in a row failed: {reason}")
+        # No grace: a worker that does not answer probes will not finish calls either.
+        return replace(life, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message), [Kill()]
+
+    def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[Life, list[Effect]]:
+        if self.phase is Phase.STOPPING:
+            return replace(self, phase=Phase.STOPPED), [Gone()] if self.deleted else []
+        if self.phase is Phase.REPLACING and self.verdict is None:
+            return self._launch(now, again=True)
+        verdict = self.verdict or explain(exit)
+        ended = replace(self, verdict=None, reason=verdict.message, wake_at=None, probe_failures=0)
+        if verdict.permanent:
+            return replace(ended, phase=Phase.FAILED), []
+        return ended._wait(jitter, now), []
+
+    def _wait(self, jitter: float, now: float) -> Life:
+        was_stable = self.ready_at is not None and now - self.ready_at >= self.policy.stable_after_s
+        streak = 0 if was_stable else self.streak + 1
+        delay_s = 0.0 if was_stable else self.policy.delay_s(streak, jitter)
+        return replace(self, phase=Phase.WAITING, streak=streak, ready_at=None, wake_at=now + delay_s)
+
+    def _tick(self, now: float) -> tuple[Life, list[Effect]]:
+        if self.wake_at is None or now < self.wake_at:
+            return self, []
+        if self.phase is Phase.WAITING:
+            return self._launch(now, again=True)
+        verdict = self.verdict or Failure(f"not ready within {self.policy.startup_timeout_s:g} s", permanent=True)
+        return replace(self, verdict=verdict, reason=verdict.message, wake_at=None), [Kill()]
+
+
+def _read_drawing() -> dict[type[Event], dict[Phase, frozenset[Phase]]]:
+    """Event → phase before → phases after; the empty set where the drawing says `refused` or `-`."""
+    header, *rows = (line.split() for line in DRAWING.strip().splitlines())
+    columns = [Phase[name] for name in header]
+    events: dict[str, type[Event]] = {kind.__name__: kind for kind in (*Command.__args__, *News.__args__)}
+    table = {events[name]: dict(zip(columns, map(_read_cell, cells), strict=True)) for name, *cells in rows}
+    assert table.keys() == set(events.values())
+    return table
+
+
+def _read_cell(cell: str) -> frozenset[Phase]:
+    return frozenset() if cell in ("refused", "-") else frozenset(Phase[name] for name in cell.split("|"))
+
+
+TRANSITIONS = _read_drawing()

@@ -1,0 +1,266 @@
+"""From one configuration to another while the daemon runs: first the plan, then the moves.
+
+The file wins for every instance that it names, also over what REST changed since; instances that no file named are left
+alone. A file that is wrong changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Protocol
+
+from teimgr.config.provenance import Value, effective, plain
+from teimgr.config.settings import Settings
+from teimgr.config.sources import Configuration, Source, read
+from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.spec import InstanceSpec, InstanceView
+from teimgr.supervision.validation import seed_faults
+
+log = logging.getLogger(__name__)
+
+LIVE = frozenset(item.name for item in fields(Settings) if item.metadata["live"])
+"""The keys that a reload changes; the others wait for the next start."""
+
+_NOT_SAID = ("name", "created_at", "wanted_running")
+"""What a seed does not decide."""
+_LEFT_OPEN: Mapping[str, Any] = {"port": 0, "prometheus_port": None, "max_batch_tokens": 0}
+"""Where a seed leaves a choice to the daemon, whatever was chosen fits."""
+_FIXED = ("port", "prometheus_port")
+"""What an instance keeps for its life, so that another one takes its place."""
+
+
+class Fleet(Protocol):
+    """The verbs of the manager that a reload uses."""
+
+    async def create(self, request: InstanceSpec) -> InstanceView:
+        """A new instance."""
+
+    async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
+        """Move an instance to other values without a gap."""
+
+    async def delete(self, name: str) -> InstanceView:
+        """Stop it and forget it."""
+
+    def list(self) -> list[InstanceView]:
+        """All instances."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a reload does.
+
+    `settings` are the keys with another value, each with the old one (None: it was not there) and the new one; those in
+    or below the keys of `live` change at once. Of the
+    instances, `update` has the keys that change by name, `recreate` what an update cannot do, `remove` what an earlier
+    configuration made and this one does not name; those are `left` where pruning is off.
+    """
+
+    settings: tuple[tuple[Value | None, Value | None], ...]
+    live: frozenset[str]
+    create: tuple[InstanceSpec, ...]
+    update: Mapping[str, Mapping[str, Any]]
+    recreate: tuple[InstanceSpec, ...]
+    remove: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "settings": [_change(before, after, self.live) for before, after in self.settings],
+            "create": [spec.name for spec in self.create],
+            "update": {name: plain(changes) for name, changes in self.update.items()},
+            "recreate": [spec.name for spec in self.recreate],
+            "remove": list(self.remove),
+            "left": list(self.left),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of one move; `error` is None where it was made."""
+
+    action: str
+    instance: str
+    error: TeimgrError | None
+
+
+class Reloader:
+    """Reads `source` again when it is asked to.
+
+    `apply` is given the settings with the live keys of the new ones; it takes all, or raises InvalidConfig.
+
+    `configuration` is what is in effect: keys that wait for the next start have the value of this one.
+    """
+
+    def __init__(
+        self, source: Source, configuration: Configuration, fleet: Fleet, apply: Callable[[Settings], None]
+    ) -> None:
+        self.configuration = configuration
+        self._source = source
+        self._fleet = fleet
+        self._apply = apply
+        self._alone = asyncio.Lock()
+        self._alarm: str | None = None
+
+    def alarms(self) -> list[str]:
+        """The sentence that the last reload failed, if it did."""
+        return [self._alarm] if self._alarm else []
+
+    def notices(self) -> list[str]:
+        """A sentence for each instance that is not what the configuration says: the state wins until a reload."""
+        present = {view.spec.name: view.spec for view in self._fleet.list()}
+        return [
+            f"instance {seed.name!r} differs from the configuration in {', '.join(changes)}; a reload moves it"
+            for seed in self.configuration.settings.instances
+            if (spec := present.get(seed.name)) and (changes := differences(seed, replace(spec, seeded=True)))
+        ]
+
+    async def plan(self, *, prune: bool | None = None) -> Plan:
+        """What a reload would do now.
+
+        Raises:
+            InvalidConfig: the configuration is wrong.
+        """
+        return self._plan(await self._read(), prune)
+
+    async def reload(self, *, prune: bool | None = None) -> tuple[Plan, list[Step]]:
+        """Move the daemon to what the configuration says now. `prune` stands in for the key `prune_seeds`.
+
+        Raises:
+            InvalidConfig: the configuration is wrong; nothing has changed, and an alarm says so until one succeeds.
+        """
+        async with self._alone:
+            try:
+                found = await self._read()
+                plan, configuration = self._plan(found, prune), _taken_up(self.configuration, found)
+                self._apply(configuration.settings)
+            except InvalidConfig as error:
+                self._alarm = f"the configuration was not reloaded: {error.message}"
+                log.error("reload refused", extra={"reason": error.message})
+                raise
+            self.configuration = configuration
+            steps = [await _try(*step) for step in self._moves(plan)]
+            self._say(plan, steps)
+            return plan, steps
+
+    async def _read(self) -> Configuration:
+        return await asyncio.to_thread(read, self._source, seed_faults)
+
+    def _plan(self, found: Configuration, prune: bool | None) -> Plan:
+        settings = found.settings
+        present = [view.spec for view in self._fleet.list()]
+        pruning = settings.prune_seeds if prune is None else prune
+        changes = tuple(_changed(self.configuration, found))
+        return Plan(
+            changes, live_keys(self.configuration.settings, settings), *_moved(settings.instances, present, pruning)
+        )
+
+    def _moves(self, plan: Plan) -> Iterator[tuple[str, str, Callable[[], Awaitable[object]]]]:
+        """The moves in their order: room is made first."""
+        fleet = self._fleet
+        for name in plan.remove:
+            yield "remove", name, partial(fleet.delete, name)
+        for name, changes in plan.update.items():
+            yield "update", name, partial(fleet.update, name, changes)
+        for spec in plan.recreate:
+            yield "recreate", spec.name, partial(self._recreate, spec)
+        for spec in plan.create:
+            yield "create", spec.name, partial(fleet.create, spec)
+
+    async def _recreate(self, spec: InstanceSpec) -> None:
+        await self._fleet.delete(spec.name)
+        await self._fleet.create(spec)
+
+    def _say(self, plan: Plan, steps: Sequence[Step]) -> None:
+        failed = [f"{step.action} of {step.instance!r}: {step.error.message}" for step in steps if step.error]
+        self._alarm = f"the configuration was reloaded in part: {'; '.join(failed)}" if failed else None
+        facts = {key: value for key, value in plan.to_dict().items() if value}
+        log.log(logging.ERROR if failed else logging.INFO, "reloaded", extra={"plan": facts, "failed": failed})
+
+
+def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
+    """The keys in which an instance is not what its seed says, with the values of the seed."""
+    found = {}
+    for item in fields(InstanceSpec):
+        said, has = getattr(seed, item.name), getattr(spec, item.name)
+        left_open = item.name in _LEFT_OPEN and said == _LEFT_OPEN[item.name]
+        if item.name not in _NOT_SAID and not left_open and said != has:
+            found[item.name] = said
+    return found
+
+
+def _moved(
+    seeds: Sequence[InstanceSpec], present: Sequence[InstanceSpec], pruning: bool
+) -> tuple[
+    tuple[InstanceSpec, ...],
+    Mapping[str, Mapping[str, Any]],
+    tuple[InstanceSpec, ...],
+    tuple[str, ...],
+    tuple[str, ...],
+]:
+    """Create, update, recreate, remove and left of a plan."""
+    known = {spec.name: spec for spec in present}
+    changes = {seed.name: differences(seed, known[seed.name]) for seed in seeds if seed.name in known}
+    again = {name for name, each in changes.items() if any(key in each for key in _FIXED)}
+    named = {seed.name for seed in seeds}
+    gone = tuple(spec.name for spec in present if spec.seeded and spec.name not in named)
+    return (
+        tuple(seed for seed in seeds if seed.name not in known),
+        {name: each for name, each in changes.items() if each and name not in again},
+        tuple(seed for seed in seeds if seed.name in again),
+        gone if pruning else (),
+        () if pruning else gone,
+    )
+
+
+def _changed(old: Configuration, new: Configuration) -> Iterator[tuple[Value | None, Value | None]]:
+    """The keys that differ, but for those of seeds, which the instances show."""
+    before = {each.path: each for each in effective(old) if not each.path.startswith("instances")}
+    after = {each.path: each for each in effective(new) if not each.path.startswith("instances")}
+    for path in {**before, **after}:
+        was, will_be = before.get(path), after.get(path)
+        if was is None or will_be is None or was.value != will_be.value:
+            yield was, will_be
+
+
+def live_keys(old: Settings, new: Settings) -> frozenset[str]:
+    """The keys that change at once; a listener that begins or ceases to speak TLS is another listener."""
+    return LIVE if old.tls_files == new.tls_files else LIVE - {"auth"}
+
+
+def _taken_up(old: Configuration, new: Configuration) -> Configuration:
+    """What is in effect after a reload: the live keys of the new one, the others of the old one."""
+    live = live_keys(old.settings, new.settings)
+    settings = replace(old.settings, **{name: getattr(new.settings, name) for name in live})
+    kept = {path: by for path, by in old.said_by.items() if _top(path) not in live}
+    return Configuration(settings, kept | {path: by for path, by in new.said_by.items() if _top(path) in live})
+
+
+def _top(path: str) -> str:
+    """The top-level key that the one at `path` is in or below."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _change(before: Value | None, after: Value | None, live: frozenset[str]) -> dict[str, Any]:
+    each = after or before
+    assert each is not None
+    return {
+        "key": each.path,
+        "before": before.value if before else None,
+        "after": after.value if after else None,
+        "source": after.source if after else "default",
+        "applies": "at once" if _top(each.path) in live else "at the next start",
+    }
+
+
+async def _try(action: str, name: str, move: Callable[[], Awaitable[object]]) -> Step:
+    try:
+        await move()
+    except TeimgrError as error:
+        return Step(action, name, error)
+    return Step(action, name, None)

@@ -1,0 +1,224 @@
+"""The wanted instances on disk: a TOML file that is old or new at every moment, and the generation before it.
+
+state.toml                        tei-manager's own format; teimgr's further keys only where they differ from default
+state.toml.prev                   the generation before
+state.toml.corrupt-<time>         a file that could not be read, set aside
+state.toml.backup-<time>          a state that the daemon was told not to restore
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from teimgr.config import schema
+from teimgr.config.settings import SPEC_RULES, Settings
+from teimgr.errors import InvalidConfig
+from teimgr.spec import InstanceSpec
+
+SET_ASIDE_KEPT = 5
+# Always written, in this order, as tei-manager does; `extra_args` may be empty.
+_ALWAYS = ("name", "model_id", "port", "max_batch_tokens", "max_concurrent_requests", "extra_args")
+_DEFAULTS = {
+    field.name: field.default if field.default_factory is MISSING else field.default_factory()
+    for field in fields(InstanceSpec)
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the disk said. `alarm` is a sentence for people when something had to be left out or set aside."""
+
+    specs: tuple[InstanceSpec, ...] = ()
+    alarm: str | None = None
+
+
+class Unreadable(Exception):
+    """The bytes are no state; the text says why."""
+
+
+class Store:
+    """The state file at `path`. One writer at a time, which the launcher's lock on the run directory sees to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.resolve()
+        self._previous = self._path.with_name(f"{self._path.name}.prev")
+
+    def load(self) -> Loaded:
+        """The instances last saved; the generation before where the file cannot be read. Never raises.
+
+        A missing file is an empty state: removing it is how a user starts afresh.
+        """
+        try:
+            loaded = parse(self._path.read_bytes())
+        except FileNotFoundError:
+            return Loaded()
+        except (Unreadable, OSError) as error:
+            return self._load_previous(f"state file {self._path} cannot be read ({error})")
+        if loaded.alarm is None:
+            return loaded
+        return Loaded(loaded.specs, f"{loaded.alarm}; {self._try_set_aside()}")
+
+    def save(self, specs: Iterable[InstanceSpec]) -> None:
+        """Make the disk say `specs`; when this returns, a power cut does not lose them.
+
+        Raises:
+            OSError: the disk refused; the file is what it was.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        _write_durably(temporary, render(specs))
+        self._keep_previous()
+        temporary.replace(self._path)
+        _sync_directory(self._path.parent)
+
+    def set_aside(self, kind: str) -> Path | None:
+        """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None when there is no file.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        aside = self._path.with_name(f"{self._path.name}.{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
+        try:
+            _second_name(self._path, aside)
+        except FileNotFoundError:
+            return None
+        for old in sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"))[:-SET_ASIDE_KEPT]:
+            old.unlink(missing_ok=True)
+        return aside
+
+    def _try_set_aside(self) -> str:
+        try:
+            return f"the file was kept as {self.set_aside('corrupt')}"
+        except OSError as error:
+            return f"the file could not be kept: {error}"
+
+    def _load_previous(self, problem: str) -> Loaded:
+        kept = self._try_set_aside()
+        try:
+            found = parse(self._previous.read_bytes())
+            _second_name(self._previous, self._path)  # at once: what is loaded now must not depend on a later save
+        except (Unreadable, OSError):
+            return Loaded((), f"{problem}; {kept}; no good generation before it, no instance was restored")
+        return Loaded(found.specs, "; ".join(filter(None, (problem, kept, "restored the one before", found.alarm))))
+
+    def _keep_previous(self) -> None:
+        with suppress(FileNotFoundError):
+            _second_name(self._path, self._previous)
+
+
+def parse(content: bytes) -> Loaded:
+    """The instances in a state file of teimgr or of tei-manager; a bad entry is left out, with an alarm.
+
+    Raises:
+        Unreadable: it is not such a file.
+    """
+    try:
+        table = tomllib.loads(content.decode())
+    except ValueError as error:
+        raise Unreadable(f"not TOML: {error}") from error
+    entries = table.get("instances")
+    if "last_updated" not in table or not isinstance(entries, list):
+        raise Unreadable("last_updated and instances must be there")
+    specs, problems = [], []
+    for index, entry in enumerate(entries):
+        try:
+            specs.append(_read_entry(entry, f"instances[{index}]"))
+        except InvalidConfig as error:
+            problems.append(error.message)
+    return Loaded(tuple(specs), f"left out of the state file: {'; '.join(problems)}" if problems else None)
+
+
+def render(specs: Iterable[InstanceSpec]) -> bytes:
+    """The bytes of a state file."""
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return tomli_w.dumps({"last_updated": now, "instances": [_entry(spec) for spec in specs]}).encode()
+
+
+def _entry(spec: InstanceSpec) -> dict[str, Any]:
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if name in _ALWAYS or value != _DEFAULTS[name]
+    }
+
+
+def _read_entry(entry: object, path: str) -> InstanceSpec:
+    if not isinstance(entry, Mapping):
+        raise InvalidConfig(f"{path}: must be a table")
+    known = {name: value for name, value in entry.items() if name in _DEFAULTS}
+    if len(known) < len(entry):
+        log.warning("unknown keys in the state file", extra={"entry": path, "keys": sorted(entry.keys() - known)})
+    return schema.build(InstanceSpec, known, path, rules=SPEC_RULES)
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _second_name(path: Path, name: Path) -> None:
+    """Have `name` mean what `path` means now, whatever it meant before."""
+    link = path.with_name(f".{path.name}.link")
+    link.unlink(missing_ok=True)
+    try:
+        link.hardlink_to(path)
+    except OSError:  # a file system without links, which says so in one of many ways; a broken one refuses the copy too
+        _write_durably(link, path.read_bytes())
+    link.replace(name)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def wanted_at_boot(settings: Settings, store: Store) -> Loaded:
+    """The instances to have, those of the state first.
+
+    The state wins for the names it knows; further seeds are added. With `auto_restore_on_restart` off it is the seeds
+    alone, and the old state is kept as a backup; only a port that a seed leaves open is taken from it, so that a
+    worker that outlived the last daemon still fits.
+    """
+    state = store.load()
+    known = {spec.name: spec for spec in state.specs}
+    if settings.auto_restore_on_restart:
+        new = [seed for seed in settings.instances if seed.name not in known]
+        return Loaded((*state.specs, *new), state.alarm)
+    return Loaded(tuple(_with_old_ports(seed, known) for seed in settings.instances), _back_up(store, state))
+
+
+def _with_old_ports(seed: InstanceSpec, known: dict[str, InstanceSpec]) -> InstanceSpec:
+    old = known.get(seed.name)
+    if old is None:
+        return seed
+    prometheus = old.prometheus_port if seed.prometheus_port is None else seed.prometheus_port
+    return replace(seed, port=seed.port or old.port, prometheus_port=prometheus)
+
+
+def _back_up(store: Store, state: Loaded) -> str | None:
+    if not state.specs:
+        return state.alarm
+    try:
+        store.set_aside("backup")
+    except OSError as error:
+        return f"{state.alarm or 'the old state'} could not be backed up: {error}"
+    return state.alarm

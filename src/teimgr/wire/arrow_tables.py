@@ -1,0 +1,163 @@
+"""Results as typed columns, and columns as an Arrow IPC stream. A row that failed is null in every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from teimgr.errors import TeimgrError
+from teimgr.wire.element_types import Precision, converted
+
+_ENTRY = pa.struct([pa.field("index", pa.uint32(), nullable=False), pa.field("value", pa.float32(), nullable=False)])
+ENTRY_BYTES = 8
+
+Failed = NDArray[np.bool_] | None
+
+
+class Column(NamedTuple):
+    """A field and its values for all rows of a reply."""
+
+    field: pa.Field
+    values: pa.Array
+
+
+class Keys(NamedTuple):
+    """Columns of a request that its reply repeats: their fields, and for every batch one array per field."""
+
+    fields: Sequence[pa.Field]
+    batches: Sequence[Sequence[pa.Array]]
+
+
+def failed_rows(count: int, errors: Mapping[int, TeimgrError]) -> Failed:
+    """Which of `count` rows failed, bool [count]; None when none did."""
+    if not errors:
+        return None
+    failed = np.zeros(count, np.bool_)
+    failed[list(errors)] = True
+    return failed
+
+
+def vector_column(
+    name: str,
+    vectors: NDArray[np.float32],
+    failed: Failed,
+    precision: Precision = Precision.FLOAT32,
+    metadata: Mapping[str, str] | None = None,
+) -> Column:
+    """A fixed-size list per row; `vectors` is float32 [n, width], C-contiguous."""
+    elements = converted(vectors, precision)
+    kind = _vector_type(precision, elements.shape[1])
+    values = pa.FixedSizeListArray.from_arrays(pa.array(elements.reshape(-1)), type=kind, mask=_mask(failed))
+    return Column(pa.field(name, kind, metadata=metadata), values)
+
+
+def matrix_column(
+    name: str,
+    matrices: Sequence[NDArray[np.float32] | None],
+    width: int,
+    precision: Precision = Precision.FLOAT32,
+    metadata: Mapping[str, str] | None = None,
+) -> Column:
+    """A list of fixed-size lists per row, of float32 [any, width]; a row that is None is null."""
+    parts = [np.zeros((0, width), np.float32), *(matrix for matrix in matrices if matrix is not None)]
+    elements = converted(np.concatenate(parts), precision)
+    inner = _vector_type(precision, elements.shape[1])
+    flat = pa.FixedSizeListArray.from_arrays(pa.array(elements.reshape(-1)), type=inner)
+    kind = pa.list_(pa.field("item", inner, nullable=False))
+    return Column(pa.field(name, kind, metadata=metadata), _lists(kind, flat, matrices))
+
+
+def sparse_column(
+    name: str,
+    vectors: Sequence[tuple[NDArray[np.uint32], NDArray[np.float32]] | None],
+    metadata: Mapping[str, str] | None = None,
+) -> Column:
+    """A list of (index, value) per row, from uint32 [k] and float32 [k]; a row that is None is null."""
+    present = [vector for vector in vectors if vector is not None]
+    indices = np.concatenate([np.zeros(0, np.uint32), *(indices for indices, _ in present)])
+    values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in present)])
+    entries = pa.StructArray.from_arrays([pa.array(indices), pa.array(values)], fields=list(_ENTRY))
+    kind = pa.list_(pa.field("item", _ENTRY, nullable=False))
+    firsts = [None if vector is None else vector[0] for vector in vectors]
+    return Column(pa.field(name, kind, metadata=metadata), _lists(kind, entries, firsts))
+
+
+def number_column(name: str, numbers: NDArray[np.float32], failed: Failed) -> Column:
+    """A Float32 per row, from float32 [n]."""
+    return Column(pa.field(name, pa.float32()), pa.array(numbers, mask=failed))
+
+
+def error_column(count: int, errors: Mapping[int, TeimgrError]) -> Column:
+    """Why a row failed, null where it did not."""
+    values = pa.array([_reason(errors.get(row)) for row in range(count)], pa.string()) if errors else None
+    return Column(pa.field("error", pa.string()), pa.nulls(count, pa.string()) if values is None else values)
+
+
+def write_table(
+    columns: Sequence[Column], rows: Sequence[int], keys: Keys | None = None, lz4: bool = False
+) -> memoryview:
+    """The stream of `keys` and `columns`, cut into batches of `rows` rows; `lz4` compresses bodies."""
+    fields, kept = keys or Keys([], [[]] * len(rows))
+    schema = pa.schema([*fields, *(column.field for column in columns)])
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if lz4 else None)
+    with pa.ipc.new_stream(sink, schema, options=options) as writer:
+        start = 0
+        for repeated, count in zip(kept, rows, strict=True):
+            results = [column.values.slice(start, count) for column in columns]
+            writer.write_batch(pa.record_batch([*repeated, *results], schema=schema))
+            start += count
+    return memoryview(sink.getvalue())
+
+
+def _vector_type(precision: Precision, elements: int) -> pa.DataType:
+    return pa.list_(pa.field("item", pa.from_numpy_dtype(precision.dtype), nullable=False), elements)
+
+
+def _lists(kind: pa.DataType, flat: pa.Array, rows: Sequence[Sequence[Any] | NDArray[Any] | None]) -> pa.Array:
+    """`flat` cut into as many lists as `rows`, each of its row's length."""
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([0 if row is None else len(row) for row in rows], out=offsets[1:])
+    failed = np.array([row is None for row in rows], np.bool_)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=kind, mask=_mask(failed))
+
+
+def _mask(failed: Failed) -> pa.Array | None:
+    return pa.array(failed) if failed is not None and failed.any() else None
+
+
+def _reason(error: TeimgrError | None) -> str | None:
+    return error.message if error else None
+
+
+def write_vectors(
+    vectors: NDArray[np.float32],
+    errors: Mapping[int, TeimgrError],
+    rows: Sequence[int],
+    *,
+    precision: Precision = Precision.FLOAT32,
+    lz4: bool = False,
+) -> memoryview:
+    """The reply stream for `vectors` (`[n, dim]`, C-contiguous), cut into batches of `rows` rows.
+
+    `lz4` compresses bodies (which gains nothing on vectors and is there for clients that ask).
+    """
+    failed = failed_rows(len(vectors), errors)
+    columns = [vector_column("embeddings", vectors, failed, precision), error_column(len(vectors), errors)]
+    return write_table(columns, rows, lz4=lz4)
+
+
+def write_sparse(
+    vectors: Sequence[tuple[NDArray[np.uint32], NDArray[np.float32]] | None],
+    errors: Mapping[int, TeimgrError],
+    rows: Sequence[int],
+    *,
+    lz4: bool = False,
+) -> memoryview:
+    """The reply stream for `vectors` (indices ascending and values; None where the row failed)."""
+    columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]
+    return write_table(columns, rows, lz4=lz4)

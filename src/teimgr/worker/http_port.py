@@ -1,0 +1,238 @@
+"""The routes of an instance's port: the tables say which, the methods how each shape of them is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from teimgr.docs_page import HEADERS, page
+from teimgr.errors import Code, TeimgrError, Unavailable
+from teimgr.http_server import read_limited, unless_hung_up
+from teimgr.observability.request_context import REQUEST_ID, Origin, working_for
+from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
+from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.wire.status import STATUS
+from teimgr.worker.dialects.tei import OPENAI, POST, facts, refused
+from teimgr.worker.dialects.tei_openapi import document
+from teimgr.worker.dispatcher import Desk, masked
+from teimgr.worker.http.answers import to_json
+from teimgr.worker.http.bodies import BodyRefused, expect_json
+from teimgr.worker.http.inference import Exchange, HttpHandler, Terms, json_reply
+from teimgr.worker.metrics import TeiMetrics
+
+
+async def read(request: Request, limit_bytes: int) -> HttpRequest:
+    """The request with its whole body.
+
+    Raises:
+        BodyRefused: it is not said to be JSON, or is over the limit (413).
+        ClientDisconnect: the client went away while it sent.
+    """
+    content_type = request.headers.get("content-type", "")
+    expect_json(content_type)
+    body = await read_limited(request.stream(), limit_bytes)
+    if body is None:
+        raise BodyRefused(413, "Failed to buffer the request body: length limit exceeded")
+    headers = {"content-type": content_type}
+    return HttpRequest(TEI, request.method, request.url.path, headers=headers, body=body)
+
+
+def response(reply: HttpReply) -> Response:
+    """A reply as Starlette sends it."""
+    return Response(reply.body, reply.status, dict(reply.headers))
+
+
+class Origins:
+    """Serve each request as one of its origin."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        origin = Origin.of({key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]})
+
+        async def echoing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                echoed = (REQUEST_ID.encode(), origin.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), echoed]}
+            await send(message)
+
+        with working_for(origin):
+            await self._app(scope, receive, echoing)
+
+
+_PUBLIC = {"/health", "/ping", "/metrics", "/docs"}
+_PUBLIC_FOLDERS = ("/docs/", "/api-doc/")
+_VARY = "origin, access-control-request-method, access-control-request-headers"
+
+
+class Cors:
+    """Tells browsers which pages may read the answers: those of `origins`, or of all where there is none or a `*`.
+
+    GET and POST, and `content-type` as the only header, so that a page cannot send a key. A preflight is answered
+    here, before any key is asked for.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str] = ()) -> None:
+        self._app = app
+        self._origins = frozenset(origins)
+        self._any = not origins or "*" in origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        allowed = self._allowed(Headers(scope=scope).get("origin"))
+
+        async def send_with_origin(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(allowed)
+            await send(message)
+
+        if scope["method"] == "OPTIONS":
+            methods = {"access-control-allow-methods": "GET,POST", "access-control-allow-headers": "content-type"}
+            await Response(headers=methods)(scope, receive, send_with_origin)
+        else:
+            await self._app(scope, receive, send_with_origin)
+
+    def _allowed(self, origin: str | None) -> dict[str, str]:
+        if self._any:
+            return {"vary": _VARY, "access-control-allow-origin": "*"}
+        if origin in self._origins:
+            assert origin is not None
+            return {"vary": _VARY, "access-control-allow-origin": origin}
+        return {"vary": _VARY}
+
+
+class ApiKey:
+    """Lets a request through that says `Authorization: Bearer` and the key; 401 without a body otherwise.
+
+    What tells of the server and not of its model is public.
+    """
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or _is_public(scope) or self._is_right(scope):
+            await self._app(scope, receive, send)
+        else:
+            await Response(status_code=401)(scope, receive, send)
+
+    def _is_right(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, self._expected)  # in a time that tells nothing of the key
+
+
+def _is_public(scope: Scope) -> bool:
+    path = scope["path"]
+    if path == "/":
+        return scope["method"] in ("GET", "HEAD")
+    return path in _PUBLIC or path.startswith(_PUBLIC_FOLDERS)
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_HEALTH_TIMEOUT_S = 5.0
+_TEXT = "text/plain; charset=utf-8"
+
+
+class Routes:
+    """What each route answers; `post` makes an endpoint of one of TEI's."""
+
+    def __init__(self, desk: Desk, exchange: Exchange) -> None:
+        self._desk = desk
+        self._exchange = exchange
+
+    async def health(self, request: Request) -> Response:
+        """200 with an empty body once the known text went through the device."""
+        try:
+            await asyncio.to_thread(self._desk.engine.prove, _HEALTH_TIMEOUT_S)
+        except Unavailable:
+            return response(failure(TEI, Unavailable("unhealthy")))
+        return Response()
+
+    async def info(self, request: Request) -> Response:
+        """The model and the limits."""
+        return response(await facts(self._exchange, HttpRequest(TEI, "GET", "/info"), Terms()))
+
+    async def metrics(self, request: Request) -> Response:
+        """The `te_*` metrics."""
+        return Response(self._desk.metrics.render(), media_type=_TEXT)
+
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document."""
+        return response(json_reply(to_json(document())))
+
+    async def docs(self, request: Request) -> Response:
+        """The same for readers."""
+        return HTMLResponse(page(document(), "/api-doc/openapi.json"), headers=HEADERS)
+
+    def post(self, path: str, route: HttpHandler) -> Endpoint:
+        """`route`, and for each way in which it may fail the response that says so."""
+        dialect = TEI_OPENAI if path in OPENAI else TEI
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                asked = await read(request, self._desk.spec.payload_limit_bytes)
+                return response(await unless_hung_up(route(self._exchange, asked, Terms()), request.receive))
+            except TeimgrError as error:
+                return response(failure(dialect, error))
+            except BodyRefused as error:
+                return response(refused(error))
+            except ClientDisconnect:  # it still sent its body; uvicorn throws the answer away
+                return Response(status_code=STATUS[Code.CANCELLED].http)
+            except Exception as error:
+                return response(failure(dialect, masked(error)))
+
+        return endpoint
+
+
+def create_app(desk: Desk) -> ASGIApp:
+    """The instance port of a desk that has its engine."""
+    routes = Routes(desk, Exchange(desk))
+    app = Starlette(
+        routes=[
+            *(Route(path, routes.health) for path in ("/", "/health", "/ping")),
+            Route("/info", routes.info),
+            Route("/metrics", routes.metrics),
+            Route("/docs", routes.docs),
+            Route("/docs/", routes.docs),
+            Route("/api-doc/openapi.json", routes.openapi),
+            *(Route(path, routes.post(path, route), methods=["POST"]) for path, route in POST.items()),
+        ],
+        exception_handlers={HTTPException: _without_a_body},
+    )
+    app.router.redirect_slashes = False
+    guarded = app if desk.spec.api_key is None else ApiKey(app, desk.spec.api_key)
+    return Origins(Cors(guarded, desk.spec.cors_allow_origin))
+
+
+def metrics_app(metrics: TeiMetrics) -> ASGIApp:
+    """What TEI's gRPC builds serve on their Prometheus port: the metrics on every path, `OK` on `/health`."""
+
+    async def answer(request: Request) -> Response:
+        return Response("OK" if request.url.path == "/health" else metrics.render(), media_type=_TEXT)
+
+    return Starlette(routes=[Route("/{path:path}", answer)])
+
+
+async def _without_a_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return Response(status_code=error.status_code, headers=error.headers)

@@ -1,0 +1,45 @@
+"""What a worker does with each method: the tables of the modules beside this one, as one."""
+
+from __future__ import annotations
+
+from teimgr.errors import Internal, TeimgrError
+from teimgr.observability.request_context import CURRENT
+from teimgr.worker.calls import Handler, MethodCall
+from teimgr.worker.dispatcher import Desk, masked
+from teimgr.worker.methods.arrow import ArrowCalls
+from teimgr.worker.methods.embedding import EmbeddingCalls, PlainCalls
+from teimgr.worker.methods.http import DialectCalls
+from teimgr.worker.methods.scoring import ScoringCalls
+
+
+class Service:
+    """Turns calls by method, of a link or of the instance port's gRPC, into work at the desk."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._handlers: dict[int, Handler] = {
+            **PlainCalls(desk).handlers,
+            **EmbeddingCalls(desk).handlers,
+            **ScoringCalls(desk).handlers,
+            **ArrowCalls(desk).handlers,
+            **DialectCalls(desk).handlers,
+        }
+
+    def handle(self, call: MethodCall) -> None:
+        """Answer `call`, now or later, exactly once."""
+        token = CURRENT.set(call.origin)  # tasks that the handler starts go on working for it
+        try:
+            self._handlers.get(call.method, _unknown)(call)
+        except TeimgrError as error:
+            self._desk.metrics.failed(error)
+            call.fail(error)
+        except Exception as error:
+            defect = masked(error)
+            self._desk.metrics.failed(defect)
+            call.fail(defect)
+        finally:
+            CURRENT.reset(token)
+
+
+def _unknown(call: MethodCall) -> None:
+    raise Internal(f"No method has the number {call.method}")
