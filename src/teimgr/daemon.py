@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from teimgr import __version__
 from teimgr.auth.policy import PolicyInForce
-from teimgr.auth.settings import policy_of
+from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
 from teimgr.directory import Directory

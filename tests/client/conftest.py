@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from small_servers import Certificates, Daemon, Multiplexer, handlers, serve
+from tests.support.small_servers import Certificates, Daemon, Multiplexer, handlers, serve
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
-from small_servers import DIM, INSTANCE, MODEL, Multiplexer, vector_of
+from tests.support.small_servers import DIM, INSTANCE, MODEL, Multiplexer, vector_of
 
 from teimgr.client import AsyncClient
 from teimgr.errors import (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from tests.conformance.case import AskGrpc, AskHttp, Replies, Reply
 
 HttpCheck = Callable[[Reply, AskHttp], None]

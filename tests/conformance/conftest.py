@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon_process import DaemonProcess
+
 from tests.conformance.fleet import MODELS, create
 from tests.conformance.surfaces import Surfaces
+from tests.support.daemon_process import DaemonProcess
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
-from daemon_process import MINILM, DaemonProcess
 from safetensors.torch import load_file, save_file
+
 from tests.conformance.words import API_KEY, ORIGIN, POISON
+from tests.support import models
+from tests.support.daemon_process import MINILM, DaemonProcess
 
 STARTING_LIMIT_S = 100.0
 PROMPTS = {"query": "query: "}

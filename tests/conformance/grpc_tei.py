@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
+
+from teimgr.pb.tei.v1 import tei_pb2 as tei
 from tests.conformance.case import COST_HEADERS, PORT, AskGrpc, Replies, Rpc
 from tests.conformance.checks import near, replied, same_vectors, vectors
 from tests.conformance.words import (
@@ -31,8 +33,6 @@ from tests.conformance.words import (
     too_many,
     too_wide,
 )
-
-from teimgr.pb.tei.v1 import tei_pb2 as tei
 
 ALONE = (PORT,)
 RIGHT, LEFT = tei.TRUNCATION_DIRECTION_RIGHT, tei.TRUNCATION_DIRECTION_LEFT

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
 from tests.conformance.case import PORT, AskHttp, Http, Reply
 from tests.conformance.checks import as_told, contains, holds, near, numbers
 from tests.conformance.http_form import invalid

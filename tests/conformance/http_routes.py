@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
 from tests.conformance.case import COST_HEADERS, AskHttp, Http, Reply
 from tests.conformance.checks import (
     TOLERANCE,

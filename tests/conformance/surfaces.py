@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
-from daemon_process import DaemonProcess
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from tests.conformance.case import BY_METADATA, DAEMON, MUX, PORT, AskGrpc, AskHttp, Http, Replies, Reply, Rpc
-from tests.conformance.fleet import MODELS
 
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from tests.conformance.case import BY_METADATA, DAEMON, MUX, PORT, AskGrpc, AskHttp, Http, Replies, Reply, Rpc
+from tests.conformance.fleet import MODELS
+from tests.support.daemon_process import DaemonProcess
 
 LIMIT_S = 60.0
 TEI = {method.name: method for service in tei_pb2.DESCRIPTOR.services_by_name.values() for method in service.methods}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 import pytest
+
 from tests.conformance import tables
 from tests.conformance.case import Rpc
 from tests.conformance.surfaces import Surfaces

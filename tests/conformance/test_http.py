@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.conformance import tables
 from tests.conformance.case import COST_HEADERS, Http, Reply
 from tests.conformance.surfaces import Surfaces

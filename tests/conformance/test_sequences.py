@@ -10,12 +10,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+
+from teimgr.pb.tei.v1 import tei_pb2 as tei
 from tests.conformance.case import GRPC_SURFACES, PORT, Http, Reply
 from tests.conformance.grpc_mux import arrow, rows
 from tests.conformance.surfaces import OWN, TEI, Surfaces, collect
 from tests.conformance.words import NAN_VECTOR, POISON
-
-from teimgr.pb.tei.v1 import tei_pb2 as tei
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 JSON = {"content-type": "application/json"}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grpc
-import models
 import pytest
-from daemon_process import MINILM, DaemonProcess
+
+from tests.support import models
+from tests.support.daemon_process import MINILM, DaemonProcess
 
 
 @pytest.fixture(scope="package")

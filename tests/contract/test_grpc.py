@@ -12,10 +12,10 @@ import h2.events
 import numpy as np
 import pyarrow as pa
 import pytest
-from daemon_process import DaemonProcess
 
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from tests.support.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_process import MINILM, DaemonProcess
 
 from teimgr.config.sources import load
+from tests.support.daemon_process import MINILM, DaemonProcess
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "configs"

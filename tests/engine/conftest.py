@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models import build
+from tests.support.models import build
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Input, Job, Lane

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.models import FAMILIES, TEXTS
+from tests.engine.conftest import Served
+from tests.support.models import FAMILIES, TEXTS
 
 from teimgr.engine.job import Lane
-
-from .conftest import Served
 
 MINILM_TEST = (0.020964134, 0.04565805, -0.066505864, 0.10739273, -0.013054413, -0.07467599, 0.13989426, 0.06780755)
 

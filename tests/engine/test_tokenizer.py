@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tests.models import edit
+from tests.support.models import edit
 from tokenizers import Encoding, Tokenizer
 
 from teimgr.engine.batch import Encoded

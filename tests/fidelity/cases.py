@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from teimgr.engine.job import Input, Output, Pair
 from tests.fidelity import references
 from tests.fidelity.figures import Figures, Matrix
 from tests.fidelity.measure import measure
-from tests.models import (
+from tests.support.models import (
     CORPUS,
     FAMILIES,
     MAX_LENGTH,
@@ -27,8 +28,6 @@ from tests.models import (
     build_static,
     build_yes_no_reranker,
 )
-
-from teimgr.engine.job import Input, Output, Pair
 
 Build = Callable[[Path], Path]
 Reference = Callable[[Path, Sequence[Input]], list[Matrix]]

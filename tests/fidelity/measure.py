@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.fidelity.figures import Distance, Figures, Matrix, between_scores, between_vectors
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output
+from tests.fidelity.figures import Distance, Figures, Matrix, between_scores, between_vectors
 
 _WAIT_S = 120.0
 _LARGEST_JOB = 24

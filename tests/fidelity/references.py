@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.fidelity.figures import Matrix
 
 from teimgr.engine.job import Input, Pair
+from tests.fidelity.figures import Matrix
 
 _QUIET: dict[str, Any] = {"show_progress_bar": False}
 

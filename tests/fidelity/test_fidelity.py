@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.fidelity.cases import CASES, Case
 
 TEXTS = 60

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "flow")]  # as pytest's `pythonpath` has them
+sys.path.insert(0, str(TESTS.parent))  # as pytest's `pythonpath` has it
 
 from tests.fuzz import rest, rpc, target  # noqa: E402
 

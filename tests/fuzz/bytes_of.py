@@ -10,6 +10,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
+
 from tests.fuzz.target import FLEET
 
 LIMITS = {

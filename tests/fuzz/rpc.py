@@ -17,12 +17,12 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from tests.fuzz.bytes_of import arrow_bodies, broken, messages, names
-from tests.fuzz.target import FLEET, SEED, Target
 
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.rpc import SERVICE
+from tests.fuzz.bytes_of import arrow_bodies, broken, messages, names
+from tests.fuzz.target import FLEET, SEED, Target
 
 ANSWER_LIMIT_S = 30.0
 TEI_SERVICES = tuple(tei_pb2.DESCRIPTOR.services_by_name.values())

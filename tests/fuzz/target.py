@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import models
 import numpy as np
-from daemon_process import DaemonProcess, free_ports
 
 from teimgr.client import Client
+from tests.support import models
+from tests.support.daemon_process import DaemonProcess, free_ports
 
 SEED = 20261121
 STARTING_LIMIT_S = 100.0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.fuzz import rest, rpc, target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

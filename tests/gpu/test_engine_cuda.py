@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.models import FAMILIES, TEXTS, build
+from tests.support.models import FAMILIES, TEXTS, build
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Job, Lane

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from frame_worker import FrameWorker, Script, lengths
-from mux_process import Control, MuxProcess, client
+from tests.support.frame_worker import FrameWorker, Script, lengths
+from tests.support.mux_process import Control, MuxProcess, client
 
 StartWorker = Callable[..., Awaitable[FrameWorker]]
 _serial = count()

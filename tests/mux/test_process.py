@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
-from frame_worker import FrameWorker, hold, lengths
-from mux_process import Control, MuxProcess, client, embed, running, stub
+from tests.support.frame_worker import FrameWorker, hold, lengths
+from tests.support.mux_process import Control, MuxProcess, client, embed, running, stub
 
+from teimgr.config.mux import MuxConfig, MuxTls
 from teimgr.errors import InvalidConfig
-from teimgr.mux.config import MuxConfig, MuxTls
 
 Status = grpc.StatusCode
 

@@ -11,7 +11,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from mux_process import Control, client, running
+from tests.support.mux_process import Control, client, running
 
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.directory import Entry

@@ -11,14 +11,14 @@ from typing import Any
 
 import grpc
 import pytest
-from authority import Authority, needs_openssl, put
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from mux_process import Control, embed, mux_pb2, running, stub
+from tests.support.authority import Authority, needs_openssl, put
+from tests.support.mux_process import Control, embed, mux_pb2, running, stub
 
 from teimgr.auth.policy import CertificateRules, Key, Policy, digest
-from teimgr.mux.config import MuxTls
+from teimgr.config.mux import MuxTls
 from teimgr.wire.rpc import FILES, RPCS, SERVICE, Rpc, Shape
 
 LIMIT_S = 20

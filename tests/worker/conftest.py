@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from models import build
-from real_worker import Connect, WorkerLink, WorkerProcess
+from tests.support.models import build
+from tests.support.worker_process import Connect, WorkerLink, WorkerProcess
 
 from teimgr.wire.frames import Method
 

@@ -71,7 +71,7 @@ def models(options: argparse.Namespace) -> int:
 
 def key_new(options: argparse.Namespace) -> int:
     """Make an API key: the key for who calls, its table for the configuration."""
-    from teimgr.auth.settings import table_of_new_key
+    from teimgr.config.auth import table_of_new_key
 
     key, table = table_of_new_key(options.name, options.rights, options.instances)
     print(f"# The key, for {options.name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from teimgr.auth import settings as auth_settings
+from teimgr.config import auth
 from teimgr.config.schema import Fault, unknown_word
 from teimgr.errors import InvalidConfig, InvalidInstanceName
 from teimgr.observability import logs
@@ -30,7 +30,7 @@ def faults(settings: Settings) -> Iterator[Fault]:
     yield from _aliases(settings)
     yield from _webhooks(settings)
     if settings.auth is not None:
-        yield from auth_settings.faults(settings.auth)
+        yield from auth.faults(settings.auth)
 
 
 def _listeners_differ(settings: Settings) -> Iterator[Fault]:

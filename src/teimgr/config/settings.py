@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from teimgr.auth.settings import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config import schema
+from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec
 

@@ -22,13 +22,14 @@ import grpc.aio
 import uvloop
 
 from teimgr.auth.policy import Policy, PolicyInForce
+from teimgr.config.mux import MuxConfig
 from teimgr.directory import Snapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
-from teimgr.mux.config import GrpcCertificates, MuxConfig
 from teimgr.mux.control import MuxControl
 from teimgr.mux.counters import Counters
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.services import Health, reflection_handlers
+from teimgr.mux.tls import GrpcCertificates
 from teimgr.observability import logs
 from teimgr.observability.metrics import resident_bytes
 from teimgr.observability.telemetry import Telemetry

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from teimgr import __version__
-from teimgr.config.settings import Settings
 from teimgr.observability.request_context import TRACEPARENT, TRACESTATE, Account, Origin, Trace, request_id_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span, TracerProvider
     from opentelemetry.trace import Tracer
+
+    from teimgr.config.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import TeimgrError
 from teimgr.placement import placement
 from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.placement.placement import place, share_threads
 from teimgr.spec import InstanceSpec, WorkerSpec
-from teimgr.supervision.extra_args import parse
 
 
 def worker_spec(

@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse
 
 from teimgr import __version__
 from teimgr.auth.policy import PolicyInForce
-from teimgr.auth.settings import policy_of
+from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.docs_page import HEADERS, page
 from teimgr.gateway import InferenceDoor

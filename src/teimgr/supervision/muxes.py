@@ -17,11 +17,11 @@ from typing import Any
 
 from teimgr import __version__
 from teimgr.auth.policy import Policy, PolicyInForce
+from teimgr.config.mux import MuxConfig, MuxTls
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.http_server import bind
 from teimgr.launch.process_handle import MuxProcess, MuxRunFile
-from teimgr.mux.config import MuxConfig, MuxTls
 from teimgr.observability.metrics import Metrics
 from teimgr.observability.telemetry import exporting
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr import hub
+from teimgr.config.extra_args import parse
 from teimgr.config.schema import Fault
 from teimgr.config.settings import SPEC_RULES, Settings
 from teimgr.errors import (
@@ -22,7 +23,6 @@ from teimgr.errors import (
 from teimgr.model_files import read_layout
 from teimgr.placement.ports import Ports
 from teimgr.spec import SPEC_WORDS, InstanceSpec, WorkerSpec, check_name
-from teimgr.supervision.extra_args import parse
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,237 @@
+"""TODO."""
+
+# ruff: noqa: RUF009  `_key` and `_needed` are dataclasses.field with a meaning; they make a new field at every call
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from teimgr.auth.policy import MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
+from teimgr.auth.tls_files import TlsFiles
+from teimgr.config import schema
+from teimgr.config.schema import Fault
+from teimgr.errors import InvalidConfig
+
+MTLS, API_KEYS = "mtls", "api_keys"
+PROVIDERS = (MTLS, API_KEYS)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SOURCES = ("key", "key_sha256", "key_file", "key_env")
+
+
+def _key(default: Any, meaning: str, *, secret: bool = False) -> Any:
+    metadata = {"rule": schema.Rule(meaning), "secret": secret, "live": False, "also": ""}
+    return field(default=default, metadata=metadata, repr=not secret)
+
+
+def _needed(meaning: str) -> Any:
+    return field(metadata={"rule": schema.Rule(meaning), "secret": False, "live": False, "also": ""})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mtls:
+    """`[auth.mtls]`: PEM files of the two TLS listeners, and whom they let in."""
+
+    ca_cert: Path = _needed("certificate authority of the clients")
+    server_cert: Path = _needed("certificate of this server")
+    server_key: Path = _needed("private key of this server")
+    allow_self_signed: bool = _key(False, "accepted and ignored: a client's chain to ca_cert is always verified")
+    verify_subject: bool = _key(True, "let in only the subjects of allowed_subjects, where that list is not empty")
+    allowed_subjects: tuple[str, ...] = _key((), "'CN=indexer', or several attributes; one entry must fit the subject")
+    verify_san: bool = _key(False, "let in only the names of allowed_sans, where that list is not empty")
+    allowed_sans: tuple[str, ...] = _key((), "subject alternative names, 'indexer.local' or 'DNS:indexer.local'")
+
+    def rules(self) -> CertificateRules:
+        """Whom the lists let in, those whose `verify_` key is on."""
+        subjects = self.allowed_subjects if self.verify_subject else ()
+        return CertificateRules(subjects, self.allowed_sans if self.verify_san else ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """`[auth.tls]`: TLS of both listeners without certificates of clients, so that keys do not travel in the clear."""
+
+    server_cert: Path = _needed("certificate of this server")
+    server_key: Path = _needed("private key of this server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """`[[auth.api_keys]]`: one key. A key that is written out is kept as its SHA-256 from here on."""
+
+    name: str = _needed("who has the key; shown in logs and refusals")
+    key: str | None = _key(None, "the key itself, at least 16 characters", secret=True)
+    key_sha256: str | None = _key(None, "its SHA-256 in hex, as 'teimgr key new' prints it", secret=True)
+    key_file: Path | None = _key(None, "a file with the key in it")
+    key_env: str | None = _key(None, "an environment variable with the key in it")
+    rights: tuple[Literal["admin", "inference", "read"], ...] = _needed("what it may do; none includes another")
+    instances: tuple[str, ...] | None = _key(None, "names or globs of the instances it is for; absent: all")
+
+    def __post_init__(self) -> None:
+        # One that is too short, or one of two, is refused by the rules and never in use.
+        if self.key is not None and self.key_sha256 is None and len(self.key) >= MIN_KEY_CHARS:
+            object.__setattr__(self, "key_sha256", digest(self.key))
+            object.__setattr__(self, "key", None)
+
+    def read(self, environ: Mapping[str, str] = os.environ) -> Key:
+        """The key as it is stored now; file and variable are read each time.
+
+        Raises:
+            InvalidConfig: it cannot be had, or is too short.
+        """
+        return Key(self.name, self.key_sha256 or digest(self._secret(environ)), self.rights, self.instances)
+
+    def _secret(self, environ: Mapping[str, str]) -> str:
+        if self.key_file is not None:
+            source = f"key_file: {self.key_file}"
+            try:
+                found = self.key_file.read_text("utf-8").strip()
+            except OSError as error:
+                raise InvalidConfig(f"{source} cannot be read: {error.strerror}") from error
+            except ValueError as error:
+                raise InvalidConfig(f"{source} is no text") from error
+        elif self.key_env is not None:
+            source, found = f"key_env: the environment variable {self.key_env}", environ.get(self.key_env, "").strip()
+        else:
+            source, found = "key", self.key or ""
+        if len(found) < MIN_KEY_CHARS:
+            raise InvalidConfig(f"{source} must have at least {MIN_KEY_CHARS} characters (has {len(found)})")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auth:
+    """`[auth]`: who may call. Off by default."""
+
+    enabled: bool = _key(False, "verify callers by the providers below, by each of them")
+    providers: tuple[str, ...] = _key((), "'mtls', 'api_keys' or both")
+    require_cert_headers: bool = _key(False, "must stay false: a certificate in a header proves nothing")
+    mtls: Mtls | None = _key(None, "the table of the provider mtls")
+    tls: Tls | None = _key(None, "TLS without certificates of clients, where mtls is no provider")
+    api_keys: tuple[ApiKey, ...] = _key((), "the keys of the provider api_keys")
+
+    def asks_for(self, provider: str) -> bool:
+        """Whether callers are verified by this provider."""
+        return self.enabled and provider in self.providers
+
+    def files(self) -> TlsFiles | None:
+        """The files of the two listeners, None where they speak no TLS."""
+        if self.mtls is not None and self.asks_for(MTLS):
+            return TlsFiles(self.mtls.server_cert, self.mtls.server_key, self.mtls.ca_cert)
+        if self.tls is not None and self.enabled:
+            return TlsFiles(self.tls.server_cert, self.tls.server_key)
+        return None
+
+    def warnings(self) -> Iterator[str]:
+        """What is allowed and should be said loudly at the start."""
+        if self.mtls and self.mtls.allow_self_signed:
+            yield "auth.mtls.allow_self_signed is ignored: clients must present a chain to ca_cert"
+        if self.mtls and self.mtls.allowed_sans and not self.mtls.verify_san:
+            yield "auth.mtls.allowed_sans is not looked at: verify_san is false"
+        if self.api_keys and not self.asks_for(API_KEYS):
+            yield f"auth.api_keys are not asked for: auth.enabled must be true and {API_KEYS!r} one of auth.providers"
+        if self.asks_for(API_KEYS):
+            yield (
+                "the instances' own ports ask for none of auth.api_keys: keep instance_host on this machine, or give "
+                "instances a key of their own (extra_args --api-key)"
+            )
+
+
+def policy_of(auth: Auth | None, environ: Mapping[str, str] = os.environ) -> Policy:
+    """Whom the listeners let in. Key files and variables are read anew at each call.
+
+    Raises:
+        InvalidConfig: a key cannot be had.
+    """
+    if auth is None or not auth.enabled:
+        return Policy()
+    certified = auth.mtls if auth.asks_for(MTLS) else None
+    keys = tuple(key.read(environ) for key in auth.api_keys) if auth.asks_for(API_KEYS) else None
+    return Policy(certified.rules() if certified else CertificateRules(), keys, certified is not None)
+
+
+def table_of_new_key(name: str, rights: Sequence[str], instances: Sequence[str] | None) -> tuple[str, str]:
+    """A key that nobody had before, and its table as TOML, which tells nothing of it."""
+    key = new_key()
+    table: dict[str, Any] = {"name": name, "key_sha256": digest(key), "rights": list(rights)}
+    if instances is not None:
+        table["instances"] = list(instances)
+    return key, "[[auth.api_keys]]\n" + tomli_w.dumps(table)
+
+
+def faults(auth: Auth) -> Iterator[Fault]:
+    """Every rule of the table that is broken; none where it is not enabled."""
+    if not auth.enabled:
+        return
+    if not auth.providers:
+        yield Fault("auth.providers", "Authentication is enabled but no providers are configured")
+    for index, name in enumerate(auth.providers):
+        if name not in PROVIDERS:
+            yield Fault(f"auth.providers[{index}]", f"unknown provider {name!r}; known: {', '.join(PROVIDERS)}")
+    if auth.require_cert_headers:
+        yield Fault(
+            "auth.require_cert_headers",
+            "must be false: the certificate of the TLS connection itself is verified, "
+            "a header that anybody can write is not",
+        )
+    yield from _certificates(auth)
+    if auth.asks_for(API_KEYS):
+        yield from _api_keys(auth.api_keys)
+
+
+def _certificates(auth: Auth) -> Iterator[Fault]:
+    if auth.asks_for(MTLS) and auth.mtls is None:
+        yield Fault("auth.mtls", "mTLS provider enabled but mtls config missing")
+    if auth.asks_for(MTLS) and auth.tls is not None:
+        yield Fault("auth.tls", "must be absent where mtls is a provider: [auth.mtls] has the files")
+    files = auth.files()
+    if files is None:
+        return
+    table = "auth.tls" if files.ca is None else "auth.mtls"
+    told = {"ca_cert": ("CA certificate", files.ca), "server_cert": ("server certificate", files.cert)}
+    for key, (noun, path) in (told | {"server_key": ("server key", files.key)}).items():
+        if path is not None and not path.is_file():
+            yield Fault(f"{table}.{key}", f"{'TLS' if files.ca is None else 'mTLS'} {noun} not found: {path}")
+
+
+def _api_keys(keys: tuple[ApiKey, ...]) -> Iterator[Fault]:
+    if not keys:
+        yield Fault("auth.api_keys", "the provider api_keys is enabled but there are no keys: nobody could call")
+    seen: dict[str, str] = {}
+    for index, key in enumerate(keys):
+        path = f"auth.api_keys[{index}]"
+        wrong = list(_wrong_with(key, path))
+        yield from wrong
+        if any(other.name == key.name for other in keys[:index]):
+            yield Fault(f"{path}.name", f"Duplicate name of a key: {key.name!r}")
+        if not wrong:
+            first = seen.setdefault(key.read().sha256, key.name)
+            if first != key.name:
+                yield Fault(path, f"is the same key as {first!r}")
+
+
+def _wrong_with(key: ApiKey, path: str) -> Iterator[Fault]:
+    given = [source for source in _SOURCES if getattr(key, source) is not None]
+    if not key.name:
+        yield Fault(f"{path}.name", "cannot be empty")
+    if not key.rights:
+        yield Fault(f"{path}.rights", "cannot be empty: give some of admin, inference, read")
+    if key.instances is not None and not all(chain(key.instances, (key.instances,))):
+        yield Fault(f"{path}.instances", "neither the list nor a name in it can be empty; absent: all instances")
+    if len(given) != 1:
+        yield Fault(path, f"give one of {', '.join(_SOURCES)} (got {' and '.join(given) or 'none'})")
+    elif key.key_sha256 is not None and not _SHA256.fullmatch(key.key_sha256):
+        yield Fault(f"{path}.key_sha256", "must be 64 hex digits in lower case, as 'teimgr key new' prints them")
+    else:
+        try:
+            key.read()
+        except InvalidConfig as error:
+            yield Fault(path, error.message)

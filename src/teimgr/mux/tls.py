@@ -1,0 +1,43 @@
+"""TLS of the gRPC listener, with certificates that are replaced while it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from teimgr.auth.tls_files import TlsFiles, TlsWatch
+
+
+class GrpcCertificates:
+    """Server credentials from files. A connection that is made after `take` gets the new ones; others stay as they are.
+
+    `watch` calls it when the files change, while it is run.
+
+    Raises:
+        InvalidConfig: the files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._demand_client = files.ca is not None
+        self._first = _configuration(files)
+        self._fresh: Any = None
+        self.watch = TlsWatch(files, self.take)
+
+    def credentials(self) -> Any:
+        """For `grpc.aio.Server.add_secure_port`."""
+        return grpc.dynamic_ssl_server_credentials(self._first, self._fetch, self._demand_client)
+
+    async def take(self, files: TlsFiles) -> None:
+        """From now on these; errors as above, and what was before goes on."""
+        self._fresh = _configuration(files)
+
+    def _fetch(self) -> Any:
+        """Called by a thread of gRPC's for each new connection; None changes nothing."""
+        fresh, self._fresh = self._fresh, None
+        return fresh
+
+
+def _configuration(files: TlsFiles) -> Any:
+    pems = files.pems()
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)

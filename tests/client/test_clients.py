@@ -1,0 +1,79 @@
+"""The blocking face: the same methods, no event loop in the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.support.small_servers import INSTANCE, vector_of
+
+from teimgr.client import AsyncClient, Client
+from teimgr.errors import EmptyInput, InstanceNotFound
+
+
+def test_both_faces_have_the_same_methods() -> None:
+    asynchronous = {name for name in dir(AsyncClient) if not name.startswith("_")}
+    blocking = {name for name in dir(Client) if not name.startswith("_")}
+    assert blocking == asynchronous
+
+
+async def test_calls_block_and_return_values(api_url: str, mux_url: str) -> None:
+    def body() -> None:
+        with Client(api_url, mux_url) as client:
+            client.create("one", "org/model")
+            assert client.wait_until_running("one", deadline_s=20).pid == 7
+            np.testing.assert_array_equal(client.embed("a", instance=INSTANCE), [vector_of("a")])
+            answer = client.embed_arrow(["a", "refuse"], instance=INSTANCE)
+            assert list(answer.errors) == [1]
+            with pytest.raises(InstanceNotFound):
+                client.get("nope")
+
+    await asyncio.to_thread(body)
+
+
+async def test_streams_are_iterators(mux_url: str) -> None:
+    def texts() -> Iterator[str]:
+        for number in range(100):
+            yield f"text {number}"
+
+    def body() -> None:
+        with Client(grpc=mux_url) as client:
+            rows = list(client.embed_stream(texts(), instance=INSTANCE, window=8))
+            np.testing.assert_array_equal(np.stack(rows), [vector_of(text) for text in texts()])
+            answers = list(client.embed_arrow_stream([["a"], ["b", "c"]], instance=INSTANCE))
+            assert [len(answer.vectors) for answer in answers] == [1, 2]
+
+    await asyncio.to_thread(body)
+
+
+async def test_a_stream_that_is_left_early_leaves_nothing_behind(mux_url: str) -> None:
+    def body() -> None:
+        with Client(grpc=mux_url) as client:
+            stream = client.embed_stream((f"text {number}" for number in range(10_000)), instance=INSTANCE)
+            np.testing.assert_array_equal(next(stream), vector_of("text 0"))
+            stream.close()
+            np.testing.assert_array_equal(client.embed("a", instance=INSTANCE), [vector_of("a")])
+
+    await asyncio.to_thread(body)
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_raised_by_the_iterator(mux_url: str) -> None:
+    def body() -> None:
+        with Client(grpc=mux_url) as client:
+            stream = client.embed_stream(["a", "refuse"], instance=INSTANCE)
+            next(stream)
+            with pytest.raises(EmptyInput):
+                next(stream)
+
+    await asyncio.to_thread(body)
+
+
+def test_closing_ends_the_thread_and_a_closed_client_says_so() -> None:
+    with Client() as client:
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "teimgr-client"]
+    with pytest.raises(RuntimeError, match="not open"):
+        client.health()

@@ -1,0 +1,191 @@
+"""Lifecycle calls against a real HTTP server with the daemon's routes."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from tests.support.small_servers import Certificates, Daemon, serve
+
+from teimgr.client import AsyncClient, Tls
+from teimgr.client.endpoints import Endpoint
+from teimgr.errors import (
+    DeadlineExceeded,
+    InstanceExists,
+    InstanceNotFound,
+    Internal,
+    InvalidConfig,
+    InvalidInstanceName,
+    ModelLoadFailed,
+    NotRunning,
+    Refused,
+    Unavailable,
+    ValidationError,
+)
+from teimgr.spec import State
+
+
+@pytest.fixture
+async def client(api_url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(api_url, timeout_s=20) as client:
+        yield client
+
+
+async def test_create_sends_only_what_was_wished(client: AsyncClient, daemon: Daemon) -> None:
+    made = await client.create("mini", "org/model", max_batch_tokens=512, extra_args=["--dtype", "float32"])
+    assert made.status is State.STARTING
+    assert made.details["newer_key"] == [1]
+    sent = daemon.instances["mini"]
+    assert (sent["max_batch_tokens"], sent["extra_args"]) == (512, ["--dtype", "float32"])
+    assert "pooling" not in sent
+
+
+async def test_wait_until_running_returns_the_running_instance(client: AsyncClient) -> None:
+    await client.create("mini", "org/model")
+    instance = await client.wait_until_running("mini", deadline_s=20)
+    assert (instance.status, instance.pid) == (State.RUNNING, 7)
+
+
+async def test_wait_until_running_raises_the_reason_of_a_failed_instance(client: AsyncClient) -> None:
+    await client.create("mini", "broken")
+    with pytest.raises(ModelLoadFailed, match="Instance 'mini' failed: no weights"):
+        await client.wait_until_running("mini", deadline_s=20)
+
+
+async def test_wait_until_running_does_not_wait_for_a_stopped_instance(client: AsyncClient) -> None:
+    await client.create("mini", "org/model")
+    await client.stop("mini")
+    with pytest.raises(NotRunning):
+        await client.wait_until_running("mini", deadline_s=20)
+
+
+async def test_wait_until_running_ends_at_its_deadline(client: AsyncClient, daemon: Daemon) -> None:
+    daemon.polls_to_run = 1_000_000
+    await client.create("mini", "org/model")
+    with pytest.raises(DeadlineExceeded, match=r"'mini' is starting after 0\.1 s"):
+        await client.wait_until_running("mini", deadline_s=0.1)
+
+
+async def test_verbs_and_views(client: AsyncClient) -> None:
+    await client.create("mini", "org/model")
+    assert [instance.name for instance in await client.list()] == ["mini"]
+    assert (await client.stop("mini")).status is State.STOPPED
+    assert (await client.start("mini")).status is State.STARTING
+    assert (await client.restart("mini")).status is State.STARTING
+    gone = await client.delete("mini")
+    assert gone is not None
+    assert gone.name == "mini"
+    assert await client.list() == []
+
+
+async def test_errors_are_the_ones_the_daemon_named(client: AsyncClient) -> None:
+    with pytest.raises(InstanceNotFound, match="Instance 'nope' not found"):
+        await client.get("nope")
+    await client.create("mini", "org/model")
+    with pytest.raises(InstanceExists):
+        await client.create("mini", "org/model")
+
+
+async def test_an_error_that_is_not_the_daemons_keeps_its_status_and_text(client: AsyncClient) -> None:
+    with pytest.raises(Refused, match="HTTP 405"):
+        await client._rest.call("PUT", "/instances", timeout_s=5)
+
+
+async def test_logs_are_sliced(client: AsyncClient) -> None:
+    logs = await client.logs("mini", start=-2)
+    assert (logs.lines, logs.start, logs.end, logs.total_lines) == (("b", "c"), 1, 3, 3)
+
+
+async def test_health_and_ready(client: AsyncClient, daemon: Daemon) -> None:
+    assert (await client.health()).status == "healthy"
+    assert await client.ready() is True
+    daemon.is_ready = False
+    assert await client.ready() is False
+
+
+async def test_a_reply_that_never_comes_ends_at_the_timeout(api_url: str) -> None:
+    async with AsyncClient(api_url, timeout_s=0.2) as client:
+        with pytest.raises(DeadlineExceeded, match="no reply within"):
+            await client.get("slow")
+
+
+async def test_nobody_listening_is_unavailable(unused_port: int) -> None:
+    async with AsyncClient(f"http://127.0.0.1:{unused_port}") as client:
+        with pytest.raises(Unavailable):
+            await client.health()
+
+
+async def test_a_reply_that_is_no_json_is_an_internal_error(client: AsyncClient, daemon: Daemon) -> None:
+    async def text(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    daemon.health = text  # type: ignore[method-assign]
+    async with serve(daemon) as url, AsyncClient(url) as other:
+        with pytest.raises(Internal, match="no JSON"):
+            await other.health()
+
+
+async def test_rest_over_mtls(daemon: Daemon, certificates: Certificates) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
+    context.load_cert_chain(certificates.server_cert, certificates.server_key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    proof = Tls(ca=certificates.ca, cert=certificates.client_cert, key=certificates.client_key, server_name="localhost")
+    async with serve(daemon, context) as url:
+        async with AsyncClient(url, tls=proof) as client:
+            assert (await client.health()).status == "healthy"
+        async with AsyncClient(url, tls=Tls(ca=certificates.ca, server_name="localhost")) as client:
+            with pytest.raises(Unavailable):
+                await client.health()
+        async with AsyncClient(url) as client:
+            with pytest.raises(Unavailable, match=r"(?i)certificate.verify.failed"):
+                await client.health()
+
+
+def test_half_a_key_pair_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="together"):
+        Tls(cert="client.pem")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ftp://host:1", "http://", "http://host:port", "http://host:70000", "http://host:0", "host:1/path"),
+        *("http://host:1/path", "http://host:1?query", "http://host:1/#part", "http://user:secret@host:1"),
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidConfig, match="endpoint"):
+        AsyncClient(url)
+
+
+def test_an_endpoint_may_end_in_a_slash() -> None:
+    assert Endpoint.parse("https://host/") == Endpoint("host", 443, True)
+
+
+async def test_a_missing_certificate_file_is_named() -> None:
+    with pytest.raises(InvalidConfig, match=r"nowhere\.pem: No such file"):
+        async with AsyncClient("https://localhost:1", tls=Tls(ca="nowhere.pem")):
+            pass
+
+
+@pytest.mark.parametrize("name", ["", "..", ".", "../health", "mini\n", "mini?x"])
+async def test_a_name_that_would_reach_another_route_is_refused_before_anything_is_sent(
+    client: AsyncClient, name: str
+) -> None:
+    calls = (client.get, client.start, client.stop, client.restart, client.delete, client.logs)
+    for call in (*calls, client.wait_until_running):
+        with pytest.raises(InvalidInstanceName):
+            await call(name)
+
+
+async def test_a_name_that_is_no_text_is_refused(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="name must be a string, not integer 5"):
+        await client.get(5)
+
+
+async def test_a_wish_that_is_no_json_is_refused(client: AsyncClient) -> None:
+    with pytest.raises(ValidationError, match="PosixPath"):
+        await client.create("mini", Path("models/mini"))

@@ -1,0 +1,109 @@
+"""TEI's flags as extra arguments."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from teimgr.config.extra_args import FLAGS, LENGTH_LIMIT_CHARS, parse
+from teimgr.config.provenance import REDACTED, shown_args
+from teimgr.errors import InvalidConfig
+from teimgr.spec import WorkerSpec
+
+
+@pytest.mark.clause("M2.4-extra-args")
+def test_flags_become_fields_of_the_workers_orders() -> None:
+    flags = ["--dtype", "float16", "--pooling=cls", "--max-batch-requests", "8", "--default-prompt", "query: "]
+
+    assert parse(flags) == {
+        "dtype": "float16",
+        "pooling": "cls",
+        "max_batch_requests": 8,
+        "default_prompt": "query: ",
+    }
+
+
+def test_every_flag_with_a_meaning_has_a_field() -> None:
+    names = {field.name for field in fields(WorkerSpec)}
+
+    assert {flag.field for flag in FLAGS.values() if flag.field} <= names
+
+
+def test_what_a_model_is_and_may_run_can_be_said_as_flags() -> None:
+    assert parse(["--kind", "reranker", "--trust-remote-code"]) == {"kind": "reranker", "trust_remote_code": True}
+    assert parse(["--pooling", "splade", "--kind=sparse", "--trust-remote-code=false"]) == {
+        "pooling": "splade",
+        "kind": "sparse",
+        "trust_remote_code": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (["--auto-truncate"], True),
+        (["--auto-truncate", "false"], False),
+        (["--auto-truncate=false"], False),
+        (["--auto-truncate", "--json-output"], True),
+    ],
+)
+def test_a_bare_boolean_is_true_and_takes_a_value_if_one_follows(flags: list[str], value: bool) -> None:
+    assert parse(flags) == {"auto_truncate": value}
+
+
+def test_flags_that_mean_nothing_here_are_accepted() -> None:
+    flags = ["--json-output", "--hostname", "0.0.0.0", "--otlp-endpoint=http://x", "--tokenization-workers", "2"]
+
+    assert parse(flags) == {}
+
+
+def test_a_value_may_look_like_a_flag() -> None:
+    assert parse(["--default-prompt", "--dtype"]) == {"default_prompt": "--dtype"}
+
+
+@pytest.mark.clause("M2.4-extra-args")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dytpe", "float16"], "unknown flag '--dytpe'; did you mean --dtype?"),
+        (["serve"], "unknown flag 'serve'; known: "),
+        (["--dtype"], "--dtype needs a value"),
+        (["--kind", "llm"], "--kind must be one of embedding, sparse, multi-vector, reranker, classifier (got 'llm')"),
+        (["--dtype", "int7"], "--dtype must be one of auto, float32, float16, bfloat16 (got 'int7')"),
+        (["--max-batch-tokens", "0"], "--max-batch-tokens must be a positive number (got '0')"),
+        (["--payload-limit", "²"], "--payload-limit must be a positive number"),
+        (["--auto-truncate=yes"], "--auto-truncate must be true or false (got 'yes')"),
+        (["--dtype", "auto", "--dtype=auto"], "--dtype is given twice"),
+        (["--default-prompt", "a", "--default-prompt-name", "b"], "exclude each other"),
+        (["--port", "80"], "--port is not taken here: the port is the instance's own field"),
+        (["--hf-token=secret"], "set HF_TOKEN in the daemon's environment"),
+        (["--api-key", REDACTED], "--api-key must be the key itself"),
+        (["--default-prompt", "x" * LENGTH_LIMIT_CHARS], "longer than"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_by_name(flags: list[str], message: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        parse(flags)
+
+    assert message in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+def test_a_key_and_origins_are_the_workers() -> None:
+    told = parse(["--api-key", "s3cret", "--cors-allow-origin=https://a.example", "--cors-allow-origin", "*"])
+
+    assert told == {"api_key": "s3cret", "cors_allow_origin": ("https://a.example", "*")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "seen"),
+    [
+        (["--dtype", "auto", "--api-key", "s3cret", "--kind", "sparse"], "--dtype auto --api-key *** --kind sparse"),
+        (["--api-key=s3=cret", "--dtype=auto"], "--api-key=*** --dtype=auto"),
+        (["--api-key", "--api-key", "--dtype"], "--api-key *** --dtype"),
+        (["--api-key"], "--api-key"),
+    ],
+)
+def test_a_key_is_not_shown(flags: list[str], seen: str) -> None:
+    assert " ".join(shown_args(flags)) == seen

@@ -1,0 +1,196 @@
+"""Things are killed, and the fleet heals: nobody else notices, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.daemon_process import MINILM, DaemonProcess
+from tests.support.load import Load
+from tests.support.models import build
+
+from teimgr.errors import NotRunning, TeimgrError
+from teimgr.spec import State
+
+HEAL_LIMIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    build("bert", folder)
+    return folder
+
+
+@pytest.fixture
+def daemon(tiny: Path) -> Iterator[DaemonProcess]:
+    """`mini` is the real model, `tiny` another one."""
+    with DaemonProcess(orphan_grace_secs=30) as running:
+        with running.client() as client:
+            client.create("mini", MINILM, dtype="float32")
+            client.create("tiny", str(tiny))
+            for name in ("mini", "tiny"):
+                client.wait_until_running(name, deadline_s=60)
+        yield running
+
+
+def pid_of(daemon: DaemonProcess, name: str) -> int:
+    with daemon.client() as client:
+        pid = client.get(name).pid
+    assert pid is not None
+    return pid
+
+
+def test_a_killed_worker_is_back_and_its_neighbour_lost_nothing(daemon: DaemonProcess) -> None:
+    with Load(daemon, "mini") as victim, Load(daemon, "tiny") as neighbour:
+        victim.progress(20)
+        neighbour.progress(20)
+        before = pid_of(daemon, "mini")
+        os.kill(before, signal.SIGKILL)
+        with daemon.client() as client:
+            after = wait_for_other_pid(client, "mini", before)
+        victim.progress(20)
+        neighbour.progress(20)
+
+    assert after != before
+    assert set(victim.failures) <= {"BACKEND_UNAVAILABLE"}
+    assert victim.failures.total() >= 1
+    assert neighbour.failures == {}
+    with daemon.client() as client:
+        assert client.get("mini").restarts == 1
+
+
+def test_a_killed_daemon_costs_no_call_and_the_next_one_adopts(daemon: DaemonProcess) -> None:
+    workers = {name: pid_of(daemon, name) for name in ("mini", "tiny")}
+    with Load(daemon, "mini") as load:
+        load.progress(20)
+        daemon.kill()
+        load.progress(40)
+        daemon.start()
+        with daemon.client() as client:
+            for name in workers:
+                client.wait_until_running(name, deadline_s=HEAL_LIMIT_S)
+            assert client.embed("known to the new one too", instance="tiny").shape[0] == 1
+        load.progress(20)
+
+    assert load.failures == {}
+    assert {name: pid_of(daemon, name) for name in workers} == workers
+
+
+def test_a_killed_mux_is_back(daemon: DaemonProcess) -> None:
+    mux = next(process for process in daemon.processes() if "teimgr.mux.process" in process.cmdline())
+    mux.kill()
+    mux.wait(10)
+
+    with Load(daemon, "mini") as load:
+        load.progress(10)
+
+
+def test_a_killed_nursery_is_back_for_the_next_start(daemon: DaemonProcess, tiny: Path) -> None:
+    assert daemon.process is not None
+    nursery = next(
+        child
+        for child in psutil.Process(daemon.process.pid).children()
+        if any("nursery" in word for word in child.cmdline())
+    )
+    nursery.kill()
+    nursery.wait(10)
+
+    with daemon.client() as client:
+        client.create("later", str(tiny))
+        client.wait_until_running("later", deadline_s=60)
+        assert client.get("mini").restarts == 0
+
+
+def test_stop_start_restart_and_delete_under_load_leave_nothing(daemon: DaemonProcess) -> None:
+    with daemon.client() as client, Load(daemon, "tiny") as load, Load(daemon, "mini") as neighbour:
+        load.progress(20)
+        assert client.stop("tiny").status is State.STOPPED
+        with pytest.raises(NotRunning):
+            client.stop("tiny")
+        client.start("tiny")
+        client.wait_until_running("tiny", deadline_s=HEAL_LIMIT_S)
+        load.progress(20)
+        client.restart("tiny")
+        client.wait_until_running("tiny", deadline_s=HEAL_LIMIT_S)
+        load.progress(20)
+        port = client.get("tiny").port
+        client.delete("tiny")
+        assert [instance.name for instance in client.list()] == ["mini"]
+        neighbour.progress(5)
+
+    assert set(load.failures) <= {"BACKEND_UNAVAILABLE", "INSTANCE_NOT_FOUND"}
+    assert neighbour.failures == {}
+    workers = [process for process in daemon.processes() if is_worker_of(process, "tiny")]
+    assert workers == []
+    assert port not in listening_ports(daemon)
+    assert len([name for name in daemon.run_files() if name.endswith(".sock") and not name.startswith("mux")]) == 1
+
+
+@pytest.mark.clause("M5.5-shutdown")
+def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: DaemonProcess) -> None:
+    everything = daemon.processes()
+    assert len(everything) >= 4  # two workers, the mux, the nursery
+
+    assert daemon.stop() == 0
+
+    psutil.wait_procs(everything, timeout=5)
+    assert daemon.processes() == []
+    assert [name for name in daemon.run_files() if name.endswith((".sock", ".json", ".exit", ".run"))] == []
+
+
+@pytest.mark.clause("M4-configuration-only")
+def test_a_stop_is_wanted_state_and_survives_the_daemon(daemon: DaemonProcess) -> None:
+    with daemon.client() as client:
+        client.stop("tiny")
+    daemon.kill()
+    daemon.start()
+
+    with daemon.client() as client:
+        client.wait_until_running("mini", deadline_s=HEAL_LIMIT_S)
+        assert client.get("tiny").status is State.STOPPED
+        with pytest.raises(TeimgrError, match="stopped"):
+            client.embed("anybody there?", instance="tiny")
+
+
+def test_workers_without_a_daemon_end_when_the_grace_is_over(tiny: Path) -> None:
+    with DaemonProcess(orphan_grace_secs=1) as daemon:
+        with daemon.client() as client:
+            client.create("tiny", str(tiny))
+            client.wait_until_running("tiny", deadline_s=60)
+        orphans = daemon.processes()
+        daemon.kill()
+
+        gone, alive = psutil.wait_procs(orphans, timeout=15)
+
+        assert alive == []
+        assert gone
+
+
+def wait_for_other_pid(client: object, name: str, before: int) -> int:
+    """The pid of the next running worker of `name`."""
+    limit = time.monotonic() + HEAL_LIMIT_S
+    while time.monotonic() < limit:
+        instance = client.get(name)  # type: ignore[attr-defined]
+        if instance.status is State.RUNNING and instance.pid not in (None, before):
+            return int(instance.pid)
+        time.sleep(0.02)
+    raise AssertionError(f"{name} did not come back")
+
+
+def is_worker_of(process: psutil.Process, name: str) -> bool:
+    return any(file.path.endswith(f"/{name}.log") for file in process.open_files())
+
+
+def listening_ports(daemon: DaemonProcess) -> set[int]:
+    return {
+        connection.laddr.port
+        for process in daemon.processes()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }

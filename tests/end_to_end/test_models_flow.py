@@ -1,0 +1,125 @@
+"""A model's way through a real daemon: pulled from a hub, checked in a worker, served, guarded, deleted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemon_process import MINILM, DaemonProcess
+from tests.support.hub_server import SHA, Hub
+from tests.support.models import WIDTH, build
+
+MODEL = "somebody/tiny"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    folder = build("bert", tmp_path_factory.mktemp("model"))
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with Hub(MODEL, files | {"onnx/model.onnx": b"for another runtime"}) as hub:
+        yield hub
+
+
+@pytest.fixture
+def daemon(hub: Hub, tmp_path: Path) -> Iterator[DaemonProcess]:
+    daemon = DaemonProcess(models=["configured/model"])
+    try:
+        yield daemon.start({"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)})
+    finally:
+        daemon.close()
+
+
+def models(daemon: DaemonProcess, verb: str, *arguments: str, status: int = 0) -> tuple[str, str]:
+    """What `teimgr models VERB …` says on stdout and stderr."""
+    command = [sys.executable, "-m", "teimgr", "models", verb, "--url", daemon.api, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == status, done.stderr + daemon.log()
+    return done.stdout, done.stderr
+
+
+def listed(daemon: DaemonProcess) -> dict[str, Any]:
+    out, _ = models(daemon, "list", "--json")
+    return {model["model_id"]: model for model in json.loads(out)}
+
+
+def test_a_model_is_pulled_checked_served_guarded_and_deleted(daemon: DaemonProcess, hub: Hub, tmp_path: Path) -> None:
+    assert {name: model["status"] for name, model in listed(daemon).items()} == {"configured/model": "available"}
+
+    out, bar = models(daemon, "pull", MODEL)
+    snapshot = tmp_path / "hub" / "models--somebody--tiny" / "snapshots" / SHA
+    assert out == f"{snapshot}\n"
+    assert MODEL in bar
+    assert "onnx/model.onnx" not in hub.asked
+    assert (snapshot / "1_Pooling" / "config.json").exists()
+
+    out, _ = models(daemon, "check", MODEL, "--cpu", "--dtype", "float32")
+    assert f"embedding, dimension {WIDTH}" in out
+    model = listed(daemon)[MODEL]
+    assert (model["status"], model["downloaded"], model["commit"]) == ("verified", True, SHA)
+    trial = model["verification"]
+    assert (trial["dtype"], trial["device"], trial["dimension"]) == ("float32", "cpu", WIDTH)
+    assert min(trial["texts_per_s"], trial["tokens_per_s"], trial["load_s"], trial["private_bytes"]) > 0
+    assert trial["peak_rss_bytes"] >= trial["private_bytes"]
+
+    hub.asked.clear()
+    with daemon.client() as client:
+        client.create("tiny", MODEL)
+        client.wait_until_running("tiny", deadline_s=60)
+        assert client.embed(["fog"], instance="tiny").shape == (1, WIDTH)
+    assert hub.asked == []
+    _, said = models(daemon, "rm", MODEL, status=1)
+    assert "used by tiny" in said
+
+    with daemon.client() as client:
+        client.delete("tiny")
+    models(daemon, "rm", MODEL)
+    assert MODEL not in listed(daemon)
+    assert not snapshot.exists()
+    assert not [name for name in daemon.run_files() if name.endswith(".json")]
+
+
+def test_what_was_found_outlives_the_daemon_and_failures_are_told(
+    daemon: DaemonProcess, hub: Hub, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "nonsense"}')
+    (broken / "model.safetensors").write_bytes(b"no tensors")
+
+    _, said = models(daemon, "check", str(broken), status=1)
+    assert str(broken) in said
+    models(daemon, "check", MINILM, "--cpu")  # the packaged weights
+    _, said = models(daemon, "pull", "no/such", status=1)
+    assert "is not on the hub" in said
+    before = listed(daemon)
+    assert (before[str(broken)]["status"], before[MINILM]["status"]) == ("failed", "verified")
+    assert before[MINILM]["verification"]["dimension"] == 384
+
+    assert daemon.stop() == 0
+    daemon.start({"HF_HOME": str(tmp_path)})
+    after = listed(daemon)
+    assert [after[name] for name in (str(broken), MINILM)] == [before[name] for name in (str(broken), MINILM)]
+
+
+def test_a_daemon_that_stops_ends_a_download_and_a_check(daemon: DaemonProcess, hub: Hub) -> None:
+    hub.open.clear()
+    hub.holding.clear()
+    try:
+        pulling = subprocess.Popen(
+            [sys.executable, "-m", "teimgr", "models", "pull", MODEL, "--url", daemon.api],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        assert hub.holding.wait(60)
+        assert daemon.stop() == 0
+        _, said = pulling.communicate(timeout=30)
+    finally:
+        hub.open.set()
+    assert pulling.returncode == 1
+    assert b"the daemon is stopping" in said
+    assert daemon.processes() == []

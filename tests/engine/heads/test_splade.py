@@ -1,0 +1,102 @@
+"""SPLADE weights are the masked-LM logits of the library, pooled, however the row is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.support.plain_models import CPU, OFFSETS, Ids, layout_of, logits_of, random_texts, run, save_headed
+
+from teimgr.engine.backbone import Batching, WholeModel
+from teimgr.engine.batch import Encoded
+from teimgr.engine.heads import splade as heads
+from teimgr.engine.job import Output
+from teimgr.engine.model import Model, load_model
+from teimgr.model_files import Backbone, Kind, Splade
+
+PACKED = ("albert", "bert", "distilbert", "electra", "gte", "modernbert", "nomic_bert", "roberta", "xlm_roberta")
+BY_EQUAL_LENGTH = ("deberta_v2", "mpnet")
+WAYS = (("max", "relu"), ("sum", "relu"), ("max", "log1p_relu"), ("sum", "log1p_relu"))
+MASKED = transformers.AutoModelForMaskedLM
+
+
+def load(folder: Path, family: str, splade: Splade) -> Model:
+    offset = OFFSETS.get(family, 0)
+    layout = layout_of(folder, Backbone.MASKED_LM, Kind.SPARSE, splade=splade, position_offset=offset)
+    return load_model(layout, CPU)
+
+
+def truth(model: transformers.PreTrainedModel, text: Ids, splade: Splade) -> np.ndarray:
+    weights = logits_of(model, text).relu().log1p()
+    if splade.activation == "log1p_relu":
+        weights = weights.log1p()
+    pooled = weights.amax(0) if splade.strategy == "max" else weights.sum(0)
+    return pooled.numpy()
+
+
+def assert_weights(model: Model, theirs: transformers.PreTrainedModel, splade: Splade) -> None:
+    texts = random_texts()
+    vectors, entries = run(model, texts, Output.DENSE), run(model, texts, Output.SPARSE)
+    for text, vector, (indices, values) in zip(texts, vectors, entries, strict=True):
+        wanted = truth(theirs, text, splade)
+        np.testing.assert_allclose(vector, wanted, atol=1e-5)
+        assert (np.diff(indices) > 0).all()
+        assert (values > 0).all()
+        filled = np.zeros_like(wanted)
+        filled[indices] = values
+        np.testing.assert_array_equal(filled, vector)
+
+
+@pytest.mark.parametrize("family", [*PACKED, *BY_EQUAL_LENGTH])
+def test_weights_are_the_librarys_logits_pooled(family: str, tmp_path: Path) -> None:
+    theirs, splade = save_headed(family, MASKED, tmp_path), Splade()
+    model = load(tmp_path, family, splade)
+    model.transformer.use(Batching.BY_RUN if family in PACKED else Batching.EQUAL_LENGTH)
+
+    assert model.widths == {Output.SPARSE: 120, Output.DENSE: 120}
+    assert not isinstance(model.transformer, WholeModel)
+    assert_weights(model, theirs, splade)
+
+
+@pytest.mark.parametrize("room", [1, 7, 40, 100_000])
+@pytest.mark.parametrize(("strategy", "activation"), WAYS)
+def test_a_row_may_be_cut_anywhere(
+    strategy: str, activation: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cuts within a text, between texts of one length, and between lengths."""
+    monkeypatch.setattr(heads, "_CPU_BYTES", 4 * 120 * room)
+    theirs, splade = save_headed("bert", MASKED, tmp_path), Splade(strategy, activation)
+
+    assert_weights(load(tmp_path, "bert", splade), theirs, splade)
+
+
+def test_the_plain_forward_is_the_librarys(tmp_path: Path) -> None:
+    theirs, splade = save_headed("roberta", MASKED, tmp_path), Splade("sum")
+    model = load(tmp_path, "roberta", splade)
+    (text,) = random_texts([20])
+    found = model.run_plainly(Encoded(text))
+
+    np.testing.assert_allclose(found[Output.DENSE].values[0], truth(theirs, text, splade), atol=1e-5)
+
+
+def test_sixteen_bits_stay_close(tmp_path: Path) -> None:
+    theirs, splade = save_headed("bert", MASKED, tmp_path), Splade()
+    model, texts = load(tmp_path, "bert", splade), random_texts()
+    model.transformer.convert(torch.bfloat16)
+    ours = np.array(run(model, texts, Output.DENSE))
+    wanted = np.array([truth(theirs, text, splade) for text in texts])
+    cosines = (ours * wanted).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(wanted, axis=1)
+
+    assert ours.dtype == np.float32
+    assert cosines.min() > 0.999
+
+
+def test_a_weight_that_is_no_number_is_not_lost(tmp_path: Path) -> None:
+    save_headed("bert", MASKED, tmp_path)
+    model = load(tmp_path, "bert", Splade())
+    model.transformer.hidden = lambda batch: torch.full((batch.tokens, 32), float("nan"))  # type: ignore[method-assign]
+
+    assert all(np.isnan(values).all() and len(values) for _, values in run(model, random_texts(), Output.SPARSE))

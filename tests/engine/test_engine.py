@@ -1,0 +1,382 @@
+"""Jobs in a running engine: every row answered once, failures kept to the row, and an end in good order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.conftest import WAIT_S, Served
+from tests.support.models import build
+
+from teimgr.engine.batch import PackedBatch
+from teimgr.engine.heads import Rows
+from teimgr.engine.job import Lane, Output
+from teimgr.engine.model import Model
+from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.errors import (
+    DeadlineExceeded,
+    EmptyInput,
+    InferenceFailed,
+    InvalidConfig,
+    InvalidInput,
+    ModelLoadFailed,
+    ModelNotFound,
+    OutOfDeviceMemory,
+    Overloaded,
+    TokenizerFailed,
+    Unavailable,
+)
+
+LONG = "rain " * 300
+DENSE = frozenset({Output.DENSE})
+
+
+class Gate:
+    """Holds the engine thread before its next batch until opened, or lets it do something else instead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = threading.Event()
+        self.open = threading.Event()
+        self.instead: Callable[[PackedBatch], dict[Output, Rows]] | None = None
+        original = Model.run
+
+        def run(model: Model, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+            self.held.set()
+            assert self.open.wait(WAIT_S)
+            return original(model, batch, outputs) if self.instead is None else self.instead(batch)
+
+        monkeypatch.setattr(Model, "run", run)
+
+    def hold(self) -> None:
+        self.held.clear()
+        self.open.clear()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    return gate
+
+
+@pytest.fixture
+def bert(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> Served:
+    return serve(model_dir("bert"))
+
+
+def test_failed_rows_fail_alone(bert: Served) -> None:
+    job = bert.embed(["fog", None, "", LONG, "fog"], truncate=False)
+
+    assert {row: type(error) for row, error in job.errors.items()} == {1: InvalidInput, 2: EmptyInput, 3: InvalidInput}
+    assert f"less than 96 tokens. Given: {len(bert.engine.tokenize(LONG, True, None))}" in job.errors[3].message
+    assert not job.vectors[1:4].any()
+    np.testing.assert_array_equal(job.vectors[0], job.vectors[4])
+
+
+def test_a_job_adds_up_its_rows(bert: Served) -> None:
+    job = bert.embed(["fog", LONG, "ü"], Lane.INTERACTIVE)
+
+    assert job.chars == 3 + len(LONG) + 1
+    assert job.tokens == sum(len(bert.engine.tokenize(text, True, None)) for text in ("fog", "ü")) + 96
+    assert min(job.tokenization_ns, job.queue_ns, job.inference_ns) > 0
+
+
+def test_a_job_without_texts_is_answered(bert: Served) -> None:
+    assert bert.embed([]).vectors.shape == (0, 32)
+
+
+def test_a_job_of_refused_rows_only_is_answered(bert: Served) -> None:
+    assert set(bert.embed([None, ""]).errors) == {0, 1}
+
+
+def test_many_jobs_from_many_threads_are_each_answered_right(bert: Served) -> None:
+    words = [f"fog {'lamp ' * (i % 40)} {i}" for i in range(60)]
+    expected = bert.embed(words).vectors
+    jobs = [bert.send([word], Lane.BULK if i % 2 else Lane.INTERACTIVE) for i, word in enumerate(words)]
+
+    for i, job in enumerate(jobs):
+        np.testing.assert_allclose(bert.wait(job).vectors[0], expected[i], atol=2e-6)
+
+
+def test_bad_options_are_refused_at_the_door(bert: Served) -> None:
+    with pytest.raises(InvalidInput, match="`dimensions` should be positive"):
+        bert.send(["fog"], dimensions=0)
+    with pytest.raises(InvalidInput, match="smaller than the maximum embedding dimension"):
+        bert.send(["fog"], dimensions=33)
+    with pytest.raises(InvalidInput, match="default-prompt-name"):
+        bert.send(["fog"], prompt_name="none")
+    assert bert.embed(["fog"], dimensions=32).errors == {}
+
+
+def test_a_query_overtakes_bulk_work(bert: Served, gate: Gate) -> None:
+    bert.embed(["warm"])
+    gate.hold()
+    first = bert.send(["rain"], Lane.BULK)
+    assert gate.held.wait(WAIT_S)
+    bulk = bert.send([LONG] * 400, Lane.BULK)
+    query = bert.send(["fog"], Lane.INTERACTIVE)
+    while bert.engine.stats().queued_texts < 401:
+        time.sleep(0.001)
+    gate.open.set()
+    bert.wait(query)
+
+    assert not bert.was_delivered(bulk)
+    assert bert.wait(first).errors == bert.wait(bulk).errors == {}
+
+
+def test_a_cancelled_job_is_never_delivered(bert: Served, gate: Gate) -> None:
+    gate.hold()
+    held = bert.send(["rain"])
+    assert gate.held.wait(WAIT_S)
+    gone = bert.send(["fog"])
+    gone.cancel()
+    gate.open.set()
+    bert.wait(held)
+    bert.embed(["later"], Lane.INTERACTIVE)
+
+    assert not bert.was_delivered(gone)
+    assert bert.engine.stats().queued_tokens == 0
+
+
+def test_a_job_past_its_deadline_fails_and_its_texts_are_not_run(bert: Served, gate: Gate) -> None:
+    gate.hold()
+    held = bert.send(["rain"])
+    assert gate.held.wait(WAIT_S)
+    late = bert.send(["fog"], deadline=time.monotonic())
+    gate.open.set()
+
+    assert isinstance(bert.wait(late).errors[0], DeadlineExceeded)
+    assert bert.wait(held).errors == {}
+
+
+def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate
+) -> None:
+    served = serve(model_dir("bert"), max_queued_tokens=1000)
+    gate.hold()
+    held = served.send(["rain"], Lane.BULK)
+    assert gate.held.wait(WAIT_S)
+    waiting = served.send([LONG] * 10, Lane.BULK)
+    with pytest.raises(Overloaded, match="Model is overloaded"):
+        served.send([LONG], Lane.BULK)
+    query = served.send(["fog"], Lane.INTERACTIVE)
+    while served.engine.stats().queued_texts < 11:
+        time.sleep(0.001)
+
+    gate.open.set()
+    assert all(not served.wait(job).errors for job in (held, query, waiting))
+    assert served.embed([LONG], Lane.BULK).errors == {}
+
+
+def test_what_was_cancelled_makes_room_when_its_turn_comes(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate
+) -> None:
+    served = serve(model_dir("bert"), max_queued_tokens=1000)
+    gate.hold()
+    held = served.send(["rain"])
+    assert gate.held.wait(WAIT_S)
+    gone = served.send([LONG] * 10, Lane.BULK)
+    while served.engine.stats().queued_texts < 10:
+        time.sleep(0.001)
+    gone.cancel()
+    gate.open.set()
+    served.wait(held)
+    while served.engine.stats().queued_tokens:
+        time.sleep(0.001)
+
+    assert served.embed([LONG] * 10, Lane.BULK).errors == {}
+    assert not served.was_delivered(gone)
+
+
+def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate: Gate) -> None:
+    whole = bert.embed(["fog", "dog", LONG]).vectors
+    original = Model.run
+
+    def scarce(batch: PackedBatch) -> dict[Output, Rows]:
+        if batch.tokens > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        gate.instead = None
+        try:
+            return original(bert.engine._runner._model, batch, DENSE)
+        finally:
+            gate.instead = scarce
+
+    gate.instead = scarce
+    job = bert.embed(["fog", LONG, "dog"])
+
+    assert {row: type(error) for row, error in job.errors.items()} == {1: OutOfDeviceMemory}
+    np.testing.assert_allclose(job.vectors[[0, 2]], whole[:2], atol=2e-6)
+    assert bert.engine.stats().healthy
+
+
+@pytest.mark.clause("D-nan")
+def test_a_vector_with_nan_is_never_sent_and_the_engine_says_it_is_unhealthy(bert: Served, gate: Gate) -> None:
+    def spoilt(batch: PackedBatch) -> dict[Output, Rows]:
+        vectors = torch.ones(batch.texts, 32)
+        vectors[batch.order.tolist().index(1), 5] = torch.nan
+        return {Output.DENSE: Rows(vectors)}
+
+    gate.instead = spoilt
+    job = bert.embed(["fog", "dog"])
+
+    assert set(job.errors) == {1}
+    assert isinstance(job.errors[1], InferenceFailed)
+    assert np.isfinite(job.vectors).all()
+    with pytest.raises(Unavailable, match="NaN"):
+        bert.engine.prove(WAIT_S)
+    with pytest.raises(Unavailable, match="NaN"):
+        bert.send(["fog"])
+
+
+def test_a_prompt_that_cannot_be_tokenized_fails_its_texts_only(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(model_dir("bert", prompts={"q": "ask: "}))
+
+    def refuse(tokenizer: TextTokenizer, prompt: str) -> int:
+        if prompt:
+            raise TokenizerFailed("tokenizer error")
+        return 0
+
+    monkeypatch.setattr(TextTokenizer, "prompt_len", refuse)
+
+    assert {type(error) for error in served.embed(["fog"], prompt_name="q").errors.values()} == {TokenizerFailed}
+    assert served.embed(["fog"]).errors == {}
+
+
+def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
+    bert: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """As pyo3 raises it."""
+
+    def panic(*args: object) -> None:
+        raise Panic("the library panicked")
+
+    monkeypatch.setattr(bert.engine._tokenizer, "encode", panic)
+    bert.send(["fog"])
+    bert.engine._tokenizing.join(WAIT_S)
+
+    with pytest.raises(Unavailable, match="the library panicked"):
+        bert.engine.prove(WAIT_S)
+
+
+def test_a_proof_goes_through_the_device_and_a_hanging_one_fails_it(
+    bert: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teimgr.engine.engine._FRESH_PROOF_S", 0.0)
+    before = bert.engine.stats().batches
+    bert.engine.prove(WAIT_S)
+    assert bert.engine.stats().batches == before + 1
+
+    gate.hold()
+    with pytest.raises(Unavailable, match="no answer"):
+        bert.engine.prove(0.05)
+    gate.open.set()
+    bert.engine.prove(WAIT_S)
+
+
+def test_a_device_that_answers_wrongly_fails_the_proof(
+    bert: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teimgr.engine.engine._FRESH_PROOF_S", 0.0)
+    gate.instead = lambda batch: {Output.DENSE: Rows(torch.ones(batch.texts, 32))}
+
+    with pytest.raises(Unavailable, match="another vector"):
+        bert.engine.prove(WAIT_S)
+
+
+def test_a_batch_just_finished_is_proof_enough(bert: Served, gate: Gate) -> None:
+    bert.embed(["fog"])
+    gate.hold()
+    bert.engine.prove(0.0)
+    gate.open.set()
+
+
+def test_threads_can_change_while_it_serves(bert: Served) -> None:
+    before = bert.embed(["fog"]).vectors
+    bert.engine.set_threads(1)
+
+    np.testing.assert_allclose(bert.embed(["fog"]).vectors, before, atol=2e-6)
+
+
+def left_since(before: set[threading.Thread]) -> list[str]:
+    """Threads of engines that were not there then; other tests' engines may run on."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("teimgr-") and t not in before]
+
+
+def test_closing_finishes_what_waits(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> None:
+    before = set(threading.enumerate())
+    served = serve(model_dir("bert"))
+    job = served.send([LONG] * 200, Lane.BULK)
+    served.engine.close(grace_s=WAIT_S)
+
+    assert served.wait(job).errors == {}
+    assert not left_since(before)
+    with pytest.raises(Unavailable):
+        served.send(["fog"])
+
+
+def test_closing_without_grace_fails_what_waits(bert: Served, gate: Gate) -> None:
+    gate.hold()
+    held = bert.send(["rain"])
+    assert gate.held.wait(WAIT_S)
+    waiting = bert.send(["fog"] * 3)
+    closer = threading.Thread(target=bert.engine.close, args=(0.0,))
+    closer.start()
+    while not bert.engine._queue._abandoned:
+        time.sleep(0.001)
+    gate.open.set()
+    closer.join(WAIT_S)
+
+    assert bert.wait(held).errors == {}
+    assert {type(error) for error in bert.wait(waiting).errors.values()} == {Unavailable}
+
+
+def test_what_cannot_be_loaded_is_refused_with_a_reason(
+    tmp_path: Path, serve: Callable[..., Served], model_dir: Callable[..., Path]
+) -> None:
+    with pytest.raises(ModelNotFound):
+        serve(tmp_path / "nowhere")
+    with pytest.raises(InvalidConfig, match="dtype"):
+        serve(model_dir("bert"), dtype="int4")
+    with pytest.raises(InvalidConfig, match="no prompts were found"):
+        serve(model_dir("bert"), default_prompt_name="query")
+
+    broken = build("bert", tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\x00" * 64)
+    with pytest.raises(ModelLoadFailed, match="transformers cannot load"):
+        serve(broken)
+
+    other = build("bert", tmp_path / "other")
+    (other / "model.safetensors").write_bytes((model_dir("distilbert") / "model.safetensors").read_bytes())
+    with pytest.raises(ModelLoadFailed, match="weights are missing"):
+        serve(other)
+
+    wordless = build("bert", tmp_path / "wordless")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (wordless / name).unlink()
+    with pytest.raises(ModelLoadFailed, match="tokenizer"):
+        serve(wordless)
+
+
+def test_the_length_limit_is_never_over_the_batch(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> None:
+    served = serve(model_dir("bert"), max_batch_tokens=16)
+
+    assert served.engine.info.max_input_length == 16
+    assert served.embed([LONG]).tokens == 16
+
+
+def test_an_engine_is_made_by_load_only_when_it_proved_itself(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    monkeypatch.setattr("teimgr.engine.runner._copied", lambda values: torch.full_like(values, torch.nan))
+    with pytest.raises(ModelLoadFailed, match="NaN"):
+        serve(model_dir("bert"))
+    assert not left_since(before)

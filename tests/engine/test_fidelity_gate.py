@@ -1,0 +1,186 @@
+"""The choices at load are made by trying, and undone where the trial fails."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests import models
+from tests.support.models import build, edit
+
+from teimgr.engine import batch, fidelity_gate
+from teimgr.engine.attention import Packing
+from teimgr.engine.backbone import Batching
+from teimgr.engine.batch import Encoded
+from teimgr.engine.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
+from teimgr.engine.job import Output
+from teimgr.engine.model import Model, load_model
+from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files import read_layout
+
+
+def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
+    layout = read_layout(path)
+    inputs = probe_inputs(layout, TextTokenizer(layout, layout.max_length))
+    return choose(lambda: load_model(layout, torch.device("cpu")), wanted, inputs)[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "batching"),
+    [("bert", Batching.BY_RUN), ("t5", Batching.EQUAL_LENGTH), ("mpnet", Batching.EQUAL_LENGTH)],
+)
+def test_packing_is_used_where_it_gives_the_librarys_vectors(
+    family: str, batching: Batching, model_dir: Callable[..., Path]
+) -> None:
+    choice = chosen(model_dir(family), torch.float32)
+
+    assert choice.batching is batching
+    assert choice.min_cosine > 1 - 1e-9
+
+
+def test_a_wrong_position_offset_is_noticed(model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the offset a packed RoBERTa is silently wrong; the trial sees it and packing is not used."""
+    monkeypatch.setattr("teimgr.model_files.files.OFFSET_TYPES", set())
+
+    assert chosen(model_dir("roberta"), torch.float32).batching is Batching.EQUAL_LENGTH
+
+
+def test_a_wrong_window_is_noticed_though_no_common_text_is_longer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = build("modernbert", tmp_path)
+    edit(path / "config.json", local_attention=1000, max_position_embeddings=2048)
+    edit(path / "sentence_bert_config.json", max_seq_length=2048)
+    assert chosen(path, torch.float32).batching is Batching.BY_RUN
+
+    monkeypatch.setattr(Packing, "window", lambda *args: None)
+    assert chosen(path, torch.float32).batching is Batching.EQUAL_LENGTH
+
+
+def test_only_a_model_with_a_window_is_tried_with_a_long_text() -> None:
+    def words(max_length: int, **config: object) -> int:
+        return max((len(text.split()) for text in probe_texts(config, max_length)[len(PROBE_TEXTS) :]), default=0)
+
+    assert words(512) == 0
+    assert words(512, sliding_window=None, use_sliding_window=True) == 0
+    assert words(512, sliding_window=512) == 0
+    assert words(32768, sliding_window=128, use_sliding_window=False) == 0
+    assert words(32768, sliding_window=100_000) == 0
+    assert 256 < words(8192, local_attention=128) < 400
+    assert 512 < words(2048, sliding_window=512) < 800
+    assert words(32768, sliding_window=4096) == 0
+
+
+def test_auto_returns_to_float32_where_a_faster_type_strays(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    assert chosen(model_dir("bert"), None).dtype is torch.bfloat16
+
+    monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
+    choice = chosen(model_dir("bert"), None)
+    assert choice.dtype is torch.float32
+    assert choice.batching is Batching.BY_RUN
+
+
+def test_the_first_model_is_gone_before_another_is_loaded(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
+    layout = read_layout(model_dir("bert"))
+    inputs = probe_inputs(layout, TextTokenizer(layout, layout.max_length))
+    loaded: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[int] = []
+
+    def load() -> Model:
+        alive.append(sum(ref() is not None for ref in loaded))
+        embedder = load_model(layout, torch.device("cpu"))
+        loaded.append(weakref.ref(embedder.transformer._module))
+        return embedder
+
+    choose(load, None, inputs)
+    assert alive == [0, 0]
+
+
+def test_a_gpu_tries_the_other_sixteen_bit_type_before_float32() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    assert fidelity_gate._from(torch.bfloat16, cuda) == [torch.bfloat16, torch.float16, torch.float32]
+    assert fidelity_gate._from(torch.float16, cuda) == [torch.float16, torch.float32]
+    assert fidelity_gate._from(torch.bfloat16, cpu) == [torch.bfloat16, torch.float32]
+    assert fidelity_gate._from(torch.float32, cpu) == [torch.float32]
+
+
+def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
+    assert chosen(model_dir("bert"), torch.bfloat16).dtype is torch.bfloat16
+
+    monkeypatch.setattr(fidelity_gate, "_ASKED_FOR_COSINE", 1.1)
+    with pytest.raises(ModelLoadFailed, match="differ"):
+        chosen(model_dir("bert"), torch.bfloat16)
+
+
+def test_every_kind_is_tried_as_it_will_be_used(tmp_path: Path) -> None:
+    def inputs(path: Path) -> list[Encoded]:
+        layout = read_layout(path)
+        return probe_inputs(layout, TextTokenizer(layout, layout.max_length))
+
+    def second_halves(found: list[Encoded]) -> int:
+        return sum(encoded.type_ids is not None and bool(encoded.type_ids.any()) for encoded in found)
+
+    reranker = inputs(models.build_cross_encoder("bert", tmp_path / "reranker"))
+    classifier = inputs(models.build_classifier("bert", tmp_path / "classifier"))
+    late = inputs(models.build_multi_vector("bert", tmp_path / "late"))
+
+    assert 2 < second_halves(reranker) < len(reranker)
+    assert 0 < second_halves(classifier) < len(classifier)
+    assert {encoded.query for encoded in late} == {True, False}
+    assert any(encoded.keys is not None for encoded in late)
+
+
+@pytest.mark.parametrize("kind", ["cross_encoder", "classifier", "multi_vector"])
+def test_halves_and_keys_that_a_batch_loses_are_noticed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = getattr(models, f"build_{kind}")("bert", tmp_path)
+    assert chosen(path, torch.float32).batching is Batching.BY_RUN
+
+    for name in ("_type_ids", "_keys"):
+        original = getattr(batch, name)
+        monkeypatch.setattr(batch, name, lambda texts, *rest, of=original: None if len(texts) > 1 else of(texts, *rest))
+    with pytest.raises(ModelLoadFailed, match="differ"):
+        chosen(path, torch.float32)
+
+
+def test_a_sparse_model_is_packed(tmp_path: Path) -> None:
+    choice = chosen(models.build_splade("bert", tmp_path), torch.float32)
+
+    assert choice.batching is Batching.BY_RUN
+    assert choice.min_cosine > 1 - 1e-9
+
+
+def test_a_type_in_which_scores_stray_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = models.build_cross_encoder("bert", tmp_path)
+    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", 1.0)
+    choice = chosen(path, None)
+    assert choice.dtype is torch.bfloat16
+    assert 0.0 < choice.score_difference < 0.1
+    assert choice.min_cosine == 1.0
+
+    monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", choice.score_difference / 2)
+    assert chosen(path, None).dtype is torch.float32
+
+
+def test_two_texts_without_any_weight_are_alike() -> None:
+    nothing, something = torch.zeros(1, 8), torch.eye(8)[:1]
+
+    assert compare([{Output.SPARSE: nothing}], [{Output.SPARSE: nothing}]).min_cosine == 1.0
+    assert compare([{Output.SPARSE: something}], [{Output.SPARSE: nothing}]).min_cosine == 0.0

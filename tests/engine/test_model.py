@@ -1,0 +1,229 @@
+"""Every kind of model through the whole engine, against sentence-transformers on the same directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests import models
+from tests.engine.conftest import Served
+from tests.support.models import PAIRS, TEXTS
+
+from teimgr.engine.job import Input, Job, Output, Pair
+from teimgr.errors import EmptyInput, InvalidInput, WrongModelKind
+
+DENSE, SPARSE, TOKENS, MULTI_VECTOR, SCORES = (frozenset({output}) for output in Output)
+LONG_PAIRS = [*(Pair(*pair) for pair in PAIRS), Pair("fog " * 60, "rain and lamps " * 80), Pair("", "fog")]
+Scores = NDArray[np.float32]
+
+
+def run(served: Served, inputs: Sequence[Input], **options: Any) -> Job:
+    job = served.embed(inputs, **options)
+    assert job.errors == {}
+    return job
+
+
+def scored(path: Path, pairs: Sequence[Any], **options: Any) -> Scores:
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(str(path), device="cpu", local_files_only=True)
+    scores = np.asarray(model.predict([tuple(pair) for pair in pairs], show_progress_bar=False, **options))
+    return scores.reshape(len(pairs), -1)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "xlm_roberta"])
+def test_a_cross_encoder_scores_pairs(family: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    from torch import nn
+
+    path = models.build_cross_encoder(family, tmp_path)
+    served = serve(path)
+    raw = run(served, LONG_PAIRS, outputs=SCORES, raw_scores=True).scores
+    sigmoid = run(served, LONG_PAIRS, outputs=SCORES).scores
+
+    assert served.engine.info.outputs == ("scores",)
+    np.testing.assert_allclose(raw, scored(path, LONG_PAIRS, activation_fn=nn.Identity()), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sigmoid, 1 / (1 + np.exp(-raw.astype(np.float64))), atol=1e-6)
+    assert len(set(raw[:, 0].tolist())) == len(LONG_PAIRS)
+
+
+def test_a_classifier_gives_a_score_to_every_label(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    served = serve(models.build_classifier("bert", tmp_path))
+    job = run(served, [*TEXTS, Pair(*PAIRS[0])], outputs=SCORES)
+
+    assert job.scores.shape == (len(TEXTS) + 1, len(models.LABELS))
+    np.testing.assert_allclose(job.scores.sum(axis=1), 1.0, atol=1e-6)
+
+
+def test_a_yes_no_reranker_scores_by_its_template(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    """A pair that is too long loses its end, never the template's; braces in a text are only text."""
+    path = models.build_yes_no_reranker(tmp_path, layout="saved")
+    pairs = [*LONG_PAIRS[:-1], Pair("{document}", "{query} and {0}")]
+    served = serve(path)
+    job = run(served, pairs, outputs=SCORES, raw_scores=True)
+
+    np.testing.assert_allclose(job.scores, scored(path, pairs), rtol=1e-4, atol=1e-5)
+    refused = served.embed([pairs[-2], "alone"], outputs=SCORES, truncate=False)
+    assert {row: type(error) for row, error in refused.errors.items()} == {0: InvalidInput, 1: InvalidInput}
+    assert "less than 256 tokens" in refused.errors[0].message
+    kept_end = run(served, [Pair("fog", f"{'rain ' * 300} {word}") for word in ("fog", "dog")], outputs=SCORES)
+    cut_left = run(
+        served,
+        [Pair("fog", f"{'rain ' * 300} {word}") for word in ("fog", "dog")],
+        outputs=SCORES,
+        raw_scores=True,
+        truncation_left=True,
+    )
+    assert kept_end.scores[0] == kept_end.scores[1]
+    assert cut_left.scores[0] != cut_left.scores[1]
+
+
+def test_a_sparse_model_gives_its_weights_both_ways(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    from sentence_transformers import SparseEncoder
+
+    path = models.build_splade("bert", tmp_path)
+    served = serve(path)
+    job = run(served, TEXTS, outputs=SPARSE | DENSE, normalize=False)
+    truth = SparseEncoder(str(path), device="cpu").encode(list(TEXTS), convert_to_sparse_tensor=False).numpy()
+
+    assert served.engine.info.dimension == truth.shape[1]
+    np.testing.assert_allclose(job.vectors, truth, atol=2e-5)
+    for sparse, vector in zip(job.sparse, job.vectors, strict=True):
+        assert sparse is not None
+        assert (sparse.indices.dtype, sparse.values.dtype) == (np.uint32, np.float32)
+        assert sparse.indices.tolist() == np.flatnonzero(vector).tolist()
+        assert sparse.values.tolist() == vector[vector != 0].tolist()
+
+
+@pytest.mark.parametrize("layout", ["saved", "pylate", "stanford"])
+@pytest.mark.parametrize("attend", [False, True])
+def test_a_late_interaction_model_gives_queries_and_documents_their_vectors(
+    layout: Literal["saved", "pylate", "stanford"], attend: bool, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    from sentence_transformers import MultiVectorEncoder
+
+    path = models.build_multi_vector("bert", tmp_path, layout=layout, attend=attend)
+    served = serve(path)
+    reference = MultiVectorEncoder(str(path), device="cpu")
+    ours = {name: run(served, TEXTS, outputs=MULTI_VECTOR, prompt_name=name) for name in ("query", "document")}
+
+    assert served.engine.info.batching == "packed"
+    same(ours["query"].multi_vectors, reference.encode_query(list(TEXTS), convert_to_numpy=True))
+    same(ours["document"].multi_vectors, reference.encode_document(list(TEXTS), convert_to_numpy=True))
+    same(run(served, TEXTS, outputs=MULTI_VECTOR).multi_vectors, ours["document"].multi_vectors)
+    with pytest.raises(InvalidInput, match="default-prompt-name"):
+        served.send(TEXTS, outputs=MULTI_VECTOR, prompt_name="passage")
+
+
+def same(ours: Sequence[NDArray[np.float32] | None], theirs: Sequence[NDArray[np.float32] | None]) -> None:
+    assert len(ours) == len(theirs)
+    for here, there in zip(ours, theirs, strict=True):
+        assert here is not None
+        assert there is not None
+        np.testing.assert_allclose(here, there, atol=2e-5)
+
+
+@pytest.mark.clause("D-card")
+def test_bge_m3_gives_all_its_outputs_of_one_forward(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    served = serve(models.build_m3(tmp_path))
+    batches = served.engine.stats().batches
+    job = run(served, TEXTS, outputs=DENSE | SPARSE | TOKENS | MULTI_VECTOR)
+
+    assert served.engine.stats().batches == batches + 1
+    assert all(sparse is not None and len(sparse.indices) for sparse in job.sparse)
+    lengths = [len(served.engine.tokenize(text, True, None)) for text in TEXTS]
+    for tokens, vectors, length in zip(job.tokens_of, job.multi_vectors, lengths, strict=True):
+        assert tokens is not None
+        assert vectors is not None
+        assert len(tokens) == min(length, 96)
+        assert len(vectors) == len(tokens) - 1
+
+
+def test_a_static_model_adds_no_special_tokens_and_refuses_a_text_without_any(
+    tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    """sentence-transformers gives a zero vector for such a text, which is near to nothing and to everything."""
+    from sentence_transformers import SentenceTransformer
+
+    path = models.build_static(tmp_path)
+    served = serve(path)
+    truth = SentenceTransformer(str(path), device="cpu").encode(["fog", "the lazy fox"], normalize_embeddings=True)
+
+    np.testing.assert_allclose(run(served, ["fog", "the lazy fox"]).vectors, truth, atol=1e-6)
+    assert isinstance(served.embed([" "]).errors[0], EmptyInput)
+
+
+@pytest.mark.parametrize("layout", ["model2vec", "sentence-transformers"])
+def test_an_unknown_token_counts_for_nothing_in_model2vec_alone(
+    layout: Literal["model2vec", "sentence-transformers"], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    """As `StaticModel.encode` of model2vec has it; sentence-transformers' StaticEmbedding counts every token."""
+    served = serve(models.build_static(tmp_path, layout=layout))
+    known, strange = run(served, ["the fog", "the \u4e16 fog"]).vectors
+    as_ids = [np.array([token.id for token in served.engine.tokenize("the \u4e16 fog", False, None)], dtype=np.int32)]
+
+    assert np.array_equal(known, strange) is (layout == "model2vec")
+    np.testing.assert_allclose(run(served, as_ids).vectors[0], strange, atol=1e-6)
+    nothing = served.embed(["\u4e16", as_ids[0][1:2]])
+    assert [type(error) for error in nothing.errors.values()] == [EmptyInput] * (2 if layout == "model2vec" else 0)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_default_prompt_goes_before_the_query_of_a_reranker(
+    family: str, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    path = models.build_cross_encoder(family, tmp_path, layout="saved")
+    models.edit(path / "config_sentence_transformers.json", prompts={"ask": "ask: "}, default_prompt_name="ask")
+    pairs = [Pair(*pair) for pair in PAIRS]
+
+    np.testing.assert_allclose(run(serve(path), pairs, outputs=SCORES).scores, scored(path, pairs), atol=1e-5)
+
+
+def test_token_vectors_are_the_last_hidden_states(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    path = model_dir("bert")
+    job = run(serve(path), TEXTS, outputs=TOKENS)
+    truth = SentenceTransformer(str(path), device="cpu").encode(
+        list(TEXTS), output_value="token_embeddings", convert_to_numpy=False
+    )
+
+    same(job.tokens_of, [vectors.numpy() for vectors in truth])
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "options", "message"),
+    [
+        ("reranker", DENSE, {}, "Backend error: Model is not an embedding model"),
+        ("reranker", TOKENS, {}, "Backend error: Model is not an embedding model"),
+        ("reranker", SPARSE, {}, "Backend error: Model is not an embedding model with SPLADE pooling"),
+        ("bert", SPARSE, {}, "Backend error: Model is not an embedding model with SPLADE pooling"),
+        ("bert", SCORES, {}, "Backend error: Model is not a classifier model"),
+        ("bert", MULTI_VECTOR, {}, "Backend error: Model is not a late-interaction (multi-vector) model"),
+        ("bert", DENSE | SCORES, {}, "Backend error: Model is not a classifier model"),
+        ("splade", TOKENS, {}, "Backend error: `embed_all` is not available for SPLADE models"),
+        ("splade", DENSE, {}, "Backend error: `normalize` is not available for SPLADE models"),
+        ("splade", SCORES, {}, "Backend error: Model is not a classifier model"),
+    ],
+)
+def test_what_a_kind_does_not_have_is_refused_in_teis_words(
+    kind: str,
+    outputs: frozenset[Output],
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    serve: Callable[..., Served],
+) -> None:
+    builders: dict[str, Callable[..., Path]] = {
+        "reranker": models.build_cross_encoder,
+        "splade": models.build_splade,
+        "bert": models.build,
+    }
+    served = serve(builders[kind]("bert", tmp_path))
+
+    with pytest.raises(WrongModelKind) as refusal:
+        served.send(["fog"], outputs=outputs, **options)
+    assert refusal.value.message == message

@@ -1,0 +1,545 @@
+"""The local launcher and its nursery, with a scripted worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.fleet import LIMIT_S, RESIDENT, children, eventually, local_launcher
+
+from teimgr.errors import Code, InvalidConfig
+from teimgr.launch import local
+from teimgr.launch.base import LastWords, LaunchFailed
+from teimgr.launch.control_link import ControlLink, identify
+from teimgr.launch.local import LocalLauncher
+from teimgr.launch.log_files import last_complaint, last_line, open_log, shrink
+from teimgr.launch.run_files import Process, RunFile, boot_id, look_up, open_pidfd
+from teimgr.spec import WorkerSpec
+from teimgr.wire.frames import Method
+
+
+def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
+    return WorkerSpec(name=name, model_id=f"fake:{flags}", **values)  # type: ignore[arg-type]
+
+
+def left_over(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "run").iterdir()} - RESIDENT
+
+
+async def test_a_launched_worker_answers_as_itself(launcher: LocalLauncher) -> None:
+    handle = await launcher.launch(spec())
+
+    status = await identify(handle.socket, LIMIT_S)
+
+    assert status is not None
+    assert (status.pid, status.incarnation, status.spec_hash) == (handle.pid, handle.incarnation, handle.spec.hash)
+    await handle.stop(0)
+
+
+async def test_a_worker_has_its_own_session_and_nothing_of_the_nurserys(launcher: LocalLauncher) -> None:
+    handle = await launcher.launch(spec(nice=3))
+    await identify(handle.socket, LIMIT_S)
+
+    process = psutil.Process(handle.pid)
+    descriptors = {path.name: str(path.readlink()) for path in Path(f"/proc/{handle.pid}/fd").iterdir()}
+    log = str(launcher.log_path("a"))
+
+    assert os.getsid(handle.pid) == handle.pid
+    assert process.nice() == 3
+    assert process.name() == "tei:a"
+    assert (descriptors["0"], descriptors["1"], descriptors["2"]) == ("/dev/null", log, log)
+    assert process.environ().keys() >= {"PATH"}
+    assert not [target for target in descriptors.values() if "nursery" in target]
+    await handle.stop(0)
+
+
+async def test_an_exit_is_told_with_its_status_and_the_last_line_of_the_log(launcher: LocalLauncher) -> None:
+    handle = await launcher.launch(spec("exit-at-once=7"))
+
+    exit = await handle.wait()
+
+    assert (exit.status, exit.words, exit.log_tail) == (7, None, "leaving at once")
+
+
+async def test_an_exception_in_a_worker_is_status_1_with_a_traceback(launcher: LocalLauncher) -> None:
+    exit = await (await launcher.launch(spec("raise"))).wait()
+
+    assert (exit.status, exit.log_tail) == (1, "RuntimeError: asked to raise")
+
+
+async def test_a_signal_is_told_as_a_negative_status(launcher: LocalLauncher) -> None:
+    handle = await launcher.launch(spec())
+    os.kill(handle.pid, signal.SIGKILL)
+
+    assert (await handle.wait()).status == -signal.SIGKILL
+
+
+async def test_last_words_are_read_and_nothing_is_left(launcher: LocalLauncher, folder: Path) -> None:
+    exit = await (await launcher.launch(spec("fail-permanent=11"))).wait()
+
+    assert exit.words == LastWords(Code.MODEL_NOT_FOUND, "scripted failure", permanent=True)
+    assert left_over(folder) == set()
+
+
+async def test_a_polite_worker_ends_within_the_grace(launcher: LocalLauncher) -> None:
+    handle = await launcher.launch(spec())
+    await identify(handle.socket, LIMIT_S)
+
+    assert (await handle.stop(LIMIT_S)).status == 0
+
+
+async def test_a_worker_that_ignores_the_terminate_signal_is_killed_when_the_grace_is_over(
+    launcher: LocalLauncher, folder: Path
+) -> None:
+    handle = await launcher.launch(spec("ignore-term"))
+    await identify(handle.socket, LIMIT_S)
+
+    assert (await handle.stop(0.1)).status == -signal.SIGKILL
+    assert left_over(folder) == set()
+
+
+async def test_a_second_stop_with_less_grace_hurries(launcher: LocalLauncher) -> None:
+    handle = await launcher.launch(spec("ignore-term"))
+    await identify(handle.socket, LIMIT_S)
+    patient = asyncio.create_task(handle.stop(LIMIT_S * 10))
+    await asyncio.sleep(0)
+
+    await handle.stop(0)
+
+    assert (await patient).status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+async def test_what_a_worker_started_ends_with_it(launcher: LocalLauncher, folder: Path, how: str) -> None:
+    handle = await launcher.launch(spec("grandchild"))
+    await identify(handle.socket, LIMIT_S)
+    grandchild = psutil.Process(int((folder / "run" / "grandchild").read_text()))
+
+    await handle.stop(0 if how == "kill" else LIMIT_S)
+
+    psutil.wait_procs([grandchild], timeout=LIMIT_S)
+    assert not grandchild.is_running()
+
+
+async def test_the_nursery_makes_many_workers_at_once(launcher: LocalLauncher, folder: Path) -> None:
+    handles = await asyncio.gather(*(launcher.launch(spec(name=f"n{number}")) for number in range(12)))
+    identities = await asyncio.gather(*(identify(handle.socket, LIMIT_S) for handle in handles))
+
+    assert [status.pid for status in identities if status] == [handle.pid for handle in handles]
+    await asyncio.gather(*(handle.stop(0) for handle in handles))
+    assert left_over(folder) == set()
+
+
+async def test_a_dead_nursery_is_replaced_and_its_workers_live_on(launcher: LocalLauncher) -> None:
+    before = await launcher.launch(spec(name="before"))
+    old = launcher.nursery.pid
+    assert old is not None
+    os.kill(old, signal.SIGKILL)
+
+    after = await launcher.launch(spec(name="after"))
+
+    assert launcher.nursery.pid not in (None, old)
+    assert await identify(before.socket, LIMIT_S) is not None
+    assert (await before.stop(0)).status is None, "its parent is gone, nobody can tell"
+    assert (await after.stop(0)).status == -signal.SIGKILL
+
+
+async def test_a_nursery_that_cannot_import_its_entry_fails_the_launch_with_its_last_line(folder: Path) -> None:
+    launcher = local_launcher(folder, entry="no.such.module:main")
+    await launcher.start()
+
+    with pytest.raises(LaunchFailed, match="No module named 'no'"):
+        await launcher.launch(spec())
+
+    assert left_over(folder) == set()
+    await launcher.close()
+
+
+async def test_a_nursery_that_cannot_be_made_fails_the_launch_until_it_can(folder: Path) -> None:
+    launcher = local_launcher(folder)
+    obstacle = folder / "run" / "nursery.log"
+    obstacle.mkdir(parents=True)
+    await launcher.start()
+
+    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
+        await launcher.launch(spec())
+
+    obstacle.rmdir()
+    await (await launcher.launch(spec())).stop(0)
+    await launcher.close()
+
+
+async def test_a_nursery_that_dies_and_cannot_be_replaced_fails_the_launch(folder: Path) -> None:
+    launcher = local_launcher(folder)
+    await launcher.start()
+    await launcher.nursery.ready()
+    log, pid = folder / "run" / "nursery.log", launcher.nursery.pid
+    assert pid is not None
+    log.unlink()
+    log.mkdir()
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: launcher.nursery.pid is None)
+
+    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
+        await launcher.launch(spec())
+    await launcher.close()
+
+
+async def test_no_descriptors_left_fail_the_launch_and_leak_no_nursery(folder: Path) -> None:
+    launcher = local_launcher(folder)
+    (folder / "run").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    try:
+        for spare in range(16):  # each step of making a nursery fails once for want of a descriptor
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
+            try:
+                launcher.nursery.start()
+            except LaunchFailed:
+                continue
+            break
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await launcher.nursery.close()
+
+    assert spare > 0
+    assert not children()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_a_nursery_that_dies_in_the_middle_of_a_fork_leaves_no_second_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Its run file is written `after` or not; the launch succeeds with the next nursery, under another name."""
+    mark = folder / "mark"
+    monkeypatch.setenv("MORTAL", moment)
+    monkeypatch.setenv("MORTAL_MARK", str(mark))
+    launcher = local_launcher(folder, preload=("tests.support.fakes.mortal",))
+    await launcher.start()
+
+    handle = await launcher.launch(spec())
+
+    await eventually(lambda: look_up(int(mark.read_text())) is None)
+    assert {path.stem for path in (folder / "run").glob("*.sock")} == {handle.incarnation}
+    assert await identify(handle.socket, LIMIT_S) is not None
+    await handle.stop(0)
+    assert left_over(folder) == set()
+    await launcher.close()
+
+
+async def test_a_missing_module_of_the_preload_does_not_stop_the_nursery(folder: Path) -> None:
+    launcher = local_launcher(folder, preload=("no_such_module",))
+    await launcher.start()
+
+    handle = await launcher.launch(spec())
+
+    await handle.stop(0)
+    await launcher.close()
+
+
+async def test_a_nursery_with_several_threads_starts_its_workers_afresh(folder: Path) -> None:
+    launcher = local_launcher(folder, preload=("tests.support.fakes.threaded",))
+    await launcher.start()
+
+    handle = await launcher.launch(spec())
+    status = await identify(handle.socket, LIMIT_S)
+
+    assert status is not None
+    assert status.pid == handle.pid
+    assert b"-c" in Path(f"/proc/{handle.pid}/cmdline").read_bytes().split(b"\0")
+    await handle.stop(0)
+    await launcher.close()
+
+
+async def test_a_cancelled_launch_leaves_no_process(launcher: LocalLauncher, folder: Path) -> None:
+    first = await launcher.launch(spec(name="first"))
+    launching = asyncio.create_task(launcher.launch(spec()))
+    await eventually(lambda: [path for path in (folder / "run").glob("*.sock") if path != first.socket])
+    launching.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await launching
+
+    await first.stop(0)
+    assert left_over(folder) == set()
+
+
+async def test_a_worker_whose_run_file_cannot_be_written_is_no_worker(
+    launcher: LocalLauncher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next daemon could not find it."""
+    monkeypatch.setattr(local, "new_incarnation", lambda: "0123456789ab")
+    (folder / "run" / "0123456789ab.json.tmp").symlink_to(folder / "missing" / "file")
+
+    with pytest.raises(LaunchFailed, match="cannot be made known"):
+        await launcher.launch(spec())
+
+    assert left_over(folder) == set()
+    monkeypatch.undo()
+    await (await launcher.launch(spec())).stop(0)
+
+
+async def test_the_control_link_carries_calls_and_errors(launcher: LocalLauncher) -> None:
+    handle = await launcher.launch(spec())
+    said: list[str] = []
+    link = await ControlLink.open(handle.socket, lambda status: said.append(status.state), lambda: said.append("lost"))
+
+    assert await link.call(Method.STATS, timeout_s=LIMIT_S) == b'{"batches": 0}'
+
+    await handle.stop(0)
+    assert said[-1] == "lost"
+
+
+# Adoption
+
+
+async def hand_over(old: LocalLauncher, folder: Path) -> LocalLauncher:
+    """What a daemon's end without any clean-up leaves to the next one."""
+    await old.close()
+    new = local_launcher(folder)
+    await new.start()
+    return new
+
+
+async def test_a_live_worker_is_adopted_with_its_status(launcher: LocalLauncher, folder: Path) -> None:
+    handle = await launcher.launch(spec())
+    await identify(handle.socket, LIMIT_S)
+    new = await hand_over(launcher, folder)
+
+    (adopted,) = await new.adopt(lambda found: found == handle.spec)
+
+    assert (adopted.handle.pid, adopted.status.state) == (handle.pid, "ready")
+    assert abs(adopted.handle.started_at - handle.started_at) < 5
+    assert (await adopted.handle.stop(LIMIT_S)).status is None
+    assert left_over(folder) == set()
+    await new.close()
+
+
+async def test_an_unwanted_worker_is_ended(launcher: LocalLauncher, folder: Path) -> None:
+    handle = await launcher.launch(spec())
+    new = await hand_over(launcher, folder)
+
+    assert await new.adopt(lambda found: False) == []
+    assert look_up(handle.pid) is None
+    assert left_over(folder) == set()
+    await new.close()
+
+
+async def test_a_worker_that_does_not_answer_is_ended(
+    launcher: LocalLauncher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "IDENTITY_LIMIT_S", 0.1)
+    monkeypatch.setattr(local, "LEFTOVER_GRACE_S", 0.1)
+    handle = await launcher.launch(spec("deaf,ignore-term"))
+    new = await hand_over(launcher, folder)
+
+    assert await new.adopt(lambda found: True) == []
+    assert look_up(handle.pid) is None
+    await new.close()
+
+
+async def test_of_two_workers_of_one_name_one_is_kept(launcher: LocalLauncher, folder: Path) -> None:
+    handles = [await launcher.launch(spec()) for _ in range(2)]
+    await asyncio.gather(*(identify(handle.socket, LIMIT_S) for handle in handles))
+    new = await hand_over(launcher, folder)
+
+    (adopted,) = await new.adopt(lambda found: True)
+
+    assert [look_up(handle.pid) for handle in handles].count(None) == 1
+    await adopted.handle.stop(0)
+    await new.close()
+
+
+async def test_what_the_dead_left_is_removed_and_nothing_else(launcher: LocalLauncher, folder: Path) -> None:
+    run = folder / "run"
+    ours = ["0123456789ab.sock", "0123456789ab.exit", "ba9876543210.json", "ba9876543210.json.tmp"]
+    for name in [*ours, "mux-0.sock", "notes.json"]:
+        (run / name).touch()
+    me = look_up(os.getpid())
+    assert me is not None
+    stranger = RunFile(me.pid, me.start_time - 1, boot_id(), "x", "00000000000a", "a", "h", spec().to_json())
+    stranger.write(run / "00000000000a.json")
+    RunFile(me.pid, me.start_time, "another boot", "x", "00000000000b", "a", "h", "{}").write(run / "00000000000b.json")
+
+    assert await launcher.adopt(lambda found: True) == []
+    assert left_over(folder) == {"mux-0.sock", "notes.json"}
+
+
+async def test_a_spec_of_another_version_is_never_adopted(launcher: LocalLauncher, folder: Path) -> None:
+    handle = await launcher.launch(spec())
+    await identify(handle.socket, LIMIT_S)
+    file = folder / "run" / f"{handle.incarnation}.json"
+    file.write_text(file.read_text().replace('\\"nice\\"', '\\"niceness\\"'))
+    new = await hand_over(launcher, folder)
+
+    assert await new.adopt(lambda found: found.model_id != "") == []
+    assert look_up(handle.pid) is None
+    await new.close()
+
+
+async def test_a_second_daemon_is_refused_the_run_directory(launcher: LocalLauncher, folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="another daemon uses"):
+        await local_launcher(folder).start()
+
+
+async def test_a_run_directory_too_deep_for_a_socket_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="too long a path"):
+        await local_launcher(folder, run_dir=folder / ("x" * 90)).start()
+
+
+async def test_the_run_directory_is_for_its_owner_alone(launcher: LocalLauncher, folder: Path) -> None:
+    handle = await launcher.launch(spec())
+
+    assert (folder / "run").stat().st_mode & 0o777 == 0o700
+    assert handle.socket.stat().st_mode & 0o777 == 0o600
+    await handle.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "content", "problem"),
+    [
+        (0o1777, None, "is a shared folder"),
+        (0o755, "photo.jpg", "holds other things, such as photo.jpg"),
+    ],
+)
+async def test_a_folder_that_is_not_ours_alone_is_refused_and_left_as_it_is(
+    folder: Path, mode: int, content: str | None, problem: str
+) -> None:
+    run = folder / "run"
+    run.mkdir()
+    run.chmod(mode)
+    if content:
+        (run / content).touch()
+
+    with pytest.raises(InvalidConfig, match=problem):
+        await local_launcher(folder).start()
+
+    assert run.stat().st_mode & 0o7777 == mode
+    assert [path.name for path in run.iterdir()] == ([content] if content else [])
+
+
+async def test_a_run_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "run").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+    with pytest.raises(InvalidConfig, match="belongs to another user"):
+        await local_launcher(folder).start()
+
+
+async def test_a_file_in_the_place_of_the_run_directory_is_refused(folder: Path) -> None:
+    (folder / "run").touch()
+
+    with pytest.raises(InvalidConfig, match="cannot be used"):
+        await local_launcher(folder).start()
+
+
+@pytest.mark.parametrize("names", [(), ("0123456789ab.json", "mux-0.run", "daemon.lock", "nursery.log.1")])
+async def test_a_folder_with_nothing_but_our_files_becomes_private(folder: Path, names: tuple[str, ...]) -> None:
+    run = folder / "run"
+    run.mkdir(mode=0o755)
+    for name in names:
+        (run / name).touch()
+    launcher = local_launcher(folder)
+
+    await launcher.start()
+
+    assert run.stat().st_mode & 0o777 == 0o700
+    await launcher.close()
+
+
+# Processes and logs
+
+
+def test_a_zombie_is_no_process() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    before = look_up(child.pid)
+    assert child.stdout is not None
+    child.stdout.read()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+    assert look_up(child.pid) is None
+    assert before is None or open_pidfd(before) is None
+    child.stdout.close()
+    child.wait()
+
+
+def test_a_number_given_away_again_is_another_process() -> None:
+    me = look_up(os.getpid())
+    assert me is not None
+
+    assert open_pidfd(Process(me.pid, me.start_time + 1)) is None
+    pidfd = open_pidfd(me)
+    assert pidfd is not None
+    os.close(pidfd)
+
+
+def test_a_log_over_its_limit_is_rotated_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    for generation in range(5):
+        descriptor = open_log(path, limit_bytes=3, keep=2)
+        os.write(descriptor, f"generation {generation}\n".encode())
+        os.close(descriptor)
+
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2"]
+    assert [last_line(tmp_path / name) for name in ("a.log", "a.log.1", "a.log.2")] == [
+        "generation 4",
+        "generation 3",
+        "generation 2",
+    ]
+
+
+def test_a_log_in_use_is_rotated_and_its_writer_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    descriptor = open_log(path, limit_bytes=3, keep=1)
+    os.write(descriptor, b"before\n")
+
+    assert shrink(path, limit_bytes=3, keep=1)
+    os.write(descriptor, b"after\n")
+    os.close(descriptor)
+
+    assert (path.read_text(), (tmp_path / "a.log.1").read_text()) == ("after\n", "before\n")
+    assert not shrink(path, limit_bytes=6, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("ValueError: no", "ValueError: no"),
+        ('{"level": "info", "message": "worker ready"}', ""),
+        ('{"level": "error", "message": "worker failed"}', "worker failed"),
+        ("[1, 2]", "[1, 2]"),
+        ("", ""),
+    ],
+)
+def test_only_a_last_line_that_may_explain_an_end_is_a_complaint(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(f"something before\n{line}\n\n" if line else "")
+
+    assert last_complaint(path) == complaint
+    assert last_complaint(tmp_path / "absent") == ""
+
+
+def test_without_old_logs_to_keep_rotation_is_removal(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("before\n")
+
+    assert shrink(path, limit_bytes=3, keep=0)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.log"]
+
+
+async def test_a_stranger_on_the_socket_is_no_worker(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "s"))
+        listener.listen()
+
+        assert await identify(folder / "s", 0.05) is None
+    assert await identify(folder / "absent", 0.05) is None

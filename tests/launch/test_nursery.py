@@ -1,0 +1,43 @@
+"""The nursery with everything that it imports in production."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.fleet import local_launcher
+
+from teimgr.launch import nursery
+from teimgr.spec import WorkerSpec
+
+
+@pytest.mark.slow
+async def test_it_has_one_thread_and_its_children_run_parallel_tensor_ops(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The production entry's module is imported too, for what it drags in counts.
+    launcher = local_launcher(
+        folder, entry="tests.support.fakes.matmul:main", preload=(*nursery.PRELOAD, "teimgr.worker.process")
+    )
+    await launcher.start()
+
+    handle = await launcher.launch(WorkerSpec(name="a", model_id="m"))
+    tasks = list(Path(f"/proc/{launcher.nursery.pid}/task").iterdir())
+    exit = await handle.wait()
+
+    assert exit.status == 0, exit
+    said = json.loads((folder / "run" / "matmul").read_text())
+    assert (said["sum"], said["threads"], said["tasks"] >= 2) == (600.0**3, 2, True)
+    assert len(tasks) == 1
+    assert [vars(record).get("problem") for record in caplog.records] == []
+    await launcher.close()
+
+
+def test_the_daemons_side_imports_neither_torch_nor_transformers() -> None:
+    modules = "teimgr.supervision.manager, teimgr.launch.local, teimgr.launch.nursery"
+    code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
+
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -1,0 +1,140 @@
+"""Outside clients, as they are published, judged against the engine's own numbers over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.outside_clients.conftest import QUERY, TEXTS, Told
+from tests.support.daemon_process import DaemonProcess
+
+from teimgr.client import Client
+
+TOLERANCE = 1e-5
+Hear = Callable[[str], Told]
+
+
+class Truth:
+    """What the engine says of `TEXTS`, asked through teimgr's own client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.vectors = self.embedded()
+        self.short = self.embedded(dimensions=8)
+        self.raw = self.embedded(normalize=False)
+
+    def embedded(self, *texts: str, **how: Any) -> NDArray[np.float32]:
+        return self._client.embed(texts or TEXTS, instance="embedding", **how)
+
+    def ranks(self, **how: Any) -> list[list[Any]]:
+        """Texts and their scores, best first."""
+        found = self._client.rerank(QUERY, TEXTS, instance="reranker", **how)
+        return [[TEXTS[rank.index], rank.score] for rank in found]
+
+    def best_class(self) -> Any:
+        return self._client.predict(TEXTS[0], instance="classifier")[0][0]
+
+
+@pytest.fixture(scope="session")
+def truth(served: DaemonProcess) -> Iterator[Truth]:
+    with served.client() as client:
+        yield Truth(client)
+
+
+def same(told: Any, expected: Any) -> None:
+    """Vectors, or one, and of the same number."""
+    assert np.shape(told) == np.shape(expected)
+    assert np.allclose(told, expected, atol=TOLERANCE)
+
+
+def same_ranks(told: list[list[Any]], expected: list[list[Any]]) -> None:
+    assert [text for text, _ in told] == [text for text, _ in expected]
+    assert [score for _, score in told] == pytest.approx([score for _, score in expected], abs=TOLERANCE)
+
+
+def test_hugging_face(hear: Hear, truth: Truth) -> None:
+    told = hear("hugging_face")
+
+    for name in ("of_the_path", "of_the_base", "in_async", "through_the_daemon", "with_the_key"):
+        same(told[name], truth.vectors)
+    same(told["not_normalized"], truth.raw)
+    same(told["with_options"], truth.embedded(TEXTS[0], prompt_name="query", dimensions=8))
+    assert told["similarity"] == pytest.approx((truth.vectors[1:] @ truth.vectors[0]).tolist(), abs=TOLERANCE)
+    best = truth.best_class()
+    assert told["classes"] == {"label": best.label, "score": pytest.approx(best.score, abs=TOLERANCE)}
+    assert told["refused"].startswith("BadRequestError")
+    assert "`inputs` cannot be empty" in told["refused"]
+    assert "401" in told["with_the_wrong_key"]
+
+
+def test_langchain(hear: Hear, truth: Truth) -> None:
+    told = hear("langchain")
+
+    same(told["documents"], truth.vectors)
+    same(told["query"], truth.vectors[0])
+    same(told["with_a_prompt"], truth.embedded(prompt_name="query"))
+    same(told["in_async"], truth.vectors)
+    same(told["openai_documents"], truth.short)
+
+
+def test_llama_index(hear: Hear, truth: Truth) -> None:
+    told = hear("llama_index_tei")
+
+    same(told["texts"], truth.vectors)
+    same(told["query"], truth.embedded(f"query: {TEXTS[0]}")[0])
+    same(told["in_async"], truth.vectors)
+    same_ranks(told["ranks"], truth.ranks()[:2])
+
+
+def test_haystack(hear: Hear, truth: Truth) -> None:
+    told = hear("haystack_tei")
+
+    # Its embedders ask for raw vectors unless they are told otherwise.
+    same(told["text"], truth.raw[0])
+    same(told["documents"], truth.vectors)
+    same(told["with_the_key"], truth.raw[0])
+    same_ranks(told["ranks"], truth.ranks())
+    same_ranks(told["raw_ranks"], truth.ranks(raw_scores=True))
+    same(told["text_over_grpc"], truth.raw[0])
+    same_ranks(told["ranks_over_grpc"], truth.ranks())
+
+
+def test_openai(hear: Hear, truth: Truth) -> None:
+    told = hear("openai_sdk")
+
+    for name in ("by_default", "in_async", "of_the_daemon", "with_the_key"):
+        same(told[name], truth.vectors)
+    same(told["floats_of_8"], truth.short)
+    assert np.shape(told["of_ids"]) == (2, truth.vectors.shape[1])
+    same(told["of_ids"][0], told["of_ids"][1])
+    for name, error, text in (
+        ("of_nothing", "BadRequestError", "`inputs` cannot be empty"),
+        ("of_a_classifier", "APIStatusError", "Model is not an embedding model"),
+        ("of_nobody", "NotFoundError", "nobody"),
+        ("with_the_wrong_key", "AuthenticationError", "401"),
+    ):
+        assert told[name].startswith(error), told[name]
+        assert text in told[name]
+
+
+def test_litellm(hear: Hear, truth: Truth) -> None:
+    told = hear("litellm_sdk")
+
+    for name in ("as_openai", "as_infinity", "as_hugging_face", "as_vllm"):
+        same(told[name], truth.vectors)
+    for name in ("ranks", "ranks_as_cohere", "ranks_as_infinity"):
+        same_ranks(told[name], truth.ranks())
+
+
+def test_cohere(hear: Hear, truth: Truth) -> None:
+    told = hear("cohere_sdk")
+
+    same(told["embedded_by_1"], truth.vectors)
+    same(told["embedded_by_2"], truth.vectors)
+    assert told["binary_by_2"] == np.packbits(truth.vectors > 0, axis=1).tolist()
+    same_ranks(told["ranks_by_1"], truth.ranks())
+    same_ranks(told["two_ranks_by_2"], truth.ranks()[:2])
+    assert told["of_nobody"].startswith("NotFoundError")

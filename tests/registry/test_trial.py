@@ -1,0 +1,190 @@
+"""Trials of models in throw-away workers: a real nursery, real processes, a scripted worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.fleet import RESIDENT, children, eventually, local_launcher, settings_for
+
+from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable
+from teimgr.observability.metrics import Metrics
+from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.registry.cache import HubCache
+from teimgr.registry.model_view import ModelStatus, ModelView
+from teimgr.registry.registry import Registry, TrialWish
+from teimgr.spec import InstanceSpec, InstanceView, State
+
+Make = Callable[..., Registry]
+
+
+@pytest.fixture
+async def make(folder: Path) -> AsyncIterator[Make]:
+    """A registry over a launcher of scripted workers; afterwards no worker is left."""
+    launcher = local_launcher(folder)
+    await launcher.start()
+    made: list[Registry] = []
+
+    def registry(instances: tuple[InstanceView, ...] = (), cards: tuple[Gpu, ...] = (), **values: object) -> Registry:
+        gpus = GpuInventory({}, lambda: Inventory(cards, "" if cards else "none in this test"))
+        settings = settings_for(folder, **values)
+        cache = HubCache(folder / "hub")
+        made.append(Registry(settings, launcher, gpus, Metrics(), lambda: list(instances), cache))
+        return made[-1]
+
+    yield registry
+    for each in made:
+        await each.close()
+    left = {path.name for path in (folder / "run").iterdir() if path.suffix != ".seen"}
+    await launcher.close()
+    assert left <= RESIDENT
+    assert not children()
+
+
+def model(folder: Path, flags: str = "") -> str:
+    """A model directory whose name tells the scripted worker how to behave."""
+    path = folder / (f"fake:{flags}" if flags else "fake")
+    path.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (path / name).write_text("{}")
+    return str(path)
+
+
+async def tried(registry: Registry, model_id: str, wish: TrialWish | None = None) -> ModelView:
+    await (await registry.try_out(model_id, wish or TrialWish())).finished()
+    return await registry.get(model_id)
+
+
+async def added(registry: Registry, model_id: str) -> str:
+    await registry.add(model_id)
+    return model_id
+
+
+@pytest.mark.clause("M2.8-load")
+async def test_a_model_that_works_is_verified_and_measured(make: Make, folder: Path) -> None:
+    registry = make()
+    view = await tried(registry, await added(registry, model(folder)))
+    assert view.status is ModelStatus.VERIFIED
+    shown = view.to_dict()
+    assert shown["last_verified"]
+    assert "verification_error" not in shown
+    trial = shown["verification"]
+    assert (trial["kind"], trial["dimension"], trial["dtype"], trial["device"]) == ("embedding", 4, "float32", "cpu")
+    assert min(trial[key] for key in ("texts_per_s", "tokens_per_s", "peak_rss_bytes", "private_bytes", "start_s")) > 0
+    assert trial["tokens_per_s"] == pytest.approx(2 * trial["texts_per_s"], rel=0.01)
+    assert "gpu_id" not in trial
+    assert "device_bytes" not in trial
+
+
+@pytest.mark.clause("M2.8-load")
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("fail-permanent=64", "scripted failure"),
+        ("fail-transient=64", "scripted failure"),
+        ("exit-at-once=7", "ended with status 7: leaving at once"),
+        ("crash-after-ready=9", "ended with status 9"),
+    ],
+)
+async def test_a_model_that_does_not_is_failed_with_the_reason(
+    make: Make, folder: Path, flags: str, reason: str
+) -> None:
+    registry = make()
+    view = await tried(registry, await added(registry, model(folder, flags)))
+    assert view.status is ModelStatus.FAILED
+    assert reason in view.to_dict()["verification_error"]
+    assert "last_verified" not in view.to_dict()
+
+
+async def test_a_trial_that_takes_too_long_is_ended(make: Make, folder: Path) -> None:
+    registry = make(startup_timeout_secs=1)
+    view = await tried(registry, await added(registry, model(folder, "never-ready")))
+    assert view.to_dict()["verification_error"] == "Timeout after 1s waiting for model to load"
+
+
+@pytest.mark.clause("M2.8-pass")
+async def test_a_pass_clears_the_failure_before_it(make: Make, folder: Path) -> None:
+    registry = make()
+    model_id = await added(registry, model(folder, "first-only,fail-permanent=64"))
+    assert (await tried(registry, model_id)).status is ModelStatus.FAILED
+    view = await tried(registry, model_id)
+    assert view.status is ModelStatus.VERIFIED
+    assert "verification_error" not in view.to_dict()
+
+
+async def test_the_outcome_is_known_to_the_next_daemon(make: Make, folder: Path) -> None:
+    registry = make()
+    before = await tried(registry, await added(registry, model(folder)))
+    again = make()
+    await again.start()
+    after = await again.get(before.model_id)
+    assert after.status is ModelStatus.VERIFIED
+    assert after.to_dict() == before.to_dict()
+
+
+@pytest.mark.clause("M2.8-busy")
+async def test_while_it_is_tried_it_is_loading_and_nothing_else_may_begin(make: Make, folder: Path) -> None:
+    registry = make()
+    model_id = await added(registry, model(folder, "never-ready"))
+    work = await registry.try_out(model_id, TrialWish())
+    assert (await registry.get(model_id)).status is ModelStatus.LOADING
+    with pytest.raises(ModelBusy, match="is already loading"):
+        await registry.try_out(model_id, TrialWish())
+    with pytest.raises(ModelBusy, match="is already loading"):
+        await registry.download(model_id)
+    waiting = asyncio.create_task(work.finished())
+    await eventually(lambda: len(list((folder / "run").glob("*.json"))) == 1)
+    await registry.close()
+    with pytest.raises(Unavailable):
+        await waiting
+
+
+async def test_a_trial_that_is_given_up_leaves_no_process(make: Make, folder: Path) -> None:
+    registry = make()
+    model_id = await added(registry, model(folder, "never-ready,ignore-term,grandchild"))
+    await registry.try_out(model_id, TrialWish())
+    pid_file = folder / "run" / "grandchild"
+    await eventually(lambda: pid_file.exists() and pid_file.read_text())
+    await registry.close()
+    pid = int(pid_file.read_text())
+    await eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    pid_file.unlink()
+
+
+@pytest.mark.clause("M2.8-load")
+async def test_what_cannot_be_tried_is_refused(make: Make, folder: Path) -> None:
+    registry = make()
+    with pytest.raises(ModelNotFound, match="Model 'a/b' not found"):
+        await registry.try_out("a/b", TrialWish())
+    await registry.add("a/b")
+    with pytest.raises(ModelLoadFailed, match=r"failed to load: Model not downloaded\. Use POST /models/"):
+        await registry.try_out("a/b", TrialWish())
+    with pytest.raises(InvalidGpuId, match="Invalid GPU ID 3: Available GPUs: \\[\\]"):
+        await registry.try_out(await added(registry, model(folder)), TrialWish(gpu_id=3))
+
+
+async def test_a_model_that_instances_want_is_known_and_not_deleted(make: Make, folder: Path) -> None:
+    views = tuple(
+        InstanceView(spec=InstanceSpec(name=name, model_id="a/b"), state=State.STOPPED) for name in ("two", "one")
+    )
+    registry = make(views, models=("c/d",))
+    assert [view.model_id for view in await registry.list()] == ["a/b", "c/d"]
+    assert (await registry.get("a/b")).used_by == ("one", "two")
+    with pytest.raises(ModelInUse, match="used by one, two"):
+        await registry.delete("a/b")
+
+
+@pytest.mark.parametrize(
+    ("wish", "gpu_id"), [(TrialWish(), 1), (TrialWish(gpu_id=0), 0), (TrialWish(on_cpu=True), None)]
+)
+async def test_it_runs_on_the_card_that_is_asked_for_else_the_freest(
+    make: Make, folder: Path, wish: TrialWish, gpu_id: int | None
+) -> None:
+    registry = make(cards=(Gpu(0, "GPU-a", 1 << 30), Gpu(1, "GPU-b", 8 << 30)))
+    shown = (await tried(registry, await added(registry, model(folder)), wish)).to_dict()
+    assert shown["verification"].get("gpu_id") == gpu_id
+    with pytest.raises(InvalidGpuId, match=r"Available GPUs: \[0, 1\]"):
+        await registry.try_out(shown["model_id"], TrialWish(gpu_id=2))

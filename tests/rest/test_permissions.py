@@ -1,0 +1,290 @@
+"""API keys on REST: what each route asks for, in whose words a refusal is told, and that keys stay secret."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from starlette.routing import Route
+from tests.support.memory_fleet import Fleet
+from tests.support.rest_listener import Front, listening
+
+from teimgr.auth.policy import Policy, PolicyInForce, digest, new_key
+from teimgr.config.auth import ApiKey, Auth, faults, policy_of
+from teimgr.config.settings import Settings
+from teimgr.directory import Directory
+from teimgr.errors import InvalidConfig
+from teimgr.gateway.gateway import InferenceDoor
+from teimgr.gateway.paths import paths
+from teimgr.http_server import bind, serving
+from teimgr.observability.metrics import Metrics
+from teimgr.rest.app import create_app
+from teimgr.rest.permissions import ADMIN_ALL, NEEDS, Need, Rights, flat
+
+SECRETS = {name: f"{name}-{'k' * 32}" for name in ("admin", "inference", "read", "team")}
+KEYS = (
+    *(ApiKey(name=name, key=SECRETS[name], rights=(name,)) for name in ("admin", "inference", "read")),
+    ApiKey(name="team", key=SECRETS["team"], rights=("admin", "inference", "read"), instances=("mine", "team-*")),
+)
+AUTH = Auth(enabled=True, providers=("api_keys",), api_keys=KEYS)
+
+
+@asynccontextmanager
+async def asking(settings: Settings, auth: Auth = AUTH) -> AsyncIterator[Front]:
+    async with listening(replace(settings, auth=auth)) as front, aiohttp.ClientSession(front.url) as front.http:
+        yield front
+
+
+def bearer(name: str) -> dict[str, dict[str, str]]:
+    return {"headers": {"Authorization": f"Bearer {SECRETS[name]}"}}
+
+
+class Anything:
+    """Stands behind routes whose answers do not matter."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Anything()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return Anything()
+
+
+@dataclass
+class Everything:
+    """A listener with every route of the daemon's application."""
+
+    url: str
+    routes: list[Route]
+
+
+@pytest.fixture
+async def everything(settings: Settings) -> AsyncIterator[Everything]:
+    settings = replace(settings, auth=AUTH)
+    inference = InferenceDoor(settings, Directory(), Metrics())
+    behind: Any = Anything()
+    app = create_app(Fleet(settings), settings, Metrics(), registry=behind, inference=inference, board=behind)
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock):
+        routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]
+        yield Everything(f"http://127.0.0.1:{sock.getsockname()[1]}", routes)
+    await inference.close()
+
+
+def verbs(route: Route) -> list[str]:
+    return sorted((route.methods or set()) - {"HEAD", "OPTIONS"})
+
+
+async def test_every_route_says_what_it_asks_for(everything: Everything) -> None:
+    there = {f"{verb} {route.path}" for route in everything.routes for verb in verbs(route)}
+    assert there ^ NEEDS.keys() <= {"GET /events", "GET /config", "POST /config/reload"}  # it has no tools
+    assert {path.path for path in paths()} <= {route.path for route in everything.routes}
+
+
+async def test_a_route_that_nobody_thought_of_is_closed(everything: Everything) -> None:
+    forgotten = Route("/forgotten/{name}", lambda request: None, methods=["GET"])
+    assert Rights([*everything.routes, forgotten]).of("GET", "/forgotten/a", Policy(keys=())).need == ADMIN_ALL
+
+
+@pytest.mark.clause("M6-keys")
+async def test_the_rights_matrix(everything: Everything) -> None:
+    """Each route with each key: let in or refused, as its row of the table says and nothing else."""
+    rows = [(route, verb) for route in everything.routes for verb in verbs(route)]
+    alone = aiohttp.TCPConnector(force_close=True)  # an answer 500 ends its connection
+    async with aiohttp.ClientSession(everything.url, connector=alone) as http:
+        for route, verb in rows:
+            path, need = re.sub(r"{\w+(:\w+)?}", "theirs", route.path), NEEDS[f"{verb} {route.path}"]
+            for name in SECRETS:
+                async with http.request(verb, path, **bearer(name)) as reply:
+                    assert (reply.status in (401, 403)) is not lets_in(need, name, route.path), (verb, path, name)
+            async with http.request(verb, path) as reply:
+                assert (reply.status == 401) is not need.is_public, (verb, path)
+
+
+async def test_inference_is_refused_in_the_words_of_its_dialect(everything: Everything) -> None:
+    async with aiohttp.ClientSession(everything.url) as http:
+        async with http.post("/v1/embeddings", json={"model": "a", "input": "x"}) as reply:
+            assert reply.status == 401
+            assert (await reply.json())["error"]["code"] == "invalid_api_key"
+        async with http.post("/v1/embeddings", json={"model": "a", "input": "x"}, **bearer("read")) as reply:
+            assert reply.status == 403
+            assert (await reply.json())["error"]["message"] == "The key 'read' lacks the right inference"
+        async with http.post("/v1/embeddings", json={"model": "theirs", "input": "x"}, **bearer("team")) as reply:
+            assert "error" in await reply.json()
+        async with http.post("/instances/a/embed", json={"inputs": "x"}) as reply:
+            assert (reply.status, await reply.read()) == (401, b"")
+        async with http.post("/instances/a/embed", json={"inputs": "x"}, **bearer("team")) as reply:
+            assert reply.status == 403
+            assert (await reply.json())["error"] == "The key 'team' is not for instance 'a'"
+
+
+def lets_in(need: Need, name: str, template: str) -> bool:
+    """What the table means for the keys of this file, and an instance `theirs`."""
+    if need.is_public:
+        return True
+    if name == "team":
+        return not need.is_fleets and "{name}" not in template
+    return not need.rights or name in {right.value for right in need.rights}
+
+
+async def test_the_words_of_a_refusal(settings: Settings) -> None:
+    async with asking(settings) as front:
+        told = await front.call("GET", "/instances", 401)
+        assert told.keys() == {"error", "code", "timestamp"}
+        assert (told["code"], told["error"]) == (
+            "UNAUTHENTICATED",
+            "Authentication required: send a valid API key, `Authorization: Bearer KEY`",
+        )
+        told = await front.call("POST", "/instances", 403, **bearer("read"), json={})
+        assert (told["code"], told["error"]) == ("FORBIDDEN", "The key 'read' lacks the right admin")
+        async with front.http.get("/instances", headers={"Authorization": "Bearer wrong"}) as reply:
+            assert reply.status == 401
+            assert reply.headers["WWW-Authenticate"] == "Bearer"
+        await front.call("GET", "/nowhere", 401)
+        await front.call("GET", "/nowhere", 404, **bearer("read"))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-api-key": SECRETS["read"]},
+        {"authorization": f"bearer  {SECRETS['read']} "},
+        {"Authorization": "Basic dXNlcg==", "X-API-Key": SECRETS["read"]},
+    ],
+)
+async def test_other_ways_to_send_a_key(settings: Settings, headers: dict[str, str]) -> None:
+    async with asking(settings) as front:
+        await front.call("GET", "/instances", 200, headers=headers)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": SECRETS["read"]},
+        {"Authorization": f"Basic {SECRETS['read']}"},
+        {"Authorization": f"Bearer {SECRETS['read']}x"},
+        {"Authorization": f"Bearer {SECRETS['read'][:-1]}"},
+        {"Authorization": f"Bearer {digest(SECRETS['read'])}"},
+        {"Authorization": "Bearer "},
+        {"x-api-key": ""},
+        {"Authorization": "Bearer \xff"},
+    ],
+)
+async def test_what_is_no_key(settings: Settings, headers: dict[str, str]) -> None:
+    async with asking(settings) as front:
+        await front.call("GET", "/instances", 401, headers=headers)
+
+
+@pytest.mark.clause("M6-keys")
+async def test_a_key_for_some_instances(settings: Settings) -> None:
+    async with asking(settings) as front:
+        for name in ("mine", "theirs", "team-1"):
+            await front.call("POST", "/instances", 201, json={"name": name, "model_id": "tiny"}, **bearer("admin"))
+        seen = await front.call("GET", "/instances", 200, **bearer("team"))
+        assert [each["name"] for each in seen] == ["mine", "team-1"]
+        assert len(await front.call("GET", "/instances", 200, **bearer("read"))) == 3
+        await front.call("GET", "/instances/mine", 200, **bearer("team"))
+        await front.call("GET", "/instances/theirs", 403, **bearer("team"))
+        await front.call("GET", "/instances/nowhere", 403, **bearer("team"))
+        await front.call("DELETE", "/instances/theirs", 403, **bearer("team"))
+        body = {"model_id": "tiny"}
+        await front.call("POST", "/instances", 201, json={"name": "team-2", **body}, **bearer("team"))
+        refused = await front.call("POST", "/instances", 403, json={"name": "other", **body}, **bearer("team"))
+        assert refused["error"] == "The key 'team' is not for instance 'other'"
+        assert "other" not in [view.spec.name for view in front.fleet.list()]
+
+
+async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    settings = replace(settings, auth=AUTH)
+    policy = PolicyInForce(policy_of(AUTH))
+    rights = Rights(())
+    assert policy.now.caller(SECRETS["read"]) is not None
+    policy.swap(policy_of(replace(AUTH, api_keys=KEYS[:1])))
+    assert policy.now.caller(SECRETS["read"]) is None
+    assert rights.of("GET", "/nowhere", policy.now).need.rights == frozenset()
+    async with asking(settings) as front:
+        await front.call("POST", "/instances", 201, json={"name": "a", "model_id": "tiny"}, **bearer("admin"))
+        shown = [
+            json.dumps(await front.call("GET", path, 200, **bearer("read"))) for path in ("/instances", "/openapi.json")
+        ]
+        async with front.http.get("/metrics", **bearer("read")) as reply:
+            shown.append(await reply.text())
+        await front.call("GET", "/instances", 401, headers={"x-api-key": SECRETS["read"] + "x"})
+    shown += [repr(settings), policy_of(AUTH).to_json(), *caplog.messages, *map(str, caplog.records)]
+    assert not any(secret in text for secret in SECRETS.values() for text in shown)
+    assert digest(SECRETS["read"]) not in repr(settings)
+
+
+def test_every_key_is_compared_whatever_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def noting(given: str, known: str) -> bool:
+        compared.append(known)
+        return given == known
+
+    monkeypatch.setattr("teimgr.auth.policy.hmac.compare_digest", noting)
+    policy = policy_of(AUTH)
+    for key in (SECRETS["admin"], SECRETS["team"], "nobody's", None):
+        compared.clear()
+        policy.caller(key)
+        assert len(compared) == len(KEYS)
+
+
+def test_a_policy_travels_to_the_muxes_whole() -> None:
+    policy = policy_of(AUTH)
+    assert Policy.from_json(policy.to_json()) == policy
+    assert Policy.from_json(Policy().to_json()) == Policy()
+
+
+def test_a_new_key_is_long_and_never_the_same() -> None:
+    assert len({new_key() for _ in range(100)}) == 100
+    assert len(new_key()) > 40
+
+
+def test_keys_from_files_and_variables_are_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{SECRETS['read']}\n")
+    from_file = ApiKey(name="a", key_file=file, rights=("read",))
+    from_variable = ApiKey(name="b", key_env="THE_KEY", rights=("read",))
+    assert from_file.read().sha256 == from_variable.read({"THE_KEY": SECRETS["read"]}).sha256 == digest(SECRETS["read"])
+    file.write_text(SECRETS["admin"])
+    assert from_file.read().sha256 == digest(SECRETS["admin"])
+    with pytest.raises(InvalidConfig, match="the environment variable THE_KEY must have at least 16 characters"):
+        from_variable.read({})
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ({"key": "short"}, "auth.api_keys[0]: key must have at least 16 characters (has 5)"),
+        ({}, "auth.api_keys[0]: give one of key, key_sha256, key_file, key_env (got none)"),
+        (
+            {"key": "k" * 20, "key_env": "X"},
+            "auth.api_keys[0]: give one of key, key_sha256, key_file, key_env (got key_sha256 and key_env)",
+        ),
+        ({"key_sha256": "abc"}, "auth.api_keys[0].key_sha256: must be 64 hex digits in lower case"),
+        ({"key_file": Path("/nowhere")}, "auth.api_keys[0]: key_file: /nowhere cannot be read: No such file"),
+        ({"key": "k" * 20, "rights": ()}, "auth.api_keys[0].rights: cannot be empty"),
+        ({"key": "k" * 20, "instances": ()}, "auth.api_keys[0].instances: neither the list nor a name"),
+        ({"key": "k" * 20, "name": ""}, "auth.api_keys[0].name: cannot be empty"),
+    ],
+)
+def test_a_key_that_is_wrong_is_refused(key: dict[str, Any], message: str) -> None:
+    auth = replace(AUTH, api_keys=(ApiKey(**{"name": "a", "rights": ("read",)} | key),))
+    assert next(str(fault) for fault in faults(auth)).startswith(message)
+
+
+def test_keys_are_told_apart() -> None:
+    same = (KEYS[0], replace(KEYS[0], name="again"), replace(KEYS[1], name="admin"))
+    assert [str(fault) for fault in faults(replace(AUTH, api_keys=same))] == [
+        "auth.api_keys[1]: is the same key as 'admin'",
+        "auth.api_keys[2].name: Duplicate name of a key: 'admin'",
+    ]
+    assert [fault.path for fault in faults(replace(AUTH, api_keys=()))] == ["auth.api_keys"]

@@ -1,0 +1,316 @@
+"""Mutual TLS of the REST listener: who is let in, and certificates that change under it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import uvloop
+from tests.support.authority import Authority, needs_openssl, put
+from tests.support.memory_fleet import Fleet
+from tests.support.rest_listener import Front, listening
+
+from teimgr.auth.callers import certified_by_tls
+from teimgr.auth.policy import attributes
+from teimgr.auth.tls_files import TlsFiles
+from teimgr.config.auth import Auth, Mtls, Tls, faults
+from teimgr.config.settings import Settings
+from teimgr.errors import InvalidConfig
+from teimgr.http_server import bind
+from teimgr.observability.metrics import Metrics
+from teimgr.rest.app import create_app
+from teimgr.rest.tls import RestTls, uvicorn_options
+
+pytestmark = needs_openssl
+LIMIT_S = 20
+
+
+def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the daemon's loop: asyncio's loses connections that it accepts while a listener is replaced."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        uvloop.run(test(*arguments, **named))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    authority = Authority(tmp_path_factory.mktemp("certs") / "ours")
+    authority.server()
+    authority.sign("indexer", "/O=Search, Inc./OU=a+CN=zürich/CN=indexer", "DNS:indexer.local,URI:spiffe://x/indexer")
+    authority.sign("late", "/O=Search/CN=indexer", days=0)
+    return authority
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    authority = Authority(tmp_path_factory.mktemp("certs") / "stranger", "stranger")
+    authority.sign("indexer", "/O=Search/CN=indexer", "DNS:indexer.local")
+    return authority
+
+
+def mtls(folder: Path, **rules: Any) -> Mtls:
+    return Mtls(ca_cert=folder / "ca.pem", server_cert=folder / "server.pem", server_key=folder / "server.key", **rules)
+
+
+def client(ca: Path, authority: Authority | None = None, name: str = "indexer") -> ssl.SSLContext:
+    """A client that trusts `ca` and shows the certificate of this name, or none."""
+    context = ssl.create_default_context(cafile=str(ca))
+    if authority is not None:
+        context.load_cert_chain(authority.folder / f"{name}.pem", authority.folder / f"{name}.key")
+    return context
+
+
+@asynccontextmanager
+async def session(url: str, context: ssl.SSLContext) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(ssl=context)) as http:
+        yield http
+
+
+@asynccontextmanager
+async def calling(settings: Settings, ours: Authority, context: ssl.SSLContext, **rules: Any) -> AsyncIterator[Front]:
+    """A front with these rules, called with this context."""
+    auth = Auth(enabled=True, providers=("mtls",), mtls=mtls(ours.folder, **rules))
+    async with listening(replace(settings, auth=auth)) as front, session(front.url, context) as front.http:
+        yield front
+
+
+@pytest.mark.clause("M6-tls")
+async def test_a_client_that_the_authority_certified_is_served(settings: Settings, ours: Authority) -> None:
+    async with calling(settings, ours, client(ours.ca, ours)) as front:
+        assert (await front.create("a"))["name"] == "a"
+
+
+@pytest.mark.clause("M6-tls")
+@pytest.mark.parametrize("who", ["nobody", "another authority's", "expired"])
+async def test_other_clients_get_no_connection(
+    settings: Settings, ours: Authority, stranger: Authority, who: str
+) -> None:
+    context = {
+        "nobody": client(ours.ca),
+        "another authority's": client(ours.ca, stranger),
+        "expired": client(ours.ca, ours, "late"),
+    }[who]
+    async with calling(settings, ours, context) as front:
+        with pytest.raises(aiohttp.ClientError):
+            await front.call("GET", "/health", 200)
+
+
+@pytest.mark.clause("M6-subjects")
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"allowed_subjects": ("CN=indexer",)},
+        {"allowed_subjects": ("CN=other", "O=Search, Inc.")},
+        {"allowed_subjects": (r"CN=indexer, O=Search\, Inc.",)},
+        {"allowed_subjects": ("indexer",)},
+        {"allowed_subjects": ("CN=zürich",)},
+        {"verify_san": True, "allowed_sans": ("indexer.local",)},
+        {"verify_san": True, "allowed_sans": ("DNS:indexer.local",)},
+        {"verify_san": True, "allowed_sans": ("spiffe://x/indexer",)},
+        {"allowed_sans": ("somebody.else",)},
+        {"verify_subject": False, "allowed_subjects": ("CN=other",)},
+    ],
+)
+async def test_callers_on_the_lists_are_let_in(settings: Settings, ours: Authority, rules: dict[str, Any]) -> None:
+    async with calling(settings, ours, client(ours.ca, ours), **rules) as front:
+        await front.call("GET", "/instances", 200)
+
+
+@pytest.mark.clause("M6-public")
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"allowed_subjects": ("CN=other",)},
+        {"allowed_subjects": ("CN=index",)},
+        {"allowed_subjects": ("CN=indexer, O=Other",)},
+        {"allowed_subjects": ("",)},
+        {"verify_san": True, "allowed_sans": ("other.local",)},
+        {"verify_san": True, "allowed_sans": ("URI:indexer.local",)},
+        {"allowed_subjects": ("CN=indexer",), "verify_san": True, "allowed_sans": ("indexer",)},
+    ],
+)
+async def test_callers_not_on_the_lists_get_401_but_probes_stay_open(
+    settings: Settings, ours: Authority, rules: dict[str, Any]
+) -> None:
+    async with calling(settings, ours, client(ours.ca, ours), **rules) as front:
+        assert (await front.call("GET", "/instances", 401))["code"] == "UNAUTHENTICATED"
+        assert (await front.call("POST", "/nope", 401))["code"] == "UNAUTHENTICATED"
+        await front.call("GET", "/health", 200)
+        async with front.http.get("/metrics") as reply:
+            assert reply.status == 200
+
+
+async def test_tls_without_certificates_of_clients(settings: Settings, ours: Authority) -> None:
+    tls = Tls(server_cert=ours.folder / "server.pem", server_key=ours.folder / "server.key")
+    auth = Auth(enabled=True, providers=("api_keys",), tls=tls)
+    async with listening(replace(settings, auth=auth)) as front, session(front.url, client(ours.ca)) as front.http:
+        await front.call("GET", "/health", 200)
+        await front.call("GET", "/instances", 401)
+
+
+@asynccontextmanager
+async def renewing(settings: Settings, files: TlsFiles) -> AsyncIterator[tuple[RestTls, str]]:
+    """The daemon's REST listener with these files."""
+    app = create_app(Fleet(settings), settings, Metrics())
+    tls, sock = RestTls(files), bind("127.0.0.1", 0)
+    async with tls.serving(app, sock):
+        yield tls, f"https://127.0.0.1:{sock.getsockname()[1]}"
+
+
+async def served(url: str, context: ssl.SSLContext) -> bytes | None:
+    """The certificate that a new connection is shown; None where it is refused."""
+    host, _, port = url.removeprefix("https://").partition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+    except (ssl.SSLError, ConnectionError):
+        return None
+    certificate: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    with contextlib.suppress(ssl.SSLError, ConnectionError):
+        await writer.wait_closed()
+    return certificate if answer.startswith(b"HTTP/1.1 200") else None
+
+
+async def until(what: Any) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            if await what():
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.clause("M6-renewal")
+@on_uvloop
+async def test_certificates_and_authority_are_renewed_under_live_traffic(settings: Settings, tmp_path: Path) -> None:
+    before, after = Authority(tmp_path / "before"), Authority(tmp_path / "after", "after")
+    files = before.server()
+    for authority in (before, after):
+        authority.sign("indexer")
+    new = after.server()
+    old_client, new_client = client(before.ca, before), client(after.ca, after)
+    failures, answers, stop = [], 0, asyncio.Event()
+
+    async def ask(http: aiohttp.ClientSession) -> None:
+        nonlocal answers
+        while not stop.is_set():
+            async with http.get("/health") as reply:
+                answers += 1
+                if reply.status != 200:
+                    failures.append(reply.status)
+
+    async with renewing(settings, files) as (tls, url), session(url, old_client) as http:
+        asking = [asyncio.create_task(ask(http)) for _ in range(4)]
+        first = await served(url, old_client)
+        assert first is not None
+        assert await served(url, new_client) is None
+
+        for source, target in ((new.cert, files.cert), (new.key, files.key), (new.ca, files.ca)):
+            assert source
+            assert target
+            put(source, target)
+
+        async def renewed() -> bool:
+            return await served(url, new_client) is not None
+
+        await until(renewed)
+        assert await served(url, new_client) != first
+        assert await served(url, old_client) is None  # it trusts another authority than that of the new server
+        trusting = client(after.ca, before)
+        assert await served(url, trusting) is None  # and would be refused if it did
+        seen = answers
+        await until(lambda: asyncio.sleep(0, answers > seen + 50))  # connections that were there go on
+        stop.set()
+        await asyncio.gather(*asking)
+    assert failures == []
+    assert tls.alarms() == []
+
+
+@on_uvloop
+async def test_broken_files_change_nothing_but_the_alarm(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    files = ours.server()
+    ours.sign("indexer")
+    good_key = files.key.read_bytes()
+    async with renewing(settings, files) as (tls, url):
+        first = await served(url, client(ours.ca, ours))
+        ours.sign("other")
+        put(ours.folder / "other.key", files.key)
+        await until(lambda: asyncio.sleep(0, bool(tls.alarms())))
+        assert "the private key is not that of the certificate" in tls.alarms()[0]
+        assert tls.alarms()[0] in caplog.messages
+        assert await served(url, client(ours.ca, ours)) == first
+
+        (ours.folder / "good.key").write_bytes(good_key)
+        put(ours.folder / "good.key", files.key)
+        await until(lambda: asyncio.sleep(0, not tls.alarms()))
+        assert await served(url, client(ours.ca, ours)) == first
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("server.pem", "no certificate", "no PEM"),
+        ("server.key", "", "no PEM"),
+        ("ca.pem", "nothing", "no certificate in it"),
+        ("server.key", "another", "the private key is not that of the certificate"),
+        ("server.key", "encrypted", "the private key is encrypted"),
+        ("server.pem", None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_in_a_sentence(
+    tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    files = ours.server()
+    target = ours.folder / file
+    if content is None:
+        target.unlink()
+    elif content == "another":
+        put(ours.sign("other")[1], target)
+    elif content == "encrypted":
+        from tests.support.authority import openssl
+
+        openssl("ec", "-in", files.key, "-aes256", "-passout", "pass:secret", "-out", ours.folder / "locked.key")
+        put(ours.folder / "locked.key", target)
+    else:
+        target.write_text(content)
+    with pytest.raises(InvalidConfig, match=message) as caught:
+        RestTls(files)
+    assert str(target) in caught.value.message
+
+
+def test_without_files_uvicorn_is_told_nothing() -> None:
+    assert uvicorn_options(None) == {}
+    assert RestTls(None).alarms() == []
+
+
+def test_a_subject_is_the_same_by_python_and_by_grpc() -> None:
+    certificate = {"subject": ((("organizationName", "Se,arch"),), (("commonName", "ü"), ("userId", "7")))}
+    expected = frozenset({"O=Se,arch", "CN=ü", "UID=7"})
+    assert certified_by_tls(certificate).subject == expected
+    assert attributes(r"UID=7+CN=\C3\BC,O=Se\,arch") == expected
+    assert certified_by_tls({}).subject == attributes("") == frozenset()
+
+
+def test_tls_of_its_own_has_no_place_beside_mutual_tls(ours: Authority) -> None:
+    tls = Tls(server_cert=ours.folder / "server.pem", server_key=ours.folder / "nowhere.key")
+    both = Auth(enabled=True, providers=("mtls",), mtls=mtls(ours.folder), tls=tls)
+    assert [fault.path for fault in faults(both)] == ["auth.tls"]
+    alone = Auth(enabled=True, providers=("api_keys",), tls=tls)
+    assert [fault.path for fault in faults(alone)] == ["auth.tls.server_key", "auth.api_keys"]

@@ -1,0 +1,389 @@
+"""Router, replicas and links against real sockets, without the mux around them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
+from tests.support.mux_process import running
+
+from teimgr.directory import Snapshot
+from teimgr.errors import Code, DeadlineExceeded, Overloaded, TooLarge, Unavailable, error_from_code
+from teimgr.routing import replica as replica_module
+from teimgr.routing.links import ByteBudget, LinkLimits
+from teimgr.routing.router import Router
+from teimgr.wire.frames import Flag, Method
+from teimgr.wire.protobuf import Target
+
+A = Target(instance_name="a")
+LIMITS = LinkLimits(max_message_bytes=1_000_000, max_inflight_bytes=100_000)
+
+
+@pytest.fixture
+async def route() -> AsyncIterator[Callable[..., Router]]:
+    """A router over a snapshot of these entries."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(*entries: Any) -> Router:
+            router = Router(LIMITS)
+            stack.push_async_callback(router.close)
+            router.update(Snapshot(entries))
+            return router
+
+        yield make
+
+
+async def call(router: Router, payload: bytes = b"x", **options: Any) -> Any:
+    with router.lease(A) as lease:
+        return await lease.call(Method.EMBED, payload, **options)
+
+
+def start(router: Router, payload: bytes = b"x", **options: Any) -> asyncio.Task[Any]:
+    return asyncio.create_task(call(router, payload, **options))
+
+
+def replica(router: Router) -> Any:
+    return router._in_order[0].replicas[0]
+
+
+async def search(router: Router) -> None:
+    """Wait until the search for a lost worker has ended."""
+    while not replica(router).lost:  # noqa: ASYNC110
+        await asyncio.sleep(0)  # our end of the link has not heard yet
+    await replica(router)._search
+
+
+@contextlib.contextmanager
+def no_new_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_reply_comes_back_with_its_timings(route: Any, start_worker: Any) -> None:
+    worker = await start_worker(lambda request: request.reply(b"answer", TIMINGS))
+
+    assert await call(route(running("a", worker))) == (b"answer", TIMINGS)
+
+
+async def test_the_request_carries_method_flags_and_remaining_time(route: Any, start_worker: Any) -> None:
+    worker = await start_worker(echo)
+
+    await call(route(running("a", worker)), b"text", flags=Flag.WAIT, timeout_s=20.0)
+    request: Request = await worker.requests.get()
+
+    assert (request.method, request.flags, request.payload) == (Method.EMBED, Flag.WAIT, b"text")
+    assert 19_000 < request.header.deadline_ms <= 20_000
+
+
+async def test_an_error_frame_is_raised_as_what_it_was(route: Any, start_worker: Any) -> None:
+    worker = await start_worker(lambda request: request.fail(error_from_code(Code.OVERLOADED, "full up")))
+
+    with pytest.raises(Overloaded, match=r"^full up$"):
+        await call(route(running("a", worker)))
+
+
+async def test_answers_find_their_calls_in_any_order(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(hold)
+    router = route(running("a", worker))
+
+    calls = [start(router, bytes([number])) for number in range(20)]
+    for request in reversed([await worker.requests.get() for _ in calls]):
+        request.reply(request.payload)
+
+    assert [(await each).payload for each in calls] == [bytes([number]) for number in range(20)]
+
+
+async def test_small_and_bulk_calls_have_a_connection_each(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+
+    await asyncio.gather(*(call(router, flags=flags) for flags in (Flag.NONE, Flag.BULK, Flag.WAIT, Flag.BULK)))
+    links = {request.flags: request.link for request in [await worker.requests.get() for _ in range(4)]}
+
+    assert len(worker.links) == 2
+    assert links[Flag.NONE] is links[Flag.WAIT] is not links[Flag.BULK]
+
+
+async def test_cancelling_a_call_sends_a_cancel_frame_and_the_late_answer_is_dropped(
+    route: Any, start_worker: Any
+) -> None:
+    worker: FrameWorker = await start_worker(hold)
+    router = route(running("a", worker))
+    task = start(router)
+    request = await worker.requests.get()
+
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert await worker.cancels.get() == request.header.id
+    request.reply(b"late")
+    worker.script = echo
+    assert (await call(router, b"next")).payload == b"next"
+    assert replica(router).outstanding_calls == replica(router).outstanding_bytes == 0
+
+
+async def test_a_passed_deadline_cancels_at_the_worker(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(hold)
+
+    with pytest.raises(DeadlineExceeded, match=r"^Request timeout$"):
+        await call(route(running("a", worker)), timeout_s=0.02)
+
+    assert await worker.cancels.get() == (await worker.requests.get()).header.id
+
+
+async def test_a_lost_link_fails_every_call_in_flight_and_takes_the_replica_out(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(hold)
+    router = route(running("a", worker))
+    calls = [start(router, flags=flags) for flags in (Flag.NONE, Flag.BULK, Flag.NONE)]
+    for _ in calls:
+        await worker.requests.get()
+
+    worker.drop()
+
+    for each in calls:
+        with pytest.raises(Unavailable, match=r"^Instance 'a' lost its worker"):
+            await each
+    with pytest.raises(Unavailable, match="status: restarting"):
+        router.lease(A)
+
+
+async def test_losing_one_link_closes_the_other(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router, flags=Flag.BULK)
+    await call(router)
+
+    worker.links[0].close()
+
+    assert {await worker.lost.get(), await worker.lost.get()} == set(worker.links)
+
+
+async def test_a_worker_alive_behind_lost_links_is_found_again(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+
+    worker.links[0].close()
+    await worker.lost.get()
+    await search(router)
+
+    assert (await call(router, b"again")).payload == b"again"
+    assert (await call(router, b"bulk", flags=Flag.BULK)).payload == b"bulk"
+
+
+async def test_a_worker_that_closes_every_link_is_asked_less_and_less_often(
+    route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "SEARCH_MAX_S", 0.2)
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    pauses = []
+
+    for _ in range(3):
+        await call(router)
+        worker.links[-1].close()
+        await worker.lost.get()
+        await search(router)
+        pauses.append(replica(router)._search_pause_s)
+
+    assert pauses == [0.1, 0.2, 0.2]
+
+
+async def test_a_dead_worker_takes_no_calls_until_it_listens_and_is_named_again(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+    worker.drop()
+    await worker.lost.get()
+
+    for _ in range(2):
+        await search(router)
+        with pytest.raises(Unavailable, match="status: restarting"):
+            router.lease(A)
+        router.update(router.snapshot)
+    await worker.listen()
+    router.update(router.snapshot)
+    await search(router)
+
+    assert (await call(router, b"back")).payload == b"back"
+
+
+async def test_a_worker_out_of_reach_for_want_of_descriptors_is_not_lost(route: Any, start_worker: Any) -> None:
+    router = route(running("a", await start_worker(echo)))
+
+    with no_new_descriptors(), pytest.raises(Unavailable, match="Too many open files"):
+        await call(router)
+
+    assert (await call(router, b"now")).payload == b"now"
+
+
+async def test_a_search_for_a_worker_goes_on_while_descriptors_are_short(
+    route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "SEARCH_MAX_S", 0.01)
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+    failed = asyncio.Event()
+    new_link = replica(router)._new_link
+
+    async def watched() -> Any:
+        try:
+            return await new_link()
+        except OSError:
+            failed.set()
+            raise
+
+    monkeypatch.setattr(replica(router), "_new_link", watched)
+    worker.links[0].close()
+    await worker.lost.get()
+    with no_new_descriptors():
+        await failed.wait()
+    await search(router)
+
+    assert (await call(router, b"found")).payload == b"found"
+
+
+async def test_a_closed_router_searches_no_more(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(echo)
+    router = route(running("a", worker))
+    await call(router)
+    lost = replica(router)
+    worker.links[0].close()
+    while lost._search is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+    await router.close()
+
+    assert lost._search.done()
+    assert lost.is_closed
+
+
+async def test_a_worker_that_leaves_the_directory_answers_what_it_has_then_loses_its_links(
+    route: Any, start_worker: Any
+) -> None:
+    old: FrameWorker = await start_worker(hold)
+    new: FrameWorker = await start_worker(echo)
+    router = route(running("a", old))
+    task = start(router)
+    request = await old.requests.get()
+
+    router.update(Snapshot((running("a", new),)))
+    assert (await call(router, b"to the new one")).payload == b"to the new one"
+    assert old.lost.empty()
+    request.reply(b"answered all the same")
+
+    assert (await task).payload == b"answered all the same"
+    await old.lost.get()
+
+
+async def test_a_payload_over_the_limit_is_not_sent(route: Any, start_worker: Any) -> None:
+    worker = await start_worker(echo)
+
+    with pytest.raises(TooLarge, match=r"^Request message larger than max \(1000001 vs\. 1000000 bytes\)$"):
+        await call(route(running("a", worker)), b"x" * 1_000_001)
+
+
+async def test_a_reply_over_the_limit_fails_its_own_call_only(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(lambda request: request.reply(b"x" * 1_000_001))
+    router = route(running("a", worker))
+
+    with pytest.raises(TooLarge, match=r"^Reply message larger than max \(1000001 vs\. 1000000 bytes\)$"):
+        await call(router)
+
+    worker.script = echo
+    assert (await call(router, b"fine")).payload == b"fine"
+
+
+async def test_calls_beyond_the_bytes_in_flight_are_overloaded_and_those_that_may_wait_wait(
+    route: Any, start_worker: Any
+) -> None:
+    worker: FrameWorker = await start_worker(hold)
+    router = route(running("a", worker))
+    first = start(router, b"x" * 90_000)
+    held = await worker.requests.get()
+
+    with pytest.raises(Overloaded, match=r"^Instance 'a' is overloaded: 1 calls in flight$"):
+        await call(router, b"x" * 20_000)
+    with pytest.raises(DeadlineExceeded):
+        await call(router, b"x" * 20_000, flags=Flag.WAIT, timeout_s=0.01)
+    waiting = start(router, b"y" * 20_000, flags=Flag.WAIT)
+    held.reply(b"1")
+    (await worker.requests.get()).reply(b"2")
+
+    assert ((await first).payload, (await waiting).payload) == (b"1", b"2")
+
+
+async def test_waiting_calls_fail_when_the_link_is_lost(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(hold)
+    router = route(running("a", worker))
+    calls = [start(router, b"x" * 90_000, flags=Flag.WAIT) for _ in range(3)]
+    await worker.requests.get()
+
+    worker.drop()
+
+    for each in calls:
+        with pytest.raises(Unavailable):
+            await each
+
+
+async def test_outstanding_bytes_steer_calls_to_the_other_replica(route: Any, start_worker: Any) -> None:
+    seen: asyncio.Queue[Request] = asyncio.Queue()
+    router = route(running("a", await start_worker(seen.put_nowait), await start_worker(seen.put_nowait)))
+
+    calls = [start(router, b"x" * size) for size in (50_000, 10_000, 10_000, 10_000)]
+    sizes: dict[str, list[int]] = {}
+    for request in [await seen.get() for _ in calls]:
+        sizes.setdefault(request.link.worker.incarnation, []).append(len(request.payload))
+        request.reply()
+    await asyncio.gather(*calls)
+
+    assert sorted(sizes.values()) == [[10_000] * 3, [50_000]]
+
+
+async def test_closing_the_router_fails_what_is_in_flight(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(hold)
+    router = route(running("a", worker))
+    task = start(router)
+    await worker.requests.get()
+
+    await router.close()
+
+    with pytest.raises(Unavailable):
+        await task
+
+
+async def test_a_cancelled_wait_for_room_gives_its_place_to_the_next() -> None:
+    budget = ByteBudget(10)
+    await budget.take(8)
+    large = asyncio.create_task(budget.take(9))
+    small = asyncio.create_task(budget.take(2))
+    await asyncio.sleep(0)
+    assert not budget.try_take(1), "nobody overtakes those who wait"
+
+    large.cancel()
+    await small
+
+    assert budget.taken_bytes == 10
+
+
+async def test_one_taker_alone_fits_however_large() -> None:
+    budget = ByteBudget(10)
+
+    await budget.take(1_000)
+    waiting = asyncio.create_task(budget.take(1))
+    await asyncio.sleep(0)
+    budget.give_back(1_000)
+    await waiting
+
+    assert budget.taken_bytes == 1

@@ -1,0 +1,185 @@
+"""A daemon-like process is killed; the next one takes over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.support.fleet import Fleet, eventually
+
+from teimgr.directory import Snapshot
+from teimgr.launch.run_files import look_up
+from teimgr.spec import InstanceSpec, State
+
+Fleets = Callable[..., Fleet]
+
+
+@pytest.fixture
+def crash(folder: Path) -> Callable[..., dict[str, int]]:
+    """Runs a daemon until its instances run, kills it, and tells the pids of the workers it leaves."""
+
+    def run(*instances: str) -> dict[str, int]:
+        command = [sys.executable, "-m", "tests.support.fakes.daemon", str(folder), *instances]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
+            assert daemon.stdout is not None
+            pids: dict[str, int] = json.loads(daemon.stdout.readline())
+            daemon.kill()
+        return pids
+
+    return run
+
+
+async def test_live_workers_are_adopted_without_a_gap_in_the_directory(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pids = crash("a", "b")
+    fleet = fleets()
+    fleet.pids.update(pids.values())
+    snapshots: list[Snapshot] = []
+
+    await fleet.manager.boot()
+    fleet.directory.subscribe(snapshots.append)
+
+    assert {view.spec.name: view.pid for view in fleet.manager.list()} == pids
+    assert [entry.state for entry in snapshots[0].entries] == [State.RUNNING] * 2
+    assert all(entry.dimension == 4 for entry in snapshots[0].entries)
+    assert {view.restarts for view in fleet.manager.list()} == {0}
+
+
+async def test_an_adopted_worker_is_supervised_as_any_other(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    fleet = fleets()
+    await fleet.manager.boot()
+
+    await eventually(lambda: fleet.manager.get("a").last_health_check)
+    os.kill(pid, signal.SIGKILL)
+    view = await fleet.running(not_pid=pid)
+    assert view.restarts == 1
+
+    await fleet.manager.stop("a")
+    assert fleet.left_over() == set()
+
+
+async def test_a_worker_that_died_meanwhile_is_launched_anew(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    os.kill(pid, signal.SIGKILL)
+    fleet = fleets()
+    await fleet.manager.boot()
+
+    await fleet.running(not_pid=pid)
+    assert len(list(fleet.settings.run_dir.glob("*.sock"))) == 1
+
+
+async def test_a_worker_of_another_spec_is_replaced(crash: Callable[..., dict[str, int]], fleets: Fleets) -> None:
+    pid = crash("a")["a"]
+    fleet = fleets(max_client_batch_size=7)
+    await fleet.manager.boot()
+
+    await fleet.running(not_pid=pid)
+    assert look_up(pid) is None
+
+
+async def test_a_worker_whose_instance_is_not_wanted_is_ended(
+    crash: Callable[..., dict[str, int]], folder: Path, fleets: Fleets
+) -> None:
+    pids = crash("a", "gone")
+    fleet = fleets()
+    store = fleet.manager._store
+    specs = {spec.name: spec for spec in store.load().specs}
+    store.save([replace(specs["a"], wanted_running=False)])
+
+    await fleet.manager.boot()
+
+    assert [(view.spec.name, view.state) for view in fleet.manager.list()] == [("a", State.STOPPED)]
+    assert [look_up(pid) for pid in pids.values()] == [None, None]
+    assert fleet.left_over() == set()
+
+
+async def test_a_seed_keeps_its_worker_though_the_state_is_not_restored(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    seed = InstanceSpec(name="a", model_id="fake:")
+    fleet = fleets(auto_restore_on_restart=False, instances=(seed,))
+    fleet.pids.add(pid)
+
+    await fleet.manager.boot()
+
+    assert fleet.manager.get("a").pid == pid
+
+
+async def test_a_stop_survives_the_crash(crash: Callable[..., dict[str, int]], fleets: Fleets) -> None:
+    crash("a")
+    first = fleets()
+    await first.manager.boot()
+    await first.manager.stop("a")
+    await first.end()
+
+    second = fleets()
+    await second.manager.boot()
+
+    assert second.manager.get("a").state is State.STOPPED
+
+
+@pytest.mark.clause("M4-corrupt")
+async def test_a_damaged_state_file_is_an_alarm_and_the_fleet_goes_on(
+    crash: Callable[..., dict[str, int]], folder: Path, fleets: Fleets
+) -> None:
+    pids = crash("a", "b")
+    (folder / "state.toml").unlink()
+    (folder / "state.toml").write_text("junk")
+    fleet = fleets()
+    fleet.pids.update(pids.values())
+
+    await fleet.manager.boot()
+
+    assert "cannot be read" in str(fleet.manager.store_alarm)
+    assert fleet.manager.get("a").pid == pids["a"], "the generation before knew the first"
+    assert len(list(folder.glob("state.toml.corrupt-*"))) == 1
+
+
+@pytest.mark.clause("M4-restore")
+async def test_instances_that_cannot_be_had_are_shown_as_failed_not_lost(fleets: Fleets, folder: Path) -> None:
+    (folder / "state.toml").write_text(
+        'last_updated = "x"\n'
+        + "".join(f'[[instances]]\nname = "{name}"\nmodel_id = "fake"\nport = 23001\n' for name in ("a", "b"))
+    )
+    fleet = fleets()
+
+    await fleet.manager.boot()
+
+    await fleet.running("a")
+    view = fleet.manager.get("b")
+    assert (view.state, view.reason) == (State.FAILED, "Port 23001 already in use by instance 'a'")
+    assert view.spec.wanted_running
+
+
+async def test_the_nursery_ends_with_its_daemon(crash: Callable[..., dict[str, int]], folder: Path) -> None:
+    pid = crash("a")["a"]
+    log = str(folder / "run" / "nursery.log")
+
+    def writers() -> list[str]:
+        found = [path for path in Path("/proc").glob("[0-9]*/fd/1") if os.path.realpath(path) == log]
+        return [path.parts[2] for path in found]
+
+    await eventually(lambda: not writers())
+    assert look_up(pid) is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_orphans_end_by_themselves(crash: Callable[..., dict[str, int]], fleets: Fleets) -> None:
+    """The scripted worker's own clock; the daemon never comes back."""
+    pid = crash("a=exit-when-alone")["a"]
+
+    await eventually(lambda: look_up(pid) is None)

@@ -1,0 +1,194 @@
+"""Whatever a mux does, it is started again after a while, and /health has an alarm meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teimgr.config.settings import Settings
+from teimgr.directory import Directory, Entry
+from teimgr.launch.process_handle import MuxRunFile
+from teimgr.observability.metrics import Metrics
+from teimgr.spec import State
+from teimgr.supervision.muxes import Backoff, MuxKeeper, Patience
+
+LIMIT_S = 60.0
+FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")
+
+
+class Watched(Metrics):
+    """Metrics that say when a mux was lost, and when one gave figures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = asyncio.Semaphore(0)
+        self.heard = asyncio.Semaphore(0)
+
+    def mux_gone(self, mux: str) -> None:
+        super().mux_gone(mux)
+        self.lost.release()
+
+    def mux_stats(self, mux: str, figures: Any) -> None:
+        super().mux_stats(mux, figures)
+        self.heard.release()
+
+
+class Heeded(MuxKeeper):
+    """A keeper that says when an answer was missed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.missed = asyncio.Event()
+
+    def _miss_answer(self) -> None:
+        super()._miss_answer()
+        self.missed.set()
+
+
+class Kept:
+    """A keeper of a scripted mux, with little patience."""
+
+    def __init__(self, settings: Settings, how: str, alarm_after_s: float = LIMIT_S) -> None:
+        self.metrics = Watched()
+        self.directory = Directory()
+        self.keeper = Heeded(
+            0,
+            settings,
+            self.directory,
+            self.metrics,
+            command=(sys.executable, FAKE, how),
+            # Only a mux that never answers may have the time run out.
+            patience=Patience(
+                connect_limit_s=0.1 if how == "absent" else LIMIT_S,
+                alarm_after_s=alarm_after_s,
+                answer_limit_s=0.1 if how == "mute" else LIMIT_S,
+                interval_s=0.05,
+            ),
+            backoff=Backoff(first_s=0.01, max_s=0.02, settled_s=LIMIT_S),
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.keeper.run())
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.keeper.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("crash", "it ended (exit status 7)"),
+        ("absent", "its control socket cannot be reached"),
+        ("mute", "it gave no answer for 0.1 s"),
+        ("garbage", "its answer cannot be read"),
+        ("list", "its answer is no JSON object"),
+        ("flood", "its control connection broke"),
+        ("hangup", "control connection"),
+    ],
+)
+async def test_a_mux_that_cannot_be_used_is_started_again_and_again(settings: Settings, how: str, why: str) -> None:
+    kept = Kept(settings, how)
+    async with kept.running() as task:
+        for _ in range(3):
+            await kept.metrics.lost.acquire()
+
+        assert not task.done()
+        assert kept.keeper.alarm is not None
+        assert why in kept.keeper.alarm
+    assert [path.name for path in settings.run_dir.iterdir() if path.name.startswith("mux")] == []
+
+
+async def test_a_mux_that_is_killed_is_back_and_the_alarm_goes(settings: Settings) -> None:
+    kept = Kept(settings, "good")
+    async with kept.running():
+        await kept.metrics.heard.acquire()
+        first = MuxRunFile.read(settings.run_dir / "mux-0.run")
+        assert first is not None
+        assert kept.keeper.alarm is None
+        kept.keeper._process.signal(9)  # type: ignore[union-attr]
+
+        await kept.metrics.lost.acquire()
+        assert kept.keeper.alarm is not None
+        kept.metrics.heard = asyncio.Semaphore(0)
+        await kept.metrics.heard.acquire()
+
+        assert kept.keeper.alarm is None
+        second = MuxRunFile.read(settings.run_dir / "mux-0.run")
+        assert second is not None
+        assert second.pid != first.pid
+
+
+async def test_a_mux_that_hangs_is_an_alarm_until_it_answers_again(settings: Settings) -> None:
+    kept = Kept(settings, "good", alarm_after_s=0.05)
+    async with kept.running():
+        await kept.metrics.heard.acquire()
+        kept.keeper.missed.clear()
+        process = kept.keeper._process
+        assert process is not None
+
+        process.signal(signal.SIGSTOP)
+        await kept.keeper.missed.wait()
+        assert "mux-0 has given no answer for 0.05 s" in (kept.keeper.alarm or "")
+        kept.metrics.heard = asyncio.Semaphore(0)
+        process.signal(signal.SIGCONT)
+        await kept.metrics.heard.acquire()
+
+        assert kept.keeper.alarm is None
+        assert kept.keeper._process is process, "it was given the time"
+
+
+def test_a_mux_that_hangs_is_replaced_soon() -> None:
+    patience = Patience()
+
+    assert patience.alarm_after_s < patience.answer_limit_s
+    assert patience.interval_s + patience.answer_limit_s <= 15
+
+
+async def test_a_folder_that_cannot_be_written_is_an_alarm_and_not_the_end(settings: Settings) -> None:
+    kept = Kept(settings, "good")
+    in_the_way = settings.run_dir / "mux-0.config"
+    in_the_way.mkdir()
+    async with kept.running() as task:
+        for _ in range(2):
+            await kept.metrics.lost.acquire()
+        assert not task.done()
+        assert kept.keeper.alarm is not None
+        assert "Is a directory" in kept.keeper.alarm
+        in_the_way.rmdir()
+
+        await kept.metrics.heard.acquire()
+
+        assert kept.keeper.alarm is None
+
+
+async def test_a_defect_of_ours_is_an_alarm_and_not_the_end(settings: Settings) -> None:
+    kept = Kept(settings, "good")
+    fine, kept.metrics.mux_stats = kept.metrics.mux_stats, None  # type: ignore[assignment,method-assign]
+    async with kept.running() as task:
+        await kept.metrics.lost.acquire()
+        assert not task.done()
+        assert "TypeError" in (kept.keeper.alarm or "")
+        kept.metrics.mux_stats = fine  # type: ignore[method-assign]
+
+        await kept.metrics.heard.acquire()
+
+
+async def test_every_change_of_the_directory_is_pushed_and_acknowledged(settings: Settings) -> None:
+    kept = Kept(settings, "good")
+    async with kept.running():
+        await kept.metrics.heard.acquire()
+        for number in range(3):
+            kept.directory.publish(Entry(f"i{number}", "model", State.STOPPED))
+            await kept.metrics.heard.acquire()

@@ -1,0 +1,174 @@
+"""A real nursery, real processes, a scripted worker; and a count of what is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from teimgr.config.settings import Settings
+from teimgr.directory import Directory, Entry, Snapshot
+from teimgr.launch.local import LocalLauncher, LocalOptions
+from teimgr.launch.run_files import look_up
+from teimgr.observability.metrics import Metrics
+from teimgr.placement.gpus import GpuInventory, Inventory
+from teimgr.spec import InstanceSpec, InstanceView
+from teimgr.supervision.manager import Manager
+from teimgr.supervision.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 30.0
+# What a daemon may leave in its run directory.
+RESIDENT = {"nursery.log", "daemon.lock"}
+
+
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _note_others() -> None:
+    """Daemons that tests of other folders share may run on in this process."""
+    _others.clear()
+    _others.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
+def children() -> list[psutil.Process]:
+    """Processes that this test left behind."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.pid not in _others and child.is_running()]
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short path: a unix socket's may have 107 bytes."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
+    path = Path(tempfile.mkdtemp(prefix="t"))
+    yield path
+    shutil.rmtree(path)
+
+
+async def eventually(holds: Callable[[], object]) -> None:
+    """Wait for something in another process that no event tells of."""
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def local_launcher(folder: Path, **options: object) -> LocalLauncher:
+    """A launcher whose nursery forks the scripted worker and imports nothing."""
+    values = {
+        "run_dir": folder / "run",
+        "log_dir": folder / "logs",
+        "entry": "tests.support.fakes.worker:main",
+        "preload": (),
+    }
+    return LocalLauncher(LocalOptions(**(values | options)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def launcher(folder: Path) -> AsyncIterator[LocalLauncher]:
+    """Started; closed at the end."""
+    made = local_launcher(folder)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@dataclass
+class Fleet:
+    """A manager over its own folder, and eyes on it."""
+
+    folder: Path
+    settings: Settings
+    directory: Directory = field(default_factory=Directory)
+    metrics: Metrics = field(default_factory=Metrics)
+    pids: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.launcher = local_launcher(self.folder)
+        gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
+        store = Store(self.settings.state_file)
+        self.manager = Manager(self.settings, self.launcher, self.directory, store, gpus, self.metrics, cores=4)
+        self._changed = asyncio.Event()
+        self.directory.subscribe(self._on_change)
+
+    def _on_change(self, snapshot: Snapshot) -> None:
+        self._changed.set()
+
+    async def create(self, flags: str = "", name: str = "a", **values: object) -> InstanceView:
+        model_id = f"fake:{flags}" if flags else "fake"
+        return await self.manager.create(InstanceSpec(name=name, model_id=model_id, **values))  # type: ignore[arg-type]
+
+    async def running(self, name: str = "a", *, not_pid: int | None = None) -> InstanceView:
+        """The view once it runs, in a process other than `not_pid`."""
+        await self.until(lambda entry: bool(entry.endpoints) and self.manager.get(name).pid != not_pid, name)
+        view = self.manager.get(name)
+        assert view.pid is not None
+        self.pids.add(view.pid)
+        return view
+
+    async def until(self, holds: Callable[[Entry], bool], name: str = "a") -> Entry:
+        """The instance's entry in the directory once it is as wanted."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                self._changed.clear()
+                for entry in self.directory.snapshot().entries:
+                    if entry.name == name and holds(entry):
+                        return entry
+                await self._changed.wait()
+
+    def entry(self, name: str = "a") -> Entry:
+        return next(entry for entry in self.directory.snapshot().entries if entry.name == name)
+
+    def left_over(self) -> set[str]:
+        """Files of workers in the run directory."""
+        return {path.name for path in self.settings.run_dir.iterdir()} - RESIDENT
+
+    async def end(self) -> None:
+        await self.manager.shutdown(at_once=True)
+        await self.launcher.close()
+
+
+def settings_for(folder: Path, **values: object) -> Settings:
+    """Quick figures, own ports."""
+    quick: dict[str, object] = {
+        "state_file": folder / "state.toml",
+        "restart_backoff_secs": 0.01,
+        "restart_backoff_max_secs": 0.05,
+        "health_check_interval_secs": 1,
+        "health_probe_timeout_secs": 1,
+        "orphan_grace_secs": 20,
+        "instance_port_start": 23000,
+        "instance_port_end": 24000,
+    }
+    return Settings(**(quick | values))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def fleets(folder: Path) -> AsyncIterator[Callable[..., Fleet]]:
+    """Makes fleets over one folder, one after the other; afterwards no process of theirs is alive."""
+    made: list[Fleet] = []
+
+    def make(**values: object) -> Fleet:
+        made.append(Fleet(folder, settings_for(folder, **values)))
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        await fleet.end()
+    assert not children()
+    assert not {pid for fleet in made for pid in fleet.pids if look_up(pid)}
+
+
+@pytest.fixture
+async def fleet(fleets: Callable[..., Fleet]) -> Fleet:
+    """One, booted."""
+    made = fleets()
+    await made.manager.boot()
+    return made

@@ -1,0 +1,147 @@
+"""A real mux process, and the daemon's end of its control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from teimgr.config.mux import MuxConfig
+from teimgr.directory import Entry, Snapshot
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.spec import State
+from teimgr.wire.rpc import SERVICE
+
+MAX_MESSAGE_BYTES = 2 * 1024 * 1024
+WINDOW = 16
+
+
+class MuxProcess:
+    """`python -m teimgr.mux.process` with a config of its own; `stats` know its port."""
+
+    def __init__(self, **overrides: Any) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="t"))
+        values: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "control_socket": str(self.folder / "mux.sock"),
+            "max_message_bytes": MAX_MESSAGE_BYTES,
+            "max_parallel_streams": WINDOW,
+            "run_dir": str(self.folder),
+        }
+        self.config = MuxConfig(**(values | overrides))
+        path = self.folder / "mux.json"
+        path.write_text(self.config.to_json())
+        command = [sys.executable, "-m", "teimgr.mux.process", path]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self.wait_until_open()
+        # A pipe that nobody empties would stop the process in the middle of a log line.
+        self._emptying = threading.Thread(target=self._empty)
+        self._emptying.start()
+
+    def wait_until_open(self) -> None:
+        """Read the log up to the line that says the control socket is there."""
+        for line in self._lines():
+            if "mux waits for its first snapshot" in line:
+                return
+        status = self.process.wait()
+        self._clean_up()
+        raise RuntimeError("".join(self.log), status)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._emptying.join()
+        self._clean_up()
+
+    def _empty(self) -> None:
+        for _ in self._lines():
+            pass
+
+    def _lines(self) -> Iterator[str]:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            yield line
+
+    def _clean_up(self) -> None:
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        shutil.rmtree(self.folder)
+
+
+@dataclass
+class Control:
+    """A daemon's connection to a mux."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    async def connect(cls, mux: MuxProcess) -> Control:
+        return cls(*await asyncio.open_unix_connection(mux.config.control_socket, limit=1 << 24))
+
+    async def stats(self) -> dict[str, Any]:
+        self.say({"stats": True})
+        return dict(json.loads(await self.reader.readline()))
+
+    async def push(self, *entries: Entry) -> dict[str, Any]:
+        """Send a snapshot and wait until it is taken."""
+        self.say({"snapshot": json.loads(Snapshot(entries).to_json())})
+        return await self.stats()
+
+    def say(self, message: dict[str, Any]) -> None:
+        self.writer.write(json.dumps(message).encode() + b"\n")
+
+    async def close(self) -> None:
+        self.writer.close()
+        await self.writer.wait_closed()
+
+
+def running(name: str, *workers: Any, model_id: str = "model") -> Entry:
+    """The entry of a running instance with these workers."""
+    return Entry(name, model_id, State.RUNNING, None, 1, tuple(worker.endpoint for worker in workers))
+
+
+def client(stats: dict[str, object]) -> grpc.aio.Channel:
+    """A channel of its own connection to the mux whose stats these are."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{stats['port']}", options=options)
+
+
+def stub(channel: grpc.aio.Channel, name: str, service: ServiceDescriptor = SERVICE) -> Any:
+    """The real client's callable for a method, typed messages in and out; without `service` of the multiplexer."""
+    method = service.methods_by_name[name]
+    shape = (
+        ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
+    )
+    return getattr(channel, shape)(
+        f"/{service.full_name}/{name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
+
+
+def to(name: str) -> mux_pb2.Target:
+    """A target by instance name."""
+    return mux_pb2.Target(instance_name=name)
+
+
+def embed(text: str, target: str | None = "a") -> mux_pb2.EmbedRequest:
+    """An Embed request for the instance `target`, None for no target."""
+    request = tei_pb2.EmbedRequest(inputs=text)
+    return mux_pb2.EmbedRequest(target=None if target is None else to(target), request=request)

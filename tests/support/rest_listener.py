@@ -1,0 +1,69 @@
+"""The REST application on a real listener of a random port, over an in-memory fleet."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import uvicorn
+from tests.support.memory_fleet import Fleet
+
+from teimgr.config.settings import Settings
+from teimgr.observability.metrics import Metrics
+from teimgr.registry.registry import Registry
+from teimgr.rest.app import create_app
+from teimgr.rest.fleet import FleetTools
+from teimgr.rest.tls import uvicorn_options
+
+
+@dataclass
+class Front:
+    """A running REST listener, what is behind it, and a client of it."""
+
+    fleet: Fleet
+    metrics: Metrics
+    app: Any
+    url: str
+    alarms: list[str] = field(default_factory=list)
+    http: aiohttp.ClientSession = None  # type: ignore[assignment]
+
+    async def call(self, method: str, path: str, status: int, **body: Any) -> Any:
+        """The JSON answer to a request, which must have this status."""
+        async with self.http.request(method, path, **body) as reply:
+            text = await reply.text()
+            assert reply.status == status, text
+            assert reply.headers["Content-Type"] == "application/json"
+            return await reply.json()
+
+    async def create(self, name: str, status: int = 201, **more: Any) -> Any:
+        """The answer to POST /instances."""
+        return await self.call("POST", "/instances", status, json={"name": name, "model_id": "tiny"} | more)
+
+
+@asynccontextmanager
+async def listening(
+    settings: Settings,
+    registry: Callable[[Fleet, Metrics], Registry] | None = None,
+    tools: Callable[[Fleet], FleetTools] | None = None,
+    **fleet: Any,
+) -> AsyncIterator[Front]:
+    """A front on a free port for as long as the block runs."""
+    metrics, alarms, instances = Metrics(), [], Fleet(settings, **fleet)
+    models = registry(instances, metrics) if registry else None
+    app = create_app(instances, settings, metrics, lambda: alarms, registry=models, tools=tools and tools(instances))
+    options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup([listener])
+        scheme = "https" if settings.tls_files else "http"
+        try:
+            yield Front(instances, metrics, app, f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", alarms)
+        finally:
+            await server.shutdown([listener])

@@ -1,0 +1,136 @@
+"""From a model id to files: directories, the hub cache as the hub lays it out, the hub itself, packaged weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub_server import SHA, Hub
+
+MODEL = "somebody/tiny"
+FILES = {
+    "config.json": b'{"model_type": "bert"}',
+    "model.safetensors": b"w" * 100_000,
+    "pytorch_model.bin": b"the same weights again",
+    "onnx/model.onnx": b"for another runtime",
+    "1_Pooling/config.json": b"{}",
+    "tokenizer.json": b'{"version": "1.0"}',
+}
+
+RESOLVE = """
+import json, sys
+from teimgr import hub
+from teimgr.errors import TeimgrError
+try:
+    source = hub.resolve(*json.loads(sys.argv[1]))
+    print(json.dumps({"path": str(source.path), "sha": source.sha}))
+except TeimgrError as error:
+    print(json.dumps({"error": type(error).__name__, "message": error.message}))
+"""
+
+
+def resolve(home: Path, *arguments: str, **environ: str) -> dict[str, str]:
+    """`hub.resolve` in a process of its own, since the hub library reads its environment when it is imported."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, json.dumps(arguments)],
+        env=own | {"HF_HOME": str(home), **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    answer: dict[str, str] = json.loads(done.stdout)
+    return answer
+
+
+def lay_out_cache(home: Path, files: dict[str, bytes]) -> Path:
+    """A model in the hub cache: blobs, a snapshot of links to them, a ref that names the snapshot."""
+    folder = home / "hub" / "models--somebody--tiny"
+    snapshot = folder / "snapshots" / SHA
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(SHA)
+    (folder / "blobs").mkdir()
+    for number, (name, content) in enumerate(files.items()):
+        blob = folder / "blobs" / str(number)
+        blob.write_bytes(content)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blob)
+    return snapshot
+
+
+def test_a_complete_snapshot_in_the_cache_is_taken_without_asking_the_hub(tmp_path: Path) -> None:
+    snapshot = lay_out_cache(tmp_path, FILES)
+
+    with Hub(MODEL, FILES) as hub:
+        found = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
+
+    assert found == {"path": str(snapshot), "sha": SHA}
+    assert hub.asked == []
+
+
+def test_a_snapshot_without_its_weights_is_completed_from_the_hub(tmp_path: Path) -> None:
+    lay_out_cache(tmp_path, {"config.json": FILES["config.json"]})
+
+    with Hub(MODEL, FILES) as hub:
+        found = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
+
+    assert found["sha"] == SHA
+    assert (Path(found["path"]) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_model_is_downloaded_without_what_other_runtimes_need(tmp_path: Path) -> None:
+    with Hub(MODEL, FILES) as hub:
+        found = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
+
+    assert found["sha"] == SHA
+    assert sorted(hub.asked) == ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_a_second_start_needs_no_hub(tmp_path: Path) -> None:
+    with Hub(MODEL, FILES) as hub:
+        first = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
+
+    assert resolve(tmp_path, MODEL, HF_HUB_OFFLINE="1") == first
+
+
+def test_an_unknown_model_is_not_found(tmp_path: Path) -> None:
+    with Hub("somebody/else", FILES) as hub:
+        found = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
+
+    assert found["error"] == "ModelNotFound"
+    assert "somebody/tiny" in found["message"]
+
+
+def test_a_gated_model_says_what_to_do(tmp_path: Path) -> None:
+    with Hub(MODEL, FILES, gated=True) as hub:
+        found = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
+
+    assert found["error"] == "ModelGated"
+    assert "HF_TOKEN" in found["message"]
+
+
+def test_offline_without_a_copy_is_worth_another_try_later(tmp_path: Path) -> None:
+    found = resolve(tmp_path, MODEL, HF_HUB_OFFLINE="1")
+
+    assert found["error"] == "Unavailable"
+    assert "HF_HUB_OFFLINE" in found["message"]
+
+
+def test_packaged_weights_stand_in_where_no_hub_is(tmp_path: Path) -> None:
+    found = resolve(tmp_path, "sentence-transformers/all-MiniLM-L6-v2", HF_HUB_OFFLINE="1")
+
+    assert (Path(found["path"]) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("model_id", ["./nowhere", "/nowhere/at/all"])
+def test_a_missing_directory_is_named(tmp_path: Path, model_id: str) -> None:
+    found = resolve(tmp_path, model_id)
+
+    assert found["error"] == "ModelNotFound"
+    assert model_id in found["message"]

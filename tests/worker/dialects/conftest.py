@@ -1,0 +1,61 @@
+"""A daemon with a tiny model of every kind, and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tests.support.daemon_process import DaemonProcess
+from tests.support.dialect_client import LIMIT_S, Asking
+from tests.support.models import (
+    build,
+    build_classifier,
+    build_cross_encoder,
+    build_m3,
+    build_multi_vector,
+    build_splade,
+)
+
+PROMPTS = {"query": "query: ", "document": "document: "}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model for each instance."""
+    folder = tmp_path_factory.mktemp("fleet")
+    return {
+        "dense": build("bert", folder / "dense", prompts=PROMPTS),
+        "m3": build_m3(folder / "m3"),
+        "splade": build_splade("bert", folder / "splade"),
+        "colbert": build_multi_vector("bert", folder / "colbert"),
+        "reranker": build_cross_encoder("bert", folder / "reranker"),
+        "classifier": build_classifier("bert", folder / "classifier"),
+    }
+
+
+@pytest.fixture(scope="session")
+def served(fleet: dict[str, Path]) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
+    """The daemon, and the port of each instance."""
+    aliases = {"text-embedding-3-small": "dense", "ada": str(fleet["dense"]), "dead": "nobody"}
+    with DaemonProcess(aliases=aliases, inference_max_body_mb=4) as daemon, daemon.client() as client:
+        for name, model in fleet.items():
+            client.create(name, str(model), dtype="float32")
+        client.create("idle", str(fleet["splade"]))
+        client.stop("idle")
+        for name in fleet:
+            client.wait_until_running(name, deadline_s=100)
+        yield daemon, {name: client.get(name).port for name in fleet}
+
+
+@pytest.fixture
+async def ask(served: tuple[DaemonProcess, dict[str, int]]) -> AsyncIterator[Asking]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
+        yield Asking(*served, session)

@@ -1,0 +1,121 @@
+"""Cohere's embedding, versions 1 and 2."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.dialect_client import Asking
+
+from teimgr.wire.element_types import Precision, converted
+
+TEXTS = ["the quick fox", "fog by the harbour"]
+
+
+def request(**more: Any) -> dict[str, Any]:
+    return {"model": "dense", "texts": TEXTS, "input_type": "search_document"} | more
+
+
+async def test_version_2_answers_by_type(ask: Asking) -> None:
+    answer = (await ask.post("/v2/embed", request())).ok
+
+    assert list(answer["embeddings"]) == ["float"]
+    vectors = await ask.vectors("dense", TEXTS, prompt_name="document")
+    assert np.allclose(answer["embeddings"]["float"], vectors, atol=1e-6)
+    assert answer["texts"] == TEXTS
+    assert answer["response_type"] == "embeddings_by_type"
+    tokens = await ask.tokens("dense", [f"document: {text}" for text in TEXTS])
+    assert answer["meta"] == {"api_version": {"version": "2"}, "billed_units": {"input_tokens": tokens}}
+
+
+async def test_version_1_answers_with_floats_unless_types_are_asked_for(ask: Asking) -> None:
+    plain = (await ask.post("/v1/embed", request())).ok
+    typed = (await ask.post("/v1/embed", request(embedding_types=["float"]))).ok
+
+    assert plain["response_type"] == "embeddings_floats"
+    assert typed["response_type"] == "embeddings_by_type"
+    assert plain["meta"]["api_version"] == {"version": "1"}
+    assert np.allclose(plain["embeddings"], typed["embeddings"]["float"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("input_type", "prompt"),
+    [("search_query", "query"), ("search_document", "document"), ("classification", None), (None, None)],
+)
+async def test_the_input_type_chooses_the_prompt(ask: Asking, input_type: str | None, prompt: str | None) -> None:
+    answer = (await ask.post("/v2/embed", request(input_type=input_type))).ok
+
+    vectors = await ask.vectors("dense", TEXTS, prompt_name=prompt)
+    assert np.allclose(answer["embeddings"]["float"], vectors, atol=1e-6)
+
+
+async def test_every_type_in_one_call(ask: Asking) -> None:
+    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    told = (await ask.post("/v2/embed", request(embedding_types=types))).ok["embeddings"]
+
+    assert list(told) == types
+    vectors = np.array(told["float"], np.float32)
+    for name in ("int8", "uint8", "binary", "ubinary"):
+        assert np.array_equal(told[name], converted(vectors, Precision(name))), name
+    assert np.array_equal([np.frombuffer(base64.b64decode(one), "<f4") for one in told["base64"]], vectors)
+
+
+async def test_an_output_dimension_is_obeyed(ask: Asking) -> None:
+    answer = (await ask.post("/v2/embed", request(output_dimension=8))).ok
+
+    vectors = await ask.vectors("dense", TEXTS, prompt_name="document", dimensions=8)
+    assert np.allclose(answer["embeddings"]["float"], vectors, atol=1e-6)
+
+
+async def test_truncation_is_at_the_end_the_start_or_refused(ask: Asking) -> None:
+    long = ["the quick brown fox " * 30 + "lamps and fog by the harbour " * 20]
+
+    async def embedded(**more: Any) -> Any:
+        return (await ask.post("/v2/embed", request(texts=long, **more))).ok["embeddings"]["float"]
+
+    for truncate, direction in (("END", "right"), ("START", "left"), (None, "right")):
+        vectors = await ask.vectors("dense", long, prompt_name="document", truncation_direction=direction)
+        assert np.allclose(await embedded(truncate=truncate), vectors, atol=1e-6)
+    refused = await ask.post("/v2/embed", request(texts=long, truncate="NONE"))
+    assert (refused.status, list(refused.json)) == (400, ["message"])
+    assert "must have less than" in refused.json["message"]
+
+
+async def test_texts_are_cut_to_the_tokens_asked_for(ask: Asking) -> None:
+    head, tail = [await ask.tokens("dense", [text]) - 2 for text in ("fog fog", "rain rain")]
+    cut = (await ask.post("/v2/embed", request(texts=["fog fog rain rain"], max_tokens=head))).ok
+    short = (await ask.post("/v2/embed", request(texts=["fog fog"]))).ok
+    left = (await ask.post("/v2/embed", request(texts=["fog fog rain rain"], max_tokens=tail, truncate="START"))).ok
+    end = (await ask.post("/v2/embed", request(texts=["rain rain"]))).ok
+
+    assert cut["embeddings"] == short["embeddings"]
+    assert left["embeddings"] == end["embeddings"]
+
+
+async def test_inputs_may_be_contents_of_texts(ask: Asking) -> None:
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+    answer = (await ask.post("/v2/embed", request(texts=None, inputs=inputs))).ok
+
+    assert answer["embeddings"] == (await ask.post("/v2/embed", request())).ok["embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"texts": []}, "`texts` cannot be empty"),
+        ({"texts": ["fog", ""]}, "`texts` cannot have an empty text"),
+        ({"texts": None, "images": ["data:image/png;base64,"]}, "no model here sees images"),
+        ({"embedding_types": ["float4"]}, "embedding_types"),
+        ({"output_dimension": 0}, "positive"),
+        ({"truncate": "MIDDLE"}, "truncate"),
+        ({"model": "classifier"}, "Model is not an embedding model"),
+        ({"texts": None, "inputs": [{"content": [{"type": "image_url", "image_url": {}}]}]}, "only parts of type text"),
+    ],
+)
+async def test_errors_are_coheres(ask: Asking, more: dict[str, Any], said: str) -> None:
+    told = await ask.post("/v2/embed", request(**more))
+
+    assert (told.status, list(told.json)) == (400, ["message"])
+    assert said in told.json["message"]

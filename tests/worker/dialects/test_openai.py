@@ -1,0 +1,127 @@
+"""OpenAI's embeddings and models on the daemon's port."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.dialect_client import Asking
+
+PATH = "/v1/embeddings"
+TEXTS = ["the quick fox", "fog by the harbour"]
+
+
+def embeddings(answer: Any) -> np.ndarray:
+    return np.array([one["embedding"] for one in answer["data"]], np.float32)
+
+
+async def test_texts_have_the_vectors_of_the_instances_port(ask: Asking) -> None:
+    answer = (await ask.post(PATH, {"model": "dense", "input": TEXTS})).ok
+
+    assert np.allclose(embeddings(answer), await ask.vectors("dense", TEXTS), atol=1e-6)
+    assert {key: answer[key] for key in ("object", "model")} == {"object": "list", "model": "dense"}
+    assert [(one["object"], one["index"]) for one in answer["data"]] == [("embedding", 0), ("embedding", 1)]
+    tokens = await ask.tokens("dense", TEXTS)
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+async def test_base64_is_little_endian_float32(ask: Asking) -> None:
+    plain = embeddings((await ask.post(PATH, {"model": "dense", "input": TEXTS})).ok)
+    coded = (await ask.post(PATH, {"model": "dense", "input": TEXTS, "encoding_format": "base64"})).ok
+
+    decoded = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in coded["data"]]
+    assert np.allclose(decoded, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ids", "rows"), [([5, 6, 7], 1), ([[5, 6, 7], [8, 9]], 2)])
+async def test_token_ids_are_inputs(ask: Asking, ids: Any, rows: int) -> None:
+    answer = (await ask.post(PATH, {"model": "dense", "input": ids})).ok
+
+    assert len(answer["data"]) == rows
+    assert np.allclose(embeddings(answer), await ask.vectors("dense", ids), atol=1e-6)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids if rows > 1 else [ids]))
+
+
+async def test_dimensions_are_the_leading_ones_at_length_one(ask: Asking) -> None:
+    answer = (await ask.post(PATH, {"model": "dense", "input": "fog", "dimensions": 8})).ok
+
+    assert np.allclose(embeddings(answer), await ask.vectors("dense", ["fog"], dimensions=8), atol=1e-6)
+
+
+async def test_a_model_has_many_names(ask: Asking, fleet: dict[str, Any]) -> None:
+    names = ("dense", "text-embedding-3-small", "ada", str(fleet["dense"]))
+    answers = [(await ask.post(PATH, {"model": name, "input": "fog", "user": "u", "x": 1})).ok for name in names]
+
+    assert all(np.array_equal(embeddings(one), embeddings(answers[0])) for one in answers)
+    assert [one["model"] for one in answers] == list(names)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param", "said"),
+    [
+        ({"model": "dnse", "input": "fog"}, 404, "model_not_found", "model", "did you mean"),
+        ({"model": "dead", "input": "fog"}, 404, "model_not_found", "model", "The model 'dead' does not exist"),
+        ({"input": "fog"}, 400, None, "model", "Say which model: the running ones are 'dense'"),
+        ({"model": "idle", "input": "fog"}, 503, "model_not_ready", None, "is not running (status: stopped)"),
+        ({"model": "dense"}, 400, None, "input", "Field required"),
+        ({"model": "dense", "input": [1, "a"]}, 400, None, "input", "did not match"),
+        ({"model": "dense", "input": ""}, 400, None, None, "cannot be an empty string"),
+        ({"model": "dense", "input": []}, 400, None, None, "cannot be an empty"),
+        ({"model": "dense", "input": ["fog", ""]}, 400, None, None, "cannot be an empty"),
+        ({"model": "dense", "input": ["fog"] * 2049}, 400, None, None, "2049"),
+        ({"model": "dense", "input": "fog", "dimensions": 33}, 400, None, None, "`dimensions` should be smaller"),
+        ({"model": "dense", "input": [10**9]}, 400, None, None, "vocabulary"),
+        ({"model": "reranker", "input": "fog"}, 400, None, None, "Model is not an embedding model"),
+        (b"{", 400, None, "model", "Say which model"),
+        (b'{"model": "dense", ', 400, None, None, "The body is no JSON"),
+        ([], 400, None, "model", "Say which model"),
+    ],
+)
+async def test_errors_are_openais(
+    ask: Asking, body: Any, status: int, code: str | None, param: str | None, said: str
+) -> None:
+    told = await ask.post(PATH, body)
+
+    error = told.json["error"]
+    assert (told.status, error["code"], error["param"]) == (status, code, param), error
+    assert said in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert ("retry-after" in told.headers) == (status == 503)
+
+
+async def test_a_body_over_the_limit_is_refused_and_the_connection_goes_on(ask: Asking) -> None:
+    told = await ask.post(PATH, {"model": "dense", "input": "a" * (5 * 2**20)})
+
+    assert told.status == 413
+    assert "4194304" in told.json["error"]["message"]
+    assert (await ask.post(PATH, {"model": "dense", "input": "fog"})).status == 200
+
+
+async def test_a_body_that_is_not_said_to_be_json_is_refused(ask: Asking) -> None:
+    told = await ask.post(PATH, b'{"model": "dense", "input": "fog"}', content_type="text/plain")
+
+    assert (told.status, told.json["error"]["type"]) == (415, "invalid_request_error")
+
+
+async def test_a_large_body_names_its_model_at_the_end(ask: Asking) -> None:
+    texts = ["fog and rain " * 40] * 1000
+    answer = (await ask.post(PATH, {"input": texts, "encoding_format": "base64", "model": "dense"})).ok
+
+    assert len(answer["data"]) == 1000
+    assert answer["usage"]["total_tokens"] == 1000 * 96
+
+
+async def test_the_list_of_models_is_what_a_model_may_say(ask: Asking, fleet: dict[str, Any]) -> None:
+    models = (await ask.get("/v1/models")).ok
+
+    assert models["object"] == "list"
+    ids = [one["id"] for one in models["data"]]
+    assert ids == sorted(ids)
+    assert {"dense", "idle", "ada", str(fleet["m3"])} <= set(ids)
+    assert "dead" not in ids
+    assert all(one["object"] == "model" and isinstance(one["created"], int) for one in models["data"])
+    assert (await ask.get("/v1/models/ada")).ok["root"] == str(fleet["dense"])
+    missing = await ask.get("/v1/models/nothing")
+    assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")

@@ -1,0 +1,202 @@
+"""vLLM's pooling routes, and what Infinity has under the same paths."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.dialect_client import Asking
+
+TEXTS = ["the quick fox", "fog by the harbour", "lamps"]
+
+
+async def probabilities(ask: Asking, texts: list[str], **options: Any) -> list[dict[str, float]]:
+    """Every label's score by the instance's own port."""
+    told = await ask.own_port("classifier", "/predict", {"inputs": [[text] for text in texts]} | options)
+    return [{one["label"]: one["score"] for one in row} for row in told]
+
+
+def scores(answer: Any) -> list[float]:
+    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
+    return [one["score"] for one in answer["data"]]
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2")],
+)
+async def test_a_score_is_the_rerankers_for_each_pair(ask: Asking, sides: tuple[str, str]) -> None:
+    first, second = sides
+    answer = (await ask.post("/score", {"model": "reranker", first: "a fox", second: TEXTS})).ok
+
+    told = await ask.own_port("reranker", "/rerank", {"query": "a fox", "texts": TEXTS})
+    expected = [one["score"] for one in sorted(told, key=lambda one: one["index"])]
+    assert np.allclose(scores(answer), expected, atol=1e-6)
+    assert (answer["object"], answer["model"]) == ("list", "reranker")
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+
+
+async def test_texts_are_paired_one_by_one(ask: Asking) -> None:
+    answer = (await ask.post("/v1/score", {"model": "reranker", "text_1": TEXTS, "text_2": TEXTS[::-1]})).ok
+
+    singles = [
+        scores((await ask.post("/v1/score", {"model": "reranker", "text_1": one, "text_2": two})).ok)[0]
+        for one, two in zip(TEXTS, TEXTS[::-1], strict=True)
+    ]
+    assert np.allclose(scores(answer), singles, atol=1e-6)
+
+
+async def test_an_embedding_models_score_is_the_cosine(ask: Asking) -> None:
+    answer = (await ask.post("/score", {"model": "dense", "text_1": "a fox", "text_2": TEXTS})).ok
+
+    vectors = await ask.vectors("dense", ["a fox", *TEXTS])
+    assert np.allclose(scores(answer), vectors[1:] @ vectors[0], atol=1e-5)
+    assert answer["usage"]["total_tokens"] == await ask.tokens("dense", ["a fox", *TEXTS])
+
+
+async def test_a_late_interaction_models_score_is_the_sum_of_best_matches(ask: Asking) -> None:
+    answer = (await ask.post("/score", {"model": "colbert", "text_1": "a fox", "text_2": TEXTS})).ok
+
+    body = {"inputs": ["a fox"], "prompt_name": "query"}
+    query = np.array((await ask.own_port("colbert", "/embed_all", body))[0])
+    documents = [np.array(one) for one in await ask.own_port("colbert", "/embed_all", {"inputs": TEXTS})]
+    assert np.allclose(scores(answer), [(query @ one.T).max(axis=1).sum() for one in documents], atol=1e-4)
+
+
+async def test_a_splade_models_score_is_the_product(ask: Asking) -> None:
+    answer = (await ask.post("/score", {"model": "splade", "text_1": "a fox", "text_2": TEXTS})).ok
+
+    told = await ask.own_port("splade", "/embed_sparse", {"inputs": ["a fox", *TEXTS]})
+    query, *documents = [{entry["index"]: entry["value"] for entry in row} for row in told]
+    expected = [sum(query[index] * row.get(index, 0) for index in query) for row in documents]
+    assert np.allclose(scores(answer), expected, rtol=1e-4)
+
+
+async def test_classes_have_probabilities(ask: Asking) -> None:
+    answer = (await ask.post("/classify", {"model": "classifier", "input": TEXTS})).ok
+
+    expected = await probabilities(ask, TEXTS)
+    for row, (one, labels) in enumerate(zip(answer["data"], expected, strict=True)):
+        assert (one["index"], one["num_classes"]) == (row, 3)
+        assert one["label"] == max(labels, key=lambda label: labels[label])
+        assert sorted(one["probs"]) == pytest.approx(sorted(labels.values()), abs=1e-6)
+    assert answer["usage"]["prompt_tokens"] == await ask.tokens("classifier", TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "chosen"),
+    [
+        ("/infinity/classify", {}, {}),
+        ("/classify", {"raw_scores": False}, {}),
+        ("/classify", {}, {"x_teimgr_dialect": "infinity"}),
+    ],
+)
+async def test_infinitys_classes_are_all_labels_best_first(
+    ask: Asking, path: str, more: dict[str, Any], chosen: dict[str, str]
+) -> None:
+    answer = (await ask.post(path, {"model": "classifier", "input": TEXTS} | more, **chosen)).ok
+
+    assert answer["object"] == "classify"
+    for row, expected in zip(answer["data"], await probabilities(ask, TEXTS), strict=True):
+        assert {one["label"]: pytest.approx(one["score"], abs=1e-6) for one in row} == expected
+        assert [one["score"] for one in row] == sorted((one["score"] for one in row), reverse=True)
+
+
+async def test_infinitys_raw_scores_are_logits(ask: Asking) -> None:
+    answer = (await ask.post("/infinity/classify", {"model": "classifier", "input": TEXTS, "raw_scores": True})).ok
+
+    for row, expected in zip(answer["data"], await probabilities(ask, TEXTS, raw_scores=True), strict=True):
+        assert {one["label"]: pytest.approx(one["score"], abs=1e-6) for one in row} == expected
+
+
+async def test_infinitys_embeddings_are_openais_with_more_fields(ask: Asking) -> None:
+    answer = (await ask.post("/embeddings", {"model": "dense", "input": TEXTS, "dimensions": 0})).ok
+
+    assert np.allclose([one["embedding"] for one in answer["data"]], await ask.vectors("dense", TEXTS), atol=1e-6)
+    assert answer["id"].startswith("infinity-")
+    assert answer["usage"]["prompt_tokens"] == await ask.tokens("dense", TEXTS)
+    nested = (await ask.post("/embeddings", {"model": "colbert", "input": TEXTS})).ok
+    expected = await ask.own_port("colbert", "/embed_all", {"inputs": TEXTS})
+    assert np.allclose(nested["data"][2]["embedding"], expected[2], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "path"),
+    [
+        ("dense", None, "/embed"),
+        ("dense", "token_embed", "/embed_all"),
+        ("colbert", None, "/embed_all"),
+    ],
+)
+async def test_what_is_pooled_is_what_tei_gives(ask: Asking, model: str, task: str | None, path: str) -> None:
+    body = {"model": model, "input": TEXTS} | ({} if task is None else {"task": task})
+    answer = (await ask.post("/pooling", body)).ok
+
+    for one, expected in zip(answer["data"], await ask.own_port(model, path, {"inputs": TEXTS}), strict=True):
+        assert one["object"] == "pooling"
+        assert np.allclose(one["data"], expected, atol=1e-5)
+
+
+async def test_pooling_in_base64(ask: Asking) -> None:
+    body = {"model": "dense", "input": TEXTS, "encoding_format": "base64"}
+    data = (await ask.post("/pooling", body)).ok["data"]
+
+    decoded = [np.frombuffer(base64.b64decode(one["data"]), "<f4") for one in data]
+    assert np.allclose(decoded, await ask.vectors("dense", TEXTS), atol=1e-6)
+
+
+async def test_a_classifier_pools_to_its_scores(ask: Asking) -> None:
+    data = (await ask.post("/pooling", {"model": "classifier", "input": TEXTS})).ok["data"]
+
+    expected = (await ask.post("/classify", {"model": "classifier", "input": TEXTS})).ok["data"]
+    assert np.allclose([one["data"] for one in data], [one["probs"] for one in expected], atol=1e-6)
+
+
+async def test_what_is_too_long_is_refused_unless_it_may_be_cut(ask: Asking) -> None:
+    long = "fog and rain " * 100
+    refused = await ask.post("/pooling", {"model": "dense", "input": long})
+    most = (await ask.post("/pooling", {"model": "dense", "input": long, "truncate_prompt_tokens": -1})).ok
+    few = (await ask.post("/pooling", {"model": "dense", "input": [long], "truncate_prompt_tokens": 10})).ok
+    ids = (await ask.post("/pooling", {"model": "dense", "input": [5] * 300, "truncate_prompt_tokens": 7})).ok
+
+    assert (refused.status, refused.json["error"]["code"]) == (400, 400)
+    assert refused.json["error"]["type"] == "BadRequestError"
+    assert most["usage"]["prompt_tokens"] == 96
+    assert few["usage"]["prompt_tokens"] == 10
+    assert ids["usage"]["prompt_tokens"] == 7
+
+
+async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
+    body = {"model": "reranker", "text_1": "a fox", "text_2": ["fog " * 60, "fog " * 50], "truncate_prompt_tokens": 20}
+    answer = (await ask.post("/score", body)).ok
+
+    assert 30 <= answer["usage"]["prompt_tokens"] <= 40
+    assert scores(answer)[0] == pytest.approx(scores(answer)[1], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/score", {"model": "reranker", "text_1": "a"}, 400, "documents: Field required"),
+        ("/score", {"model": "reranker", "text_1": ["a", "b"], "text_2": ["c"]}, 400, "1:1, 1:N or N:N"),
+        ("/score", {"model": "reranker", "text_1": "a", "text_2": []}, 400, "`text_2` cannot be empty"),
+        ("/score", {"model": "classifier", "text_1": "a", "text_2": "b"}, 400, "does not do scoring"),
+        ("/score", {"model": "reranke", "text_1": "a", "text_2": "b"}, 404, "did you mean"),
+        ("/classify", {"model": "dense", "input": "a"}, 400, "does not do classification"),
+        ("/classify", {"model": "classifier", "input": [""]}, 400, "cannot have an empty text"),
+        ("/pooling", {"model": "dense", "input": "a", "task": "token_classify"}, 400, "no model here"),
+        ("/pooling", {"model": "dense", "input": "a", "task": "x"}, 400, "task"),
+        ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 0}, 400, "at least 1"),
+        ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 2}, 400, "no token"),
+        ("/pooling", {"model": "dense", "messages": [{"role": "user", "content": "a"}]}, 400, "input: Field required"),
+        ("/embeddings", {"model": "dense", "input": "a", "modality": "image"}, 400, "no model here takes image"),
+    ],
+)
+async def test_errors_have_the_field_of_openais(ask: Asking, path: str, body: Any, status: int, said: str) -> None:
+    told = await ask.post(path, body)
+
+    error = told.json["error"]
+    assert (told.status, error["code"]) == (status, status), error
+    assert said in error["message"]

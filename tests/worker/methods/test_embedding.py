@@ -1,0 +1,540 @@
+"""Every method over frames, on a worker of every kind: what is answered, and in which words the rest is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.models import (
+    LABELS,
+    TOKEN_WIDTH,
+    WIDTH,
+    build,
+    build_classifier,
+    build_cross_encoder,
+    build_m3,
+    build_multi_vector,
+    build_splade,
+)
+from tests.support.worker_process import Answer, Connect, WorkerLink, WorkerProcess, arrow
+
+from teimgr.errors import Code
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.pb.teimgr.v1 import frames_pb2
+from teimgr.wire.frames import Flag, Method
+
+INSIDE = 5  # calls: one running and four behind it, of `max_concurrent_requests=1`
+LONG = "fog " * 200
+DOCUMENT_LENGTH = 40  # of late interaction, which has a limit for each role
+
+BUILDERS: Mapping[str, Callable[[Path], Path]] = {
+    "embedding": lambda folder: build("bert", folder),
+    "m3": build_m3,
+    "sparse": lambda folder: build_splade("bert", folder),
+    "multi-vector": lambda folder: build_multi_vector("bert", folder, document_length=DOCUMENT_LENGTH),
+    "reranker": lambda folder: build_cross_encoder("bert", folder),
+    "classifier": lambda folder: build_classifier("bert", folder),
+}
+
+Links = Mapping[str, WorkerLink]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
+    limits: dict[str, Any] = {"max_concurrent_requests": 1, "max_client_batch_size": 4, "max_message_bytes": 8192}
+    with ExitStack() as stack:
+        folders = {kind: make(tmp_path_factory.mktemp("m")) for kind, make in BUILDERS.items()}
+        yield {kind: stack.enter_context(WorkerProcess(folder, **limits)) for kind, folder in folders.items()}
+
+
+@pytest.fixture
+async def links(workers: dict[str, WorkerProcess], connect: Connect) -> Links:
+    """A link to each of the workers, all of them ready."""
+    found = {kind: await connect(worker) for kind, worker in workers.items()}
+    for link in found.values():
+        await link.state(link.post(Method.WATCH), "ready")
+    return found
+
+
+def embed(text: str = "fog", **options: Any) -> bytes:
+    return tei_pb2.EmbedRequest(inputs=text, **options).SerializeToString()
+
+
+def sparse(text: str = "fog", **options: Any) -> bytes:
+    return tei_pb2.EmbedSparseRequest(inputs=text, **options).SerializeToString()
+
+
+def every(text: str = "fog", **options: Any) -> bytes:
+    return tei_pb2.EmbedAllRequest(inputs=text, **options).SerializeToString()
+
+
+def predict(text: str = "fog", **options: Any) -> bytes:
+    return tei_pb2.PredictRequest(inputs=text, **options).SerializeToString()
+
+
+def pair(*texts: str, **options: Any) -> bytes:
+    return tei_pb2.PredictPairRequest(inputs=texts or ("fog", "dog"), **options).SerializeToString()
+
+
+def rerank(*texts: str, query: str = "the lazy dog", **options: Any) -> bytes:
+    request = tei_pb2.RerankRequest(query=query, texts=texts or ("fog", "dog"), **options)
+    return request.SerializeToString()
+
+
+def message(query: str, text: str, **options: Any) -> tei_pb2.RerankStreamRequest:
+    return tei_pb2.RerankStreamRequest(query=query, text=text, **options)
+
+
+def stream(*messages: tei_pb2.RerankStreamRequest) -> bytes:
+    return frames_pb2.RerankPairs(requests=messages or [message("dog", "fog")]).SerializeToString()
+
+
+def parsed(kind: Callable[[], Any], answer: Answer) -> Any:
+    """The reply as a message, once its metadata is known to be what the frame says it cost."""
+    reply = kind()
+    reply.ParseFromString(answer.reply)
+    assert _figures(reply.metadata) == tuple(answer.timings)
+    return reply
+
+
+def _figures(metadata: Message) -> tuple[int, ...]:
+    return tuple(getattr(metadata, field.name) for field in metadata.DESCRIPTOR.fields)
+
+
+def vector(answer: Answer) -> NDArray[np.float32]:
+    return np.array(parsed(tei_pb2.EmbedResponse, answer).embeddings, np.float32)
+
+
+def matrix(answer: Answer) -> NDArray[np.float32]:
+    rows = parsed(tei_pb2.EmbedAllResponse, answer).token_embeddings
+    return np.array([row.embeddings for row in rows], np.float32)
+
+
+def labelled(answer: Answer) -> dict[str, float]:
+    return {item.label: item.score for item in parsed(tei_pb2.PredictResponse, answer).predictions}
+
+
+def ranked(answer: Answer) -> dict[int, float]:
+    return {rank.index: rank.score for rank in parsed(tei_pb2.RerankResponse, answer).ranks}
+
+
+# Which kinds serve which methods.
+
+NO_EMBEDDING = "Backend error: Model is not an embedding model"
+NO_VECTOR = "Backend error: Model is not an embedding model with one vector per text"
+NO_SPLADE = "Backend error: Model is not an embedding model with SPLADE pooling"
+NO_CLASSIFIER = "Backend error: Model is not a classifier model"
+NO_NORMALIZE = "Backend error: `normalize` is not available for SPLADE models"
+NO_EMBED_ALL = "Backend error: `embed_all` is not available for SPLADE models"
+NOT_FOR_RANKS = "model is not a classifier model"
+NO_RERANKER = "model is not a re-ranker model"
+
+KINDS = tuple(BUILDERS)
+SCORING: dict[str, str | None] = dict.fromkeys(KINDS, NO_CLASSIFIER) | {"reranker": None, "classifier": None}
+RANKING: dict[str, str | None] = dict.fromkeys(KINDS, NOT_FOR_RANKS) | {"reranker": None, "classifier": NO_RERANKER}
+UNPOOLED: dict[str, str | None] = dict.fromkeys(KINDS, NO_EMBEDDING) | {
+    "embedding": None,
+    "m3": None,
+    "multi-vector": None,
+    "sparse": NO_EMBED_ALL,
+}
+DENSE: dict[str, str | None] = UNPOOLED | {"multi-vector": NO_VECTOR, "sparse": NO_NORMALIZE}
+
+MATRIX = (
+    (Method.EMBED, embed(), DENSE),
+    (Method.EMBED, embed(normalize=True), DENSE),
+    (Method.EMBED, embed(normalize=False), DENSE | {"sparse": None}),
+    (Method.EMBED_SPARSE, sparse(), dict.fromkeys(KINDS, NO_SPLADE) | {"sparse": None, "m3": None}),
+    (Method.EMBED_ALL, every(), UNPOOLED),
+    (Method.PREDICT, predict(), SCORING),
+    (Method.PREDICT_PAIR, pair(), SCORING),
+    (Method.RERANK, rerank(), RANKING),
+    (Method.RERANK, rerank(*["fog"] * 9), RANKING | {"reranker": "batch size 9 > maximum allowed batch size 4"}),
+    (Method.RERANK_STREAM, stream(), RANKING),
+    (Method.TOKENIZE, tei_pb2.EncodeRequest(inputs="fog").SerializeToString(), dict.fromkeys(KINDS)),
+    (Method.DECODE, tei_pb2.DecodeRequest(ids=[2]).SerializeToString(), dict.fromkeys(KINDS)),
+    (Method.INFO, b"", dict.fromkeys(KINDS)),
+)
+
+
+@pytest.mark.parametrize(("method", "payload", "refusals"), MATRIX)
+async def test_every_kind_serves_a_method_or_says_why_not(
+    links: Links, method: Method, payload: bytes, refusals: dict[str, str | None]
+) -> None:
+    for kind in KINDS:
+        answer = await links[kind].ask(method, payload)
+
+        if (text := refusals[kind]) is None:
+            assert answer.reply, kind
+        else:
+            assert answer.error.message == text, kind
+            wrong_kind = not text.startswith("batch size")
+            assert answer.error.code is (Code.WRONG_MODEL_KIND if wrong_kind else Code.INVALID_INPUT), kind
+
+
+async def test_info_says_which_of_teis_three_types_a_kind_is(links: Links) -> None:
+    infos = {kind: tei_pb2.InfoResponse.FromString((await link.ask(Method.INFO)).reply) for kind, link in links.items()}
+
+    types = {kind: tei_pb2.ModelType.Name(info.model_type) for kind, info in infos.items()}
+    assert types == dict.fromkeys(KINDS, "MODEL_TYPE_EMBEDDING") | {
+        "reranker": "MODEL_TYPE_RERANKER",
+        "classifier": "MODEL_TYPE_CLASSIFIER",
+    }
+
+
+# Faults of a request, the same on every method.
+
+REFUSING: tuple[tuple[str, Method, Callable[..., bytes]], ...] = (
+    ("embedding", Method.EMBED, embed),
+    ("sparse", Method.EMBED_SPARSE, sparse),
+    ("multi-vector", Method.EMBED_ALL, every),
+    ("classifier", Method.PREDICT, predict),
+    ("classifier", Method.PREDICT_PAIR, lambda text="fog", **options: pair(text, "dog", **options)),
+    ("reranker", Method.RERANK, lambda text="fog", **options: rerank(text, **options)),
+    ("reranker", Method.RERANK_STREAM, lambda text="fog", **options: stream(message("dog", text, **options))),
+)
+
+
+@pytest.mark.parametrize(("kind", "method", "request_of"), REFUSING)
+async def test_a_long_text_is_cut_only_where_that_was_asked_for(
+    links: Links, kind: str, method: Method, request_of: Callable[..., bytes]
+) -> None:
+    info = tei_pb2.InfoResponse.FromString((await links[kind].ask(Method.INFO)).reply)
+    limit = DOCUMENT_LENGTH if kind == "multi-vector" else info.max_input_length
+    refused = await links[kind].ask(method, request_of(LONG))
+    cut = await links[kind].ask(method, request_of(LONG, truncate=True, truncation_direction=1))
+
+    assert refused.error.code is Code.INVALID_INPUT
+    assert "must have less than" in refused.error.message
+    assert cut.timings.tokens == limit
+
+
+@pytest.mark.parametrize(("kind", "method", "request_of"), REFUSING)
+async def test_an_unknown_direction_and_bytes_that_are_no_message_are_refused(
+    links: Links, kind: str, method: Method, request_of: Callable[..., bytes]
+) -> None:
+    direction = await links[kind].ask(method, request_of(truncation_direction=7))
+    junk = await links[kind].ask(method, b"\xff\xff")
+
+    assert direction.error.code is junk.error.code is Code.INVALID_INPUT
+    assert "truncation_direction" in direction.error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "payload", "code", "text"),
+    [
+        ("embedding", Method.EMBED_ALL, every(""), Code.EMPTY_INPUT, "`inputs` cannot be empty"),
+        ("sparse", Method.EMBED_SPARSE, sparse(""), Code.EMPTY_INPUT, "`inputs` cannot be empty"),
+        ("classifier", Method.PREDICT, predict(""), Code.EMPTY_INPUT, "`inputs` cannot be empty"),
+        ("classifier", Method.PREDICT_PAIR, pair("", ""), Code.EMPTY_INPUT, "`inputs` cannot be empty"),
+        ("reranker", Method.RERANK, rerank("fog", "", query=""), Code.EMPTY_INPUT, "`inputs` cannot be empty"),
+        ("embedding", Method.EMBED_ALL, every(prompt_name="nobody"), Code.INVALID_INPUT, "`nobody`"),
+        ("sparse", Method.EMBED_SPARSE, sparse(prompt_name="nobody"), Code.INVALID_INPUT, "`nobody`"),
+        ("embedding", Method.EMBED_ALL, every("fog " * 90), Code.MESSAGE_TOO_LARGE, "limit of 8192 bytes"),
+        (
+            "embedding",
+            Method.TOKENIZE,
+            tei_pb2.EncodeRequest(inputs="fog " * 900).SerializeToString(),
+            Code.MESSAGE_TOO_LARGE,
+            "limit of 8192 bytes",
+        ),
+        ("classifier", Method.RERANK, b"", Code.EMPTY_INPUT, "`texts` cannot be empty"),
+        ("reranker", Method.RERANK_STREAM, b"", Code.INVALID_INPUT, "Missing rerank request"),
+        *(
+            (
+                "classifier",
+                Method.PREDICT_PAIR,
+                tei_pb2.PredictPairRequest(inputs=["fog"] * count).SerializeToString(),
+                Code.INVALID_INPUT,
+                f"`inputs` must have a single or two elements. Given: {count}",
+            )
+            for count in (0, 3)
+        ),
+    ],
+)
+async def test_what_is_wrong_with_a_request_is_said(
+    links: Links, kind: str, method: Method, payload: bytes, code: Code, text: str
+) -> None:
+    answer = await links[kind].ask(method, payload)
+
+    assert answer.error.code is code
+    assert text in answer.error.message
+
+
+async def test_of_several_faults_the_first_is_told_and_nothing_else(links: Links) -> None:
+    texts = ("dog", "fog " * 120, "fog " * 110)
+
+    whole = await links["reranker"].ask(Method.RERANK, rerank(*texts))
+    streamed = await links["reranker"].ask(
+        Method.RERANK_STREAM, stream(*(message("the lazy dog", text, truncate=text == "dog") for text in texts))
+    )
+    alone = await links["reranker"].ask(Method.RERANK, rerank(texts[1]))
+
+    assert "Given: " in alone.error.message
+    assert whole.error.message == streamed.error.message == alone.error.message
+
+
+# Embeddings.
+
+
+async def test_tokens_are_as_many_as_were_counted_and_their_mean_is_the_vector(links: Links) -> None:
+    text = "The quick brown fox"
+    tokens = await links["embedding"].ask(Method.EMBED_ALL, every(text))
+    pooled = await links["embedding"].ask(Method.EMBED, embed(text, normalize=False))
+    unit = await links["embedding"].ask(Method.EMBED, embed(text))
+
+    assert matrix(tokens).shape == (tokens.timings.tokens, WIDTH)
+    assert tokens.timings.chars == len(text)
+    assert np.allclose(matrix(tokens).mean(axis=0), vector(pooled), atol=1e-5)
+    assert np.linalg.norm(vector(unit)) == pytest.approx(1.0, abs=1e-5)
+    assert np.linalg.norm(vector(pooled)) != pytest.approx(1.0, abs=1e-2)
+
+
+async def test_more_token_vectors_than_there_is_room_for_are_made_one_call_after_the_other(links: Links) -> None:
+    """60 tokens of 128 bytes each: a few such calls fill the eight messages of 8 KiB that may be held."""
+    link = links["embedding"]
+    posted = [link.post(Method.EMBED_ALL, every("fog " * 58), flags=Flag.WAIT | Flag.BULK) for _ in range(40)]
+    link.cancel(posted[20])
+
+    answers = await link.answers([call for call in posted if call != posted[20]])
+    assert {matrix(answer).shape for answer in answers} == {(60, WIDTH)}
+    await link.emptied()
+
+
+async def test_late_interaction_gives_unit_vectors_of_its_own_width(links: Links) -> None:
+    vectors = matrix(await links["multi-vector"].ask(Method.EMBED_ALL, every("The quick brown fox")))
+
+    assert vectors.shape[1] == TOKEN_WIDTH
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["fog", "The quick brown fox jumps over the lazy dog."])
+async def test_sparse_entries_ascend_and_are_those_of_the_full_vector(links: Links, text: str) -> None:
+    entries = parsed(tei_pb2.EmbedSparseResponse, await links["sparse"].ask(Method.EMBED_SPARSE, sparse(text)))
+    full = vector(await links["sparse"].ask(Method.EMBED, embed(text, normalize=False)))
+
+    indices = [entry.index for entry in entries.sparse_embeddings]
+    assert indices == np.flatnonzero(full).tolist()
+    assert np.allclose([entry.value for entry in entries.sparse_embeddings], full[indices], atol=1e-5)
+
+
+async def test_one_model_may_give_vectors_and_sparse_ones(links: Links) -> None:
+    entries = parsed(tei_pb2.EmbedSparseResponse, await links["m3"].ask(Method.EMBED_SPARSE, sparse()))
+
+    assert all(entry.value > 0 for entry in entries.sparse_embeddings)
+    assert np.linalg.norm(vector(await links["m3"].ask(Method.EMBED, embed()))) == pytest.approx(1.0, abs=1e-5)
+
+
+# Scores.
+
+
+async def test_predictions_are_all_labels_best_first(links: Links) -> None:
+    answer = await links["classifier"].ask(Method.PREDICT, predict())
+    raw = labelled(await links["classifier"].ask(Method.PREDICT, predict(raw_scores=True)))
+
+    scores = labelled(answer)
+    assert set(scores) == set(LABELS)
+    assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    assert sum(scores.values()) == pytest.approx(1.0, abs=1e-5)
+    exponentials = {label: np.exp(logit) for label, logit in raw.items()}
+    assert scores == pytest.approx({k: v / sum(exponentials.values()) for k, v in exponentials.items()}, abs=1e-5)
+    assert answer.timings.chars == 3
+
+
+async def test_a_pair_of_one_is_a_text_and_a_pair_of_two_depends_on_both(links: Links) -> None:
+    link = links["classifier"]
+    single = labelled(await link.ask(Method.PREDICT, predict("fog")))
+    one = labelled(await link.ask(Method.PREDICT_PAIR, pair("fog")))
+    two = labelled(await link.ask(Method.PREDICT_PAIR, pair("fog", "dog")))
+    turned = labelled(await link.ask(Method.PREDICT_PAIR, pair("dog", "fog")))
+
+    assert one == pytest.approx(single, abs=1e-6)
+    assert two != pytest.approx(single, abs=1e-6)
+    assert two != pytest.approx(turned, abs=1e-6)
+
+
+async def test_ranks_are_the_scores_of_the_pairs_best_first(links: Links) -> None:
+    link, query = links["reranker"], "the lazy dog"
+    texts = ("fog", "The quick brown fox", "fog", "rain")
+    answer = await link.ask(Method.RERANK, rerank(*texts, query=query, return_text=True))
+    pairs = [await link.ask(Method.PREDICT_PAIR, pair(query, text)) for text in texts]
+    raw = ranked(await link.ask(Method.RERANK, rerank(*texts, query=query, raw_scores=True)))
+
+    scores = ranked(answer)
+    ranks = parsed(tei_pb2.RerankResponse, answer).ranks
+    assert {rank.index: rank.text for rank in ranks} == dict(enumerate(texts))
+    assert list(scores) == sorted(scores, key=lambda row: (-scores[row], -row))
+    assert scores == pytest.approx({i: labelled(one)["LABEL_0"] for i, one in enumerate(pairs)}, abs=1e-5)
+    assert scores == pytest.approx({i: 1 / (1 + np.exp(-logit)) for i, logit in raw.items()}, abs=1e-5)
+    assert answer.timings.chars == len(query) * len(texts) + sum(map(len, texts))
+
+
+async def test_equal_scores_have_the_higher_index_first_and_texts_come_only_when_asked_for(links: Links) -> None:
+    answer = await links["reranker"].ask(Method.RERANK, rerank("fog", "fog", "fog", "fog"))
+
+    ranks = parsed(tei_pb2.RerankResponse, answer).ranks
+    assert [rank.index for rank in ranks] == sorted(range(4), key=lambda row: (-ranked(answer)[row], -row))
+    assert not any(rank.HasField("text") for rank in ranks)
+
+
+async def test_a_rerank_stream_has_a_query_per_message_and_the_first_says_how_scores_are_given(links: Links) -> None:
+    link = links["reranker"]
+    asked = [("dog", "fog"), ("a potion of zinc", "rain"), ("the boats", "The quick brown fox")] * 2
+    first, *rest = asked
+
+    answer = await link.ask(
+        Method.RERANK_STREAM,
+        stream(
+            message(*first, raw_scores=True, return_text=True),
+            *(message(*one, raw_scores=False, return_text=False) for one in rest),
+        ),
+    )
+
+    alone = [await link.ask(Method.RERANK, rerank(text, query=query, raw_scores=True)) for query, text in asked]
+    assert ranked(answer) == pytest.approx({i: ranked(one)[0] for i, one in enumerate(alone)}, abs=1e-4)
+    ranks = parsed(tei_pb2.RerankResponse, answer).ranks
+    assert {rank.index: rank.text for rank in ranks} == {i: text for i, (_, text) in enumerate(asked)}
+
+
+async def test_a_rerank_stream_cuts_each_message_as_that_one_says(links: Links) -> None:
+    link, text = links["reranker"], "a b c " * 40 + "x y z"
+    ways: list[dict[str, Any]] = [{"truncation_direction": 0}, {"truncation_direction": 1}, {"truncation_direction": 0}]
+
+    answer = await link.ask(Method.RERANK_STREAM, stream(*(message("dog", text, truncate=True, **way) for way in ways)))
+
+    alone = [await link.ask(Method.RERANK, rerank(text, query="dog", truncate=True, **way)) for way in ways]
+    assert ranked(answer) == pytest.approx({i: ranked(one)[0] for i, one in enumerate(alone)}, abs=1e-4)
+    assert answer.timings.tokens == sum(one.timings.tokens for one in alone)
+    assert answer.timings.chars == sum(one.timings.chars for one in alone)
+    assert answer.timings.inference_ns > 0
+
+
+# Tokens.
+
+
+async def test_absent_flags_of_the_tokenizer_are_false(links: Links) -> None:
+    link = links["embedding"]
+    bare = await link.ask(Method.TOKENIZE, tei_pb2.EncodeRequest(inputs="fog").SerializeToString())
+    framed = await link.ask(
+        Method.TOKENIZE, tei_pb2.EncodeRequest(inputs="fog", add_special_tokens=True).SerializeToString()
+    )
+    tokens, all_tokens = (tei_pb2.EncodeResponse.FromString(one.reply).tokens for one in (bare, framed))
+    ids = [token.id for token in all_tokens]
+    kept = await link.ask(Method.DECODE, tei_pb2.DecodeRequest(ids=ids).SerializeToString())
+
+    assert not any(token.special for token in tokens)
+    assert len(all_tokens) == len(tokens) + 2
+    assert tei_pb2.DecodeResponse.FromString(kept.reply).text.startswith("[CLS]")
+    assert not bare.header.flags & Flag.TIMINGS
+    assert not kept.header.flags & Flag.TIMINGS
+
+
+# Room.
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "payload", "waits"),
+    [
+        ("reranker", Method.RERANK, rerank(), True),
+        ("reranker", Method.RERANK_STREAM, stream(), True),
+        ("reranker", Method.PREDICT_PAIR, pair(), False),
+        ("classifier", Method.PREDICT, predict(), False),
+        ("sparse", Method.EMBED_SPARSE, sparse(), False),
+        ("embedding", Method.EMBED_ALL, every(), False),
+        ("embedding", Method.TOKENIZE, tei_pb2.EncodeRequest(inputs="fog").SerializeToString(), True),
+    ],
+)
+async def test_a_full_worker_lets_reranks_wait_and_refuses_other_unary_calls(
+    links: Links, kind: str, method: Method, payload: bytes, waits: bool
+) -> None:
+    link = links[kind]
+    answers = await link.answers([link.post(method, payload) for _ in range(40)])
+
+    assert all(answer.reply for answer in answers[:INSIDE])
+    refused = {answer.error.code for answer in answers if answer.header.type != answers[0].header.type}
+    assert refused == (set() if waits else {Code.OVERLOADED})
+    await link.emptied()
+
+
+async def test_a_cancelled_rerank_stream_frees_its_room_and_is_not_answered(links: Links) -> None:
+    link = links["reranker"]
+    messages = (message("dog", "fog " * 40, truncate=True, truncation_direction=way % 2) for way in range(60))
+    cancelled = link.post(Method.RERANK_STREAM, stream(*messages))
+    link.cancel(cancelled)
+
+    assert (await link.ask(Method.RERANK, rerank())).reply
+    await link.emptied()
+    assert cancelled not in link.arrived
+
+
+async def test_a_deadline_of_a_rerank_that_passed_is_said(links: Links) -> None:
+    link = links["reranker"]
+    heavy = [link.post(Method.RERANK, rerank(*["fog " * 80] * 4, truncate=True)) for _ in range(40)]
+    late = link.post(Method.RERANK_STREAM, stream(), deadline_ms=1)
+
+    assert (await link.answer(late)).error.code is Code.TIMEOUT
+    await link.answers(heavy)
+
+
+# Metrics.
+
+
+async def test_metrics_count_calls_items_and_batches_of_every_kind(
+    workers: dict[str, WorkerProcess], links: Links
+) -> None:
+    before = {kind: await _samples(workers[kind]) for kind in ("reranker", "sparse")}
+    await links["reranker"].ask(Method.RERANK, rerank("fog", "dog", "rain"), flags=Flag.WAIT)  # as both ports ask it
+    await links["reranker"].ask(Method.PREDICT_PAIR, pair())
+    await links["reranker"].ask(Method.RERANK_STREAM, stream(message("dog", "fog"), message("dog", "rain")))
+    await links["reranker"].ask(Method.RERANK, rerank(*["fog"] * 9))
+    await links["reranker"].ask(Method.EMBED, embed())
+    await links["sparse"].ask(Method.EMBED_SPARSE, sparse())
+    await links["sparse"].ask(Method.EMBED_SPARSE, sparse(), flags=Flag.WAIT)  # a message of a stream
+    ipc = multiplexer_pb2.EmbedArrowRequest.FromString(arrow(["fog", "dog"])).arrow_ipc
+    request = multiplexer_pb2.EmbedSparseArrowRequest(arrow_ipc=ipc)
+    await links["sparse"].ask(Method.EMBED_SPARSE_ARROW, request.SerializeToString(), flags=Flag.WAIT | Flag.BULK)
+    after = {kind: await _samples(workers[kind]) for kind in before}
+    grown = {
+        kind: {key: value - before[kind].get(key, 0) for key, value in samples.items()}
+        for kind, samples in after.items()
+    }
+
+    scores, entries = grown["reranker"], grown["sparse"]
+    assert scores["te_request_count", "single"] == 2  # the pair, and the vector that it cannot give
+    assert scores["te_request_count", "batch"] == 2  # one of them too large
+    assert scores["te_request_success", "single"] == scores["te_request_success", "batch"] == 1
+    assert scores["te_request_failure", "batch_size"] == scores["te_request_failure", "model_type"] == 1
+    assert scores["te_predict_count", ""] == scores["te_predict_success", ""] == 6
+    assert scores["te_predict_duration_count", ""] == 6
+    assert scores["te_request_duration_count", ""] == 3
+    assert scores["te_request_input_length_count", ""] == 6
+    assert scores["te_batch_next_size_sum", ""] == 6
+    assert 3 <= scores["te_batch_next_size_count", ""] == scores["te_batch_next_tokens_count", ""] <= 6
+    assert ("te_embed_count", "") not in scores
+    assert entries["te_request_count", "single"] == entries["te_request_success", "single"] == 1
+    assert entries["te_request_count", "batch"] == entries["te_request_success", "batch"] == 1
+    assert entries["te_embed_count", ""] == entries["te_embed_inference_duration_count", ""] == 4
+    assert after["sparse"]["te_queue_size", ""] == 0
+
+
+async def _samples(worker: WorkerProcess) -> dict[tuple[str, str], float]:
+    """Every sample but the buckets, by its name and its one label."""
+
+    def read() -> str:
+        with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as response:
+            return str(response.read().decode())
+
+    families = text_string_to_metric_families(await asyncio.to_thread(read))
+    samples = (sample for family in families for sample in family.samples if "le" not in sample.labels)
+    # The parser gives counters the `_total` that TEI leaves out.
+    return {(sample.name.removesuffix("_total"), "".join(sample.labels.values())): sample.value for sample in samples}

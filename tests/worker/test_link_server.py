@@ -1,0 +1,319 @@
+"""What a real worker answers on its links: replies, typed errors, and what frees its room."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from tests.support.worker_process import LIMIT_S, Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
+
+from teimgr.errors import Code
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.frames import Flag, FrameType, Method
+
+INSIDE = 5  # one running and four behind it, by the fixture
+
+
+# Replies.
+
+
+async def test_embed_gives_a_unit_vector_and_what_it_cost(link: WorkerLink) -> None:
+    answer = await link.answer(link.embed("The quick brown fox"))
+
+    assert len(answer.vector) == 32
+    assert np.linalg.norm(answer.vector) == pytest.approx(1.0, abs=1e-5)
+    metadata = tei_pb2.EmbedResponse.FromString(answer.reply).metadata
+    assert answer.timings.chars == metadata.compute_chars == 19
+    assert answer.timings.tokens == metadata.compute_tokens > 2
+    assert answer.timings.total_ns >= answer.timings.inference_ns > 0
+
+
+@pytest.mark.clause("M1.8-rows")
+async def test_arrow_keeps_rows_and_tells_of_the_failed_ones(link: WorkerLink) -> None:
+    single = await link.answer(link.embed("fog"))
+
+    answer = await link.ask(Method.EMBED_ARROW, arrow(["fog", None, "dog"]) + b"")
+
+    found = table(answer.reply)
+    assert found.num_rows == 3
+    assert [row is None for row in found["embeddings"].to_pylist()] == [False, True, False]
+    assert [row is None for row in found["error"].to_pylist()] == [True, False, True]
+    first = np.array(found["embeddings"][0].as_py())
+    assert np.allclose(first / np.linalg.norm(first), single.vector, atol=1e-5)
+
+
+async def test_tokenize_and_decode_undo_each_other(link: WorkerLink) -> None:
+    request = tei_pb2.EncodeRequest(inputs="the quick fox", add_special_tokens=True)
+    tokens = tei_pb2.EncodeResponse.FromString((await link.ask(Method.TOKENIZE, request.SerializeToString())).reply)
+    back = tei_pb2.DecodeRequest(ids=[token.id for token in tokens.tokens], skip_special_tokens=True)
+
+    text = tei_pb2.DecodeResponse.FromString((await link.ask(Method.DECODE, back.SerializeToString())).reply).text
+
+    assert [token.special for token in tokens.tokens][:1] == [True]
+    assert not tokens.tokens[0].HasField("start")
+    assert text == "the quick fox"
+
+
+async def test_info_names_the_model_and_the_limits(link: WorkerLink, worker: WorkerProcess) -> None:
+    info = tei_pb2.InfoResponse.FromString((await link.ask(Method.INFO)).reply)
+
+    assert info.model_id == worker.spec.model_id
+    assert info.model_dtype == "float32"
+    assert info.max_concurrent_requests == 1
+    assert info.max_client_batch_size == 32
+
+
+# What the daemon asks.
+
+
+async def test_a_later_watcher_hears_the_facts_at_once(
+    worker: WorkerProcess, link: WorkerLink, connect: Connect
+) -> None:
+    late = await connect(worker)
+
+    facts = (await late.ask(Method.WATCH)).json
+
+    assert facts["state"] == "ready"
+    assert facts["pid"] == worker.process.pid
+    assert facts["incarnation"] == "inc-1"
+    assert facts["spec_hash"] == worker.spec.hash
+    assert facts["model"]["dimension"] == 32
+    assert facts["permanent"] is False
+    assert facts["reason"] is None
+
+
+async def test_the_probe_is_passed(link: WorkerLink) -> None:
+    assert (await link.ask(Method.PROBE)).reply == b""
+
+
+async def test_stats_count_what_was_done(link: WorkerLink) -> None:
+    before = (await link.ask(Method.STATS)).json
+    await link.answer(link.embed())
+
+    after = (await link.ask(Method.STATS)).json
+
+    assert after["texts"] == before["texts"] + 1
+    assert after["calls"] == 0
+    assert after["healthy"]
+
+
+async def test_a_new_number_of_threads_is_taken_and_told(
+    link: WorkerLink, worker: WorkerProcess, connect: Connect
+) -> None:
+    watcher = await connect(worker)
+    watch = watcher.post(Method.WATCH)
+    assert (await watcher.answer(watch)).json["threads"] == 1
+
+    assert (await link.ask(Method.THREADS, b'{"threads": 2}')).reply == b""
+    assert (await watcher.answer(watch)).json["threads"] == 2
+    assert (await link.ask(Method.THREADS, b'{"threads": 1}')).reply == b""
+
+    assert (await watcher.answer(watch)).json["threads"] == 1
+    assert len((await link.answer(link.embed())).vector) == 32
+
+
+@pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b'{"threads": "many"}', b"\xff"])
+async def test_a_malformed_command_is_refused(link: WorkerLink, payload: bytes) -> None:
+    answer = await link.ask(Method.THREADS, payload)
+
+    assert answer.error.code is Code.INVALID_INPUT
+    assert len((await link.answer(link.embed())).vector) == 32
+
+
+# What is wrong with a request is said, and the link goes on.
+
+
+@pytest.mark.parametrize(
+    ("method", "payload", "code"),
+    [
+        (Method.EMBED, b"\xff\xff", Code.INVALID_INPUT),
+        (Method.EMBED_ARROW, b"\x0a\xff", Code.INVALID_INPUT),
+        (Method.EMBED_ARROW, b"", Code.INVALID_INPUT),
+        (
+            Method.EMBED_ARROW,
+            multiplexer_pb2.EmbedArrowRequest(arrow_ipc=b"junk").SerializeToString(),
+            Code.INVALID_INPUT,
+        ),
+        (Method.TOKENIZE, b"\x08", Code.INVALID_INPUT),
+        (Method.DECODE, b"\x0a\x05", Code.INVALID_INPUT),
+        (Method.EMBED, embed_request(""), Code.EMPTY_INPUT),
+        (Method.EMBED, embed_request("fog", prompt_name="nobody"), Code.INVALID_INPUT),
+        (Method.EMBED, embed_request("fog", dimensions=33), Code.INVALID_INPUT),
+        (Method.EMBED, embed_request("fog", truncation_direction=7), Code.INVALID_INPUT),
+        (Method.EMBED, embed_request("rain " * 200, truncate=False), Code.INVALID_INPUT),
+        (Method.EMBED_ARROW, arrow(["fog"], output_dtype=9), Code.INVALID_INPUT),
+        (Method.EMBED_ARROW, arrow(["fog"], compression=9), Code.INVALID_INPUT),
+        (Method.EMBED_ARROW, arrow(["fog"], truncation_direction=9), Code.INVALID_INPUT),
+        (Method.EMBED_ARROW, arrow(["fog"], dimensions=33, noop=True), Code.INVALID_INPUT),
+        (Method.DECODE, tei_pb2.DecodeRequest().SerializeToString(), Code.EMPTY_INPUT),
+        (Method.RERANK, b"", Code.EMPTY_INPUT),
+        (Method.RERANK_STREAM, b"", Code.WRONG_MODEL_KIND),
+        (Method.PREDICT_PAIR, b"", Code.INVALID_INPUT),
+        (63, b"", Code.INTERNAL_ERROR),
+        (250, b"", Code.INTERNAL_ERROR),
+    ],
+)
+async def test_a_bad_request_gets_a_typed_error_and_the_link_goes_on(
+    link: WorkerLink, method: int, payload: bytes, code: Code
+) -> None:
+    answer = await link.ask(method, payload)
+
+    assert answer.error.code is code
+    assert answer.error.message
+    assert len((await link.answer(link.embed())).vector) == 32
+    assert await link.calls() == 0
+
+
+async def test_a_frame_of_a_type_that_workers_send_is_passed_over(link: WorkerLink) -> None:
+    link.send(FrameType.REPLY, Method.EMBED, 77)
+    link.send(FrameType.ERROR, Method.EMBED, 78)
+
+    assert len((await link.answer(link.embed())).vector) == 32
+
+
+async def test_a_frame_over_the_limit_breaks_its_own_link_only(
+    worker: WorkerProcess, link: WorkerLink, connect: Connect
+) -> None:
+    other = await connect(worker)
+    other.send_header_of(64 << 20)
+
+    await other.closed()
+
+    assert len((await link.answer(link.embed())).vector) == 32
+
+
+@pytest.mark.parametrize("noop", [False, True])
+async def test_an_arrow_reply_over_the_limit_is_refused_before_the_work(link: WorkerLink, noop: bool) -> None:
+    before = (await link.ask(Method.STATS)).json["texts"]
+
+    answer = await link.ask(Method.EMBED_ARROW, arrow(["a"] * 9000, noop=noop))
+
+    assert answer.error.code is Code.MESSAGE_TOO_LARGE
+    assert "fewer rows per batch" in answer.error.message
+    assert str(1 << 20) in answer.error.message
+    assert (await link.ask(Method.STATS)).json["texts"] == before
+
+
+async def test_float16_and_fewer_dimensions_make_room_for_more_rows(link: WorkerLink) -> None:
+    answer = await link.ask(Method.EMBED_ARROW, arrow(["a"] * 9000, noop=True, dimensions=8, output_dtype=2))
+
+    assert table(answer.reply).num_rows == 9000
+
+
+# Room.
+
+
+async def test_calls_beyond_the_room_are_refused_and_the_others_answered(link: WorkerLink) -> None:
+    ids = [link.embed() for _ in range(40)]
+
+    answers = await link.answers(ids)
+
+    assert all(len(answer.vector) == 32 for answer in answers[:INSIDE])
+    assert {answer.error.code for answer in answers[INSIDE:]} == {Code.OVERLOADED}
+    assert await link.calls() == 0
+
+
+@pytest.mark.clause("M1.11-overload")
+async def test_calls_that_may_wait_are_all_answered_in_order(link: WorkerLink) -> None:
+    ids = [link.embed(flags=Flag.WAIT) for _ in range(200)]
+
+    answers = await link.answers(ids)
+
+    assert all(len(answer.vector) == 32 for answer in answers)
+    assert link.arrived[-200:] == ids
+
+
+async def test_a_cancelled_call_frees_its_room_and_is_not_answered(link: WorkerLink) -> None:
+    inside = [link.embed() for _ in range(INSIDE)]
+    refused = link.embed()
+    link.cancel(inside[0])
+    let_in = link.embed()
+
+    assert (await link.answer(refused)).error.code is Code.OVERLOADED
+    assert len((await link.answer(let_in)).vector) == 32
+    await link.answers(inside[1:])
+    await link.emptied()
+    assert inside[0] not in link.arrived
+
+
+async def test_a_call_cancelled_in_the_line_is_never_let_in(link: WorkerLink) -> None:
+    ids = [link.embed(flags=Flag.WAIT) for _ in range(INSIDE + 3)]
+    link.cancel(ids[-2])
+
+    await link.answers([*ids[:-2], ids[-1]])
+
+    await link.emptied()
+    assert ids[-2] not in link.arrived
+
+
+async def test_an_arrow_call_cancelled_while_it_is_decoded_does_no_work(link: WorkerLink) -> None:
+    before = (await link.ask(Method.STATS)).json["texts"]
+    link.cancel(link.post(Method.EMBED_ARROW, arrow(["fog"] * 4000)))
+    await link.emptied()
+
+    assert len((await link.answer(link.embed())).vector) == 32
+
+    assert (await link.ask(Method.STATS)).json["texts"] == before + 1
+
+
+async def test_a_cancel_of_nothing_is_passed_over(link: WorkerLink) -> None:
+    link.cancel(4711)
+
+    assert len((await link.answer(link.embed())).vector) == 32
+
+
+async def test_a_lost_link_takes_its_calls_with_it(worker: WorkerProcess, link: WorkerLink) -> None:
+    other = await worker.link()
+    for _ in range(INSIDE):
+        other.post(Method.EMBED_ARROW, arrow(["rain " * 30] * 2000), flags=Flag.BULK)
+    for _ in range(500):
+        other.embed(flags=Flag.WAIT)
+    before = (await link.ask(Method.STATS)).json["texts"]
+    other.close()
+
+    await link.emptied()
+
+    assert (await link.ask(Method.STATS)).json["texts"] - before < 500
+    assert len((await link.answer(link.embed())).vector) == 32
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_answered_so_and_frees_its_room(link: WorkerLink) -> None:
+    heavy = [link.post(Method.EMBED_ARROW, arrow(["fog"] * 500)) for _ in range(INSIDE)]
+    late = link.embed(flags=Flag.WAIT, deadline_ms=1)
+
+    assert (await link.answer(late)).error.code is Code.TIMEOUT
+
+    for answer in await link.answers(heavy):
+        assert table(answer.reply).num_rows == 500
+    await link.emptied()
+
+
+async def test_large_replies_wait_for_a_slow_reader(worker: WorkerProcess, link: WorkerLink, connect: Connect) -> None:
+    slow = await connect(worker)
+    slow.read(False)
+    ids = [slow.post(Method.EMBED_ARROW, arrow(["a"] * 4000, noop=True), flags=Flag.WAIT) for _ in range(30)]
+
+    assert len((await link.answer(link.embed(flags=Flag.WAIT))).vector) == 32
+    slow.read(True)
+
+    assert [table(answer.reply).num_rows for answer in await slow.answers(ids)] == [4000] * 30
+
+
+async def test_commands_in_flight_when_a_link_is_lost_hurt_nobody(worker: WorkerProcess, link: WorkerLink) -> None:
+    other = await worker.link()
+    for _ in range(20):
+        other.post(Method.PROBE)
+        other.post(Method.TOKENIZE, tei_pb2.EncodeRequest(inputs="fog").SerializeToString())
+    other.close()
+
+    async with asyncio.timeout(LIMIT_S):
+        assert (await link.ask(Method.PROBE)).reply == b""
+    assert "Traceback" not in worker.log
+
+
+async def test_the_log_has_no_traceback_and_every_line_is_json(worker: WorkerProcess, link: WorkerLink) -> None:
+    for line in worker.log.splitlines():
+        assert json.loads(line)["level"] != "error", line
