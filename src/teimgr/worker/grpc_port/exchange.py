@@ -184,3 +184,12 @@ class Exchange:
 
 
 _HEAD: Headers = ((":status", "200"), ("content-type", "application/grpc"))
+
+
+class Refusal(Exception):
+    """End the call with the gRPC status of that number and this sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message

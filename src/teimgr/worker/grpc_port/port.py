@@ -15,19 +15,9 @@ from teimgr.wire.status import STATUS, UNAUTHENTICATED, UNIMPLEMENTED
 from teimgr.worker.dispatcher import Desk, masked
 from teimgr.worker.grpc_port.calls import Calls
 from teimgr.worker.grpc_port.connection import Connection
-from teimgr.worker.grpc_port.exchange import Exchange
+from teimgr.worker.grpc_port.exchange import Exchange, Refusal
 from teimgr.worker.grpc_port.services import Answer, Health, answers, reflection_services
 from teimgr.worker.methods import Service
-
-
-class Refusal(Exception):
-    """End the call with the gRPC status of that number and this sentence."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
 

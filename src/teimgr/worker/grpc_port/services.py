@@ -19,8 +19,7 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.rpc import SymbolPool, as_proto, service_names
 from teimgr.wire.status import NOT_FOUND
 from teimgr.worker.dispatcher import Desk
-from teimgr.worker.grpc_port.exchange import Exchange
-from teimgr.worker.grpc_port.port import Refusal
+from teimgr.worker.grpc_port.exchange import Exchange, Refusal
 
 Answer = Callable[[Exchange], Awaitable[None]]
 
