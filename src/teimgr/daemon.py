@@ -18,9 +18,9 @@ from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig, TeimgrError
-from teimgr.events.fleet_events import Happenings
+from teimgr.events.fleet_events import EventLog
 from teimgr.events.webhooks import Webhooks
-from teimgr.gateway import InferenceDoor
+from teimgr.gateway import Gateway
 from teimgr.http_server import bind
 from teimgr.launch.local import LocalLauncher, LocalOptions
 from teimgr.observability import logs
@@ -80,13 +80,13 @@ class Daemon:
         self.models = Registry(
             settings, self.launcher, gpus, self.metrics, self.manager.list, booted=self.manager.booted
         )
-        self.inference = InferenceDoor(settings, self.directory, self.metrics)
+        self.inference = Gateway(settings, self.directory, self.metrics)
         self.board = GpuBoard(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)
         self.telemetry = Telemetry.open(exporting(settings, "daemon"))
         self.metrics.sources += (self.scraper.page, self.board.page)
         self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
-        self.happenings = Happenings()
+        self.happenings = EventLog()
         self.webhooks = Webhooks(self.happenings)
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         self.app: FastAPI | None = None

@@ -109,7 +109,7 @@ class Listener:
         self._server.config.encoded_headers.append(_LAST_ANSWER)  # what uvicorn makes the list of the next second from
         state.default_headers.append(_LAST_ANSWER)  # the list of this one, which requests in flight hold
         for connection in tuple(state.connections):
-            if not isinstance(connection, HttpToolsProtocol | Doorman):
+            if not isinstance(connection, HttpToolsProtocol | ProtocolSniffer):
                 cast(H2Connection, connection).leave()
 
 
@@ -134,7 +134,7 @@ async def serving(
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
-        **({"http": HttpProtocol if h2 is None else partial(Doorman, h2)} | tls),
+        **({"http": HttpProtocol if h2 is None else partial(ProtocolSniffer, h2)} | tls),
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -188,7 +188,7 @@ def max_connections() -> int:
     return (limit if limit > 0 else _OPEN_FILES) // 2
 
 
-class Doorman(asyncio.Protocol):
+class ProtocolSniffer(asyncio.Protocol):
     """Looks at the first bytes of a connection, and hands it to who speaks that protocol: HTTP/2 or HTTP/1.
 
     One connection too many is closed at once, one that does not say enough within a limit then. The arguments are those

@@ -11,7 +11,7 @@ import numpy as np
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Job, Lane
-from teimgr.engine.queue import BatchLimits, Entry, EntryQueue, Take
+from teimgr.engine.queue import BatchDraft, BatchLimits, Entry, EntryQueue
 
 LIMITS = BatchLimits(tokens=100, bulk_tokens_beside_interactive=20)
 
@@ -30,7 +30,7 @@ def entry(length: int, lane: Lane = Lane.BULK, deadline: float | None = None, jo
     return Entry(job, 0, Encoded(np.zeros(length, dtype=np.int32)))
 
 
-def take(queue: EntryQueue) -> Take:
+def take(queue: EntryQueue) -> BatchDraft:
     batch = queue.next_batch(timeout_s=0.0)
     assert batch is not None
     return batch
@@ -145,7 +145,7 @@ def test_expired_entries_come_back_apart() -> None:
 
 def test_the_taker_sleeps_until_something_comes() -> None:
     queue = EntryQueue(LIMITS)
-    seen: list[Take | None] = []
+    seen: list[BatchDraft | None] = []
     taker = threading.Thread(target=lambda: seen.append(queue.next_batch(timeout_s=30.0)))
     taker.start()
     queue.put([entry(5)])

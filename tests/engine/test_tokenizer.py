@@ -19,13 +19,13 @@ from tokenizers import Encoding, Tokenizer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Input, Pair
 from teimgr.engine.prompts import Prompts
-from teimgr.engine.tokenizer import Reading, TextTokenizer
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.engine.tokenizer_files import breaks_at_spaces
 from teimgr.engine.truncation import Shortener
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
 from teimgr.model_files import LateInteraction, read_layout
 
-RIGHT, LEFT, OFF = Reading(), Reading(left=True), Reading(truncate=False)
+RIGHT, LEFT, OFF = TokenizeOptions(), TokenizeOptions(left=True), TokenizeOptions(truncate=False)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def tokenizer(minilm: Path) -> TextTokenizer:
     return TextTokenizer(read_layout(minilm), 256)
 
 
-def ids(tokenizer: TextTokenizer, text: Input, reading: Reading = RIGHT) -> list[int]:
+def ids(tokenizer: TextTokenizer, text: Input, reading: TokenizeOptions = RIGHT) -> list[int]:
     (result,) = tokenizer.encode([text], reading)
     assert isinstance(result, Encoded), result
     return result.ids.tolist()
@@ -87,7 +87,7 @@ def test_texts_are_checked_before_they_cost_time(tokenizer: TextTokenizer) -> No
     ],
 )
 def test_the_cut_of_a_very_long_text_changes_nothing(
-    family: str, reading: Reading, text: str, model_dir: Callable[..., Path]
+    family: str, reading: TokenizeOptions, text: str, model_dir: Callable[..., Path]
 ) -> None:
     path = model_dir(family)
     plain = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -233,7 +233,7 @@ def test_pairs_are_those_of_transformers(
     path, theirs = pair_readers[family]
     theirs.truncation_side = "left" if left else "right"
     tokenizer = TextTokenizer(replace(read_layout(path), type_ids=True), limit)
-    ours = tokenizer.encode([Pair(*pair) for pair in pairs], Reading(left=left))
+    ours = tokenizer.encode([Pair(*pair) for pair in pairs], TokenizeOptions(left=left))
 
     halves = [list(half) for half in zip(*pairs, strict=True)]
     expected = theirs(*halves, truncation="longest_first", max_length=limit, return_token_type_ids=True)
@@ -263,7 +263,7 @@ def test_the_cut_of_very_long_halves_changes_nothing(
     tokenizer = TextTokenizer(read_layout(path), limit)
     tokenizer._shortener = Shortener(limit * 20, safe=True)
 
-    assert ids(tokenizer, pair, Reading(left=left)) == plain.encode(*pair).ids
+    assert ids(tokenizer, pair, TokenizeOptions(left=left)) == plain.encode(*pair).ids
 
 
 def test_two_very_long_halves_take_no_more_than_their_tokens(model_dir: Callable[..., Path]) -> None:
@@ -289,7 +289,7 @@ def test_a_pair_is_checked_as_a_whole(tokenizer: TextTokenizer) -> None:
 
 
 def test_a_prompt_goes_before_a_text_and_before_the_first_of_a_pair(tokenizer: TextTokenizer) -> None:
-    asked = Reading(prompt="ask: ")
+    asked = TokenizeOptions(prompt="ask: ")
 
     assert ids(tokenizer, "fog", asked) == ids(tokenizer, "ask: fog")
     assert ids(tokenizer, Pair("fog", "rain"), asked) == ids(tokenizer, Pair("ask: fog", "rain"))
@@ -326,7 +326,7 @@ def test_a_text_with_a_token_that_has_no_weights_fails_alone(model_dir: Callable
 def test_ids_with_a_prompt_are_read_as_their_text(tokenizer: TextTokenizer) -> None:
     given = np.array(ids(tokenizer, "the harbour"), dtype=np.int32)
 
-    assert ids(tokenizer, given, Reading(prompt="ask: ")) == ids(tokenizer, "ask: the harbour")
+    assert ids(tokenizer, given, TokenizeOptions(prompt="ask: ")) == ids(tokenizer, "ask: the harbour")
 
 
 def test_a_bad_input_among_good_ones_fails_alone(tokenizer: TextTokenizer) -> None:
@@ -356,7 +356,10 @@ def test_queries_are_filled_and_documents_are_not(minilm: Path) -> None:
     tokenizer = TextTokenizer(replace(read_layout(minilm), late=LATE), 256)
     query, long_query, document, long_document = (
         result
-        for inputs, reading in ((["fog", "fog " * 30], Reading(query=True)), (["fog", "fog " * 30], Reading()))
+        for inputs, reading in (
+            (["fog", "fog " * 30], TokenizeOptions(query=True)),
+            (["fog", "fog " * 30], TokenizeOptions()),
+        )
         for result in tokenizer.encode(inputs, reading)
     )
     fog = tokenizer.tokenize("fog", False, "")[0].id
@@ -376,7 +379,7 @@ def test_queries_are_filled_and_documents_are_not(minilm: Path) -> None:
 
 def test_the_limit_of_a_role_counts_its_prefix(minilm: Path) -> None:
     tokenizer = TextTokenizer(replace(read_layout(minilm), late=LATE), 256)
-    fits, over = tokenizer.encode(["fog " * 5, "fog " * 6], Reading(truncate=False, query=True))
+    fits, over = tokenizer.encode(["fog " * 5, "fog " * 6], TokenizeOptions(truncate=False, query=True))
 
     assert isinstance(fits, Encoded)
     assert str(over) == "Input validation error: `inputs` must have less than 8 tokens. Given: 9"
@@ -384,7 +387,7 @@ def test_the_limit_of_a_role_counts_its_prefix(minilm: Path) -> None:
 
 def test_a_filling_that_is_attended_to_needs_no_keys(minilm: Path) -> None:
     tokenizer = TextTokenizer(replace(read_layout(minilm), late=replace(LATE, attend_to_expansion=True)), 256)
-    (query,) = tokenizer.encode(["fog"], Reading(query=True))
+    (query,) = tokenizer.encode(["fog"], TokenizeOptions(query=True))
 
     assert isinstance(query, Encoded)
     assert (len(query.ids), query.keys) == (8, None)

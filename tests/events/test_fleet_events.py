@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from teimgr.config.settings import Webhook
-from teimgr.events.fleet_events import Happenings
+from teimgr.events.fleet_events import EventLog
 from teimgr.events.webhooks import Webhooks, signature
 from teimgr.spec import EVENTS, InstanceSpec, InstanceView, State
 
@@ -20,12 +20,12 @@ VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}
 LIMIT_S = 10.0
 
 
-def kinds(happenings: Happenings, number: int = 0) -> list[str]:
+def kinds(happenings: EventLog, number: int = 0) -> list[str]:
     return [each.kind for each in happenings.since(number)]
 
 
-def began(*views: InstanceView) -> Happenings:
-    happenings = Happenings()
+def began(*views: InstanceView) -> EventLog:
+    happenings = EventLog()
     happenings.note(views)
     return happenings
 
@@ -74,7 +74,7 @@ def test_a_life_is_told_step_by_step() -> None:
 
 
 def test_the_ring_keeps_the_latest_and_numbers_go_on() -> None:
-    happenings = Happenings(kept=3)
+    happenings = EventLog(kept=3)
     happenings.note([])
     for state in (State.STARTING, State.RUNNING, State.STOPPED, State.STARTING):
         happenings.note([replace(VIEW, state=state)])

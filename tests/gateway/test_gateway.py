@@ -10,7 +10,7 @@ from tests.support.memory_fleet import Fleet
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
-from teimgr.gateway.gateway import InferenceDoor
+from teimgr.gateway.gateway import Gateway
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import Metrics
 from teimgr.rest.app import create_app
@@ -19,7 +19,7 @@ from teimgr.wire.http_frames import MAX_HEAD_BYTES
 
 @pytest.fixture
 async def door(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
-    inference = InferenceDoor(settings, Directory(), Metrics())
+    inference = Gateway(settings, Directory(), Metrics())
     sock = bind("127.0.0.1", 0)
     async with (
         serving(create_app(Fleet(settings), settings, Metrics(), inference=inference), sock),

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from teimgr.observability.request_context import Account, Origin, Trace, request_id_of
+from teimgr.observability.request_context import CallStats, RequestContext, Trace, request_id_of
 
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_an_origin_goes_through_a_frame_unchanged(sampled: bool) -> None:
-    origin = Origin("id-1", Trace(b"\xab" * 16, b"\xcd" * 8, sampled))
-    there = Origin.unpack(origin.pack())
+    origin = RequestContext("id-1", Trace(b"\xab" * 16, b"\xcd" * 8, sampled))
+    there = RequestContext.unpack(origin.pack())
     assert there.is_sampled is origin.is_sampled is sampled
     assert (there.request_id, there.trace, there.facts()) == ("id-1", origin.trace, origin.facts())
 
 
 def test_an_origin_without_a_trace_has_an_id_alone() -> None:
-    there = Origin.unpack(Origin("id-2").pack())
+    there = RequestContext.unpack(RequestContext("id-2").pack())
     assert (there.trace, there.is_sampled, there.facts()) == (None, False, {"request_id": "id-2"})
 
 
 @pytest.mark.parametrize("size", [0, 1, 24])
 def test_a_block_that_is_too_short_says_nothing(size: int) -> None:
-    there = Origin.unpack(b"\xff" * size)
+    there = RequestContext.unpack(b"\xff" * size)
     assert (there.trace, there.is_sampled, there.request_id) == (None, False, "")
 
 
@@ -40,10 +40,10 @@ def test_an_id_that_fits_no_header_is_replaced(given: str) -> None:
 
 
 def test_accounts_of_several_inferences_span_all_of_them() -> None:
-    origin = Origin("id")
+    origin = RequestContext("id")
     for began_ns, rows in ((100, 2), (50, 3)):
-        origin.charge(Account(began_ns, 60, 1, 2, 3, rows, 1, 10, 20))
+        origin.charge(CallStats(began_ns, 60, 1, 2, 3, rows, 1, 10, 20))
     assert origin.account is not None
     assert origin.account[:2] == (50, 110)
     assert (origin.account.rows, origin.account.rows_failed, origin.account.tokens) == (5, 2, 20)
-    assert Account.unpack(origin.account.pack()) == origin.account
+    assert CallStats.unpack(origin.account.pack()) == origin.account

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from teimgr.registry.download import Live
+from teimgr.registry.download import Observable
 
 
 async def test_a_watcher_sees_the_value_now_and_the_last_one() -> None:
-    live = Live(0)
+    live = Observable(0)
 
     async def watch() -> list[int]:
         return [value async for value in live.follow()]
@@ -23,14 +23,14 @@ async def test_a_watcher_sees_the_value_now_and_the_last_one() -> None:
 
 
 async def test_a_watcher_that_comes_late_sees_the_last_value_once() -> None:
-    live = Live(1)
+    live = Observable(1)
     live.set(2)
     live.close()
     assert [value async for value in live.follow()] == [2]
 
 
 async def test_a_watcher_that_is_slow_misses_no_end() -> None:
-    live = Live(0)
+    live = Observable(0)
     following = live.follow()
     assert await anext(following) == 0
     live.set(1)

@@ -18,7 +18,7 @@ from teimgr.config.sources import Configuration, Source, read
 from teimgr.daemon import Daemon
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
-from teimgr.events.fleet_events import Happenings
+from teimgr.events.fleet_events import EventLog
 from teimgr.observability import logs
 from teimgr.rest.fleet import FleetTools
 from teimgr.supervision.health import LiveProbe
@@ -43,7 +43,7 @@ class Moving:
         self.file = file
         self.front: Front = None  # type: ignore[assignment]
         self.reloader: Reloader = None  # type: ignore[assignment]
-        self.happenings = Happenings()
+        self.happenings = EventLog()
         self.applied: list[Settings] = []
 
     def tools(self, fleet: Any) -> FleetTools:

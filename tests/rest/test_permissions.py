@@ -21,7 +21,7 @@ from teimgr.config.auth import ApiKey, Auth, faults, policy_of
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
-from teimgr.gateway.gateway import InferenceDoor
+from teimgr.gateway.gateway import Gateway
 from teimgr.gateway.paths import paths
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import Metrics
@@ -67,7 +67,7 @@ class Everything:
 @pytest.fixture
 async def everything(settings: Settings) -> AsyncIterator[Everything]:
     settings = replace(settings, auth=AUTH)
-    inference = InferenceDoor(settings, Directory(), Metrics())
+    inference = Gateway(settings, Directory(), Metrics())
     behind: Any = Anything()
     app = create_app(Fleet(settings), settings, Metrics(), registry=behind, inference=inference, board=behind)
     sock = bind("127.0.0.1", 0)

@@ -17,7 +17,7 @@ from teimgr.directory import Directory, Entry
 from teimgr.launch.process_handle import MuxRunFile
 from teimgr.observability.metrics import Metrics
 from teimgr.spec import State
-from teimgr.supervision.muxes import Backoff, MuxKeeper, Patience
+from teimgr.supervision.muxes import Backoff, MuxSupervisor, MuxTimeouts
 
 LIMIT_S = 60.0
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")
@@ -40,7 +40,7 @@ class Watched(Metrics):
         self.heard.release()
 
 
-class Heeded(MuxKeeper):
+class Heeded(MuxSupervisor):
     """A keeper that says when an answer was missed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -65,7 +65,7 @@ class Kept:
             self.metrics,
             command=(sys.executable, FAKE, how),
             # Only a mux that never answers may have the time run out.
-            patience=Patience(
+            patience=MuxTimeouts(
                 connect_limit_s=0.1 if how == "absent" else LIMIT_S,
                 alarm_after_s=alarm_after_s,
                 answer_limit_s=0.1 if how == "mute" else LIMIT_S,
@@ -150,7 +150,7 @@ async def test_a_mux_that_hangs_is_an_alarm_until_it_answers_again(settings: Set
 
 
 def test_a_mux_that_hangs_is_replaced_soon() -> None:
-    patience = Patience()
+    patience = MuxTimeouts()
 
     assert patience.alarm_after_s < patience.answer_limit_s
     assert patience.interval_s + patience.answer_limit_s <= 15

@@ -8,7 +8,7 @@ import pytest
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import InvalidInput
 from teimgr.worker.calls import Call, Reply
-from teimgr.worker.dispatcher import Work, parts_of
+from teimgr.worker.dispatcher import Submission, parts_of
 
 CUT = InferOptions(frozenset({Output.SCORES}), truncate=True)
 WHOLE = InferOptions(frozenset({Output.SCORES}), truncate=False)
@@ -22,9 +22,9 @@ def finish(job: Job, scores: list[float], each_ns: int) -> None:
     job.queue_ns = job.inference_ns = job.tokenization_ns = each_ns
 
 
-def work(options: list[InferOptions]) -> Work:
+def work(options: list[InferOptions]) -> Submission:
     call = Call(1, Lane.BULK, deadline=7.0)
-    return Work(call, parts_of(PAIRS, options), lambda job: Reply(b""))
+    return Submission(call, parts_of(PAIRS, options), lambda job: Reply(b""))
 
 
 def test_inputs_with_the_same_options_are_one_job_in_their_order() -> None:

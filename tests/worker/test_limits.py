@@ -7,14 +7,14 @@ import pytest
 from teimgr.engine.job import Lane
 from teimgr.errors import Overloaded
 from teimgr.worker.calls import Call
-from teimgr.worker.limits import Admission
+from teimgr.worker.limits import CallLimiter
 
 
 class Door:
     """An admission, and the calls it let in, in order."""
 
     def __init__(self, calls: int = 2, size_bytes: int = 100, waiting: int = 3, waiting_bytes: int = 1000) -> None:
-        self.admission = Admission(
+        self.admission = CallLimiter(
             max_calls=calls, max_bytes=size_bytes, max_waiting=waiting, max_waiting_bytes=waiting_bytes
         )
         self.proceeded: list[Call] = []
@@ -145,7 +145,7 @@ def test_room_of_the_line_comes_back() -> None:
 
 def test_a_long_line_of_calls_that_fail_at_once_is_worked_off() -> None:
     """Each leaves while it is being let in, which must not nest."""
-    admission = Admission(max_calls=1, max_bytes=100, max_waiting=5000, max_waiting_bytes=5000)
+    admission = CallLimiter(max_calls=1, max_bytes=100, max_waiting=5000, max_waiting_bytes=5000)
     calls = [Call(1, Lane.BULK, may_wait=True) for _ in range(5000)]
     left: list[Call] = []
 

@@ -10,14 +10,14 @@ import pytest
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.spec import ModelInfo
 from teimgr.worker.calls import Call
-from teimgr.worker.limits import Room, most_token_bytes
+from teimgr.worker.limits import ResultBudget, most_token_bytes
 
 
 class Hall:
     """A room, and the calls that got into it, in order."""
 
     def __init__(self, max_bytes: int = 100) -> None:
-        self.room = Room(max_bytes)
+        self.room = ResultBudget(max_bytes)
         self.inside: list[Call] = []
 
     def enter(self, size_bytes: int, then: Callable[[Call], None] = lambda call: None) -> Call:

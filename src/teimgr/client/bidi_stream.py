@@ -29,7 +29,7 @@ class Status(NamedTuple):
     trailing: Any
 
 
-class Ending:
+class CallStatus:
     """The status of one streaming call.
 
     The made-up status may come after the true one, which is therefore noted at once, or before it, and is then
@@ -71,7 +71,7 @@ _EOF = _aio.EOF
 _LAST_WORDS_S = 1.0
 
 
-class Conversation:
+class BidiStream:
     """Sends `first` and then `requests` while fewer than `window` of them wait for a reply.
 
     Owns the sending task until `end`.
@@ -81,7 +81,7 @@ class Conversation:
         self._call = call
         self._requests = requests
         self._room = asyncio.Semaphore(window)
-        self._ending = Ending(call)
+        self._ending = CallStatus(call)
         self._owed = 0
         self._waiting_since = 0.0
         self._reading: asyncio.Future[Any] | None = None

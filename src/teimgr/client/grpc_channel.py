@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from teimgr.client.bidi_stream import Conversation, Ending
+from teimgr.client.bidi_stream import BidiStream, CallStatus
 from teimgr.client.endpoints import Endpoint, Tls
 from teimgr.client.failures import from_grpc, from_status
 from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Unavailable
@@ -118,7 +118,7 @@ class Calls:
             return
         if self._channel is not channel:
             raise Cancelled("the client was closed during the call")
-        conversation = Conversation(
+        conversation = BidiStream(
             channel.stream_stream(_path(method))(metadata=self._metadata), first, requests, window
         )
         try:
@@ -137,7 +137,7 @@ class Calls:
             TeimgrError: what the status meant; DeadlineExceeded when the server takes or says nothing for `idle_s`.
         """
         call = self._opened().stream_unary(_path(method))(metadata=self._metadata)
-        ending = Ending(call)
+        ending = CallStatus(call)
         try:
             async for request in requests:
                 async with asyncio.timeout(idle_s):

@@ -47,7 +47,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 
 
-class Asking:
+class RpcBase:
     """The base of the classes whose methods are calls. Every method raises the `TeimgrError` that the server meant.
 
     `instance=` or `model=` says who answers. Calls end after the client's `timeout_s`; streams when a reply is
@@ -150,7 +150,7 @@ _STREAM_WINDOW = 512
 _BATCH_WINDOW = 4
 
 
-class Inference(Asking):
+class Inference(RpcBase):
     """What embedding models of every kind serve, and what concerns tokens."""
 
     async def embed(self, texts: str | Sequence[str], *, in_flight: int = 64, **how: Unpack[How]) -> Vectors:

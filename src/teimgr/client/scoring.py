@@ -17,7 +17,7 @@ from teimgr.client.checks import (
     check_text,
     check_texts,
 )
-from teimgr.client.inference import Asking, items
+from teimgr.client.inference import RpcBase, items
 from teimgr.client.messages import HOW_INFER, HOW_SCORES, HowInfer, HowScores, direction, infer_request, target
 from teimgr.client.values import Prediction, Rank
 from teimgr.config.schema import said
@@ -27,7 +27,7 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 
 
-class Scoring(Asking):
+class Scoring(RpcBase):
     """What classifiers and rerankers serve."""
 
     async def predict(
@@ -137,7 +137,7 @@ _INPUTS = ("text", "text_pair", "query", "input_ids")
 _WINDOW = 4
 
 
-class Tables(Asking):
+class Tables(RpcBase):
     """Several outputs of one run of the model, for texts, pairs or token ids, beside keys of the caller's own."""
 
     async def infer(

@@ -33,7 +33,7 @@ from teimgr.spec import ModelInfo
 _DIFFERENCE = 2e-2
 
 
-class Proof(Job):
+class SelfTest(Job):
     """A known input for the first output of a model; `done` is set when it is answered."""
 
     __slots__ = ("_output", "done")
@@ -46,7 +46,7 @@ class Proof(Job):
         self.make_room(info.dimension, len(info.labels))
         self.done = threading.Event()
 
-    def agrees_with(self, known: Proof) -> bool:
+    def agrees_with(self, known: SelfTest) -> bool:
         """Whether the answer is that of an earlier proof, within what the shape of a batch changes."""
         here, there = self._answer(), known._answer()
         if self._output is Output.SPARSE:
@@ -66,7 +66,7 @@ class Proof(Job):
         return np.zeros(0, dtype=np.float32) if row is None else row
 
 
-def _over_one_vocabulary(*proofs: Proof) -> tuple[NDArray[np.float32], ...]:
+def _over_one_vocabulary(*proofs: SelfTest) -> tuple[NDArray[np.float32], ...]:
     """Sparse answers as vectors of one size: an entry near zero may be there once and not the other time."""
     answers = [proof.sparse[0] for proof in proofs]
     width = 1 + max((int(a.indices.max()) for a in answers if a is not None and len(a.indices)), default=0)
@@ -135,7 +135,7 @@ class Engine:
         self._prompts = parts.prompts
         self._deliver_out = deliver
         self._sickness: str | None = None
-        self._known: Proof | None = None
+        self._known: SelfTest | None = None
         self._device = parts.embedder.transformer.device
         self._model_bytes = tensor_bytes(parts.embedder)
         self._queue = EntryQueue(parts.limits)
@@ -302,9 +302,9 @@ class Engine:
 
     def _deliver(self, jobs: list[Job]) -> None:
         for job in jobs:
-            if isinstance(job, Proof):
+            if isinstance(job, SelfTest):
                 job.done.set()
-        if others := [job for job in jobs if not isinstance(job, Proof)]:
+        if others := [job for job in jobs if not isinstance(job, SelfTest)]:
             self._deliver_out(others)
 
     def _fall_sick(self, reason: str) -> None:
@@ -312,8 +312,8 @@ class Engine:
             log.error("unhealthy from now on: %s", reason)
             self._sickness = reason
 
-    def _proof(self, timeout_s: float) -> Proof:
-        proof = Proof(self.info)
+    def _proof(self, timeout_s: float) -> SelfTest:
+        proof = SelfTest(self.info)
         self._intake.put(proof, self._prompts.reading(proof.options), bounded=False)
         if not proof.done.wait(timeout_s):
             proof.cancel()
@@ -322,7 +322,7 @@ class Engine:
             raise Unavailable(proof.errors[0].message)
         return proof
 
-    def _compare(self, proof: Proof) -> None:
+    def _compare(self, proof: SelfTest) -> None:
         if self._known is None or not proof.agrees_with(self._known):
             self._fall_sick("the known text has another vector than when the model was loaded")
 

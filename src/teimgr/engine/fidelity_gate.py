@@ -26,7 +26,7 @@ from teimgr.engine.job import Input, Output, Pair
 from teimgr.engine.linears import PackedLinear, prepacking_works
 from teimgr.engine.model import Model
 from teimgr.engine.static_table import StaticTable
-from teimgr.engine.tokenizer import Reading, TextTokenizer
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files import Kind, Layout
 
@@ -180,13 +180,13 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
     pairs: list[Input] = [Pair(text, texts[i - 3]) for i, text in enumerate(texts)]
     singles: list[Input] = list(texts)
     if layout.kind is Kind.RERANKER:
-        asked = [(pairs, Reading()), (singles[:2], Reading())]
+        asked = [(pairs, TokenizeOptions()), (singles[:2], TokenizeOptions())]
     elif layout.kind is Kind.CLASSIFIER:
-        asked = [(singles, Reading()), (pairs[:2], Reading())]
+        asked = [(singles, TokenizeOptions()), (pairs[:2], TokenizeOptions())]
     elif layout.late is not None:
-        asked = [(singles, Reading()), (singles[:4], Reading(query=True))]
+        asked = [(singles, TokenizeOptions()), (singles[:4], TokenizeOptions(query=True))]
     else:
-        asked = [(singles, Reading())]
+        asked = [(singles, TokenizeOptions())]
     results = [result for inputs, reading in asked for result in tokenizer.encode(inputs, reading)]
     encoded = [result for result in results if isinstance(result, Encoded)]
     if not encoded:

@@ -22,7 +22,7 @@ from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
 _BATCHES = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays the next query
 
 
-class Flight:
+class InFlightLimit:
     """Counts batches and their tokens between start and finish. One thread enters, another leaves."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Finisher:
         self._inbox: queue.Queue[Started | Failures | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
         self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
-        self.flight = Flight()
+        self.flight = InFlightLimit()
         self.counters = Counters()
 
     def put(self, work: Started | Failures | None, timeout_s: float = math.inf) -> bool:

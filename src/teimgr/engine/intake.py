@@ -16,7 +16,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import Entry, EntryQueue
-from teimgr.engine.tokenizer import Reading, TextTokenizer
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, Unavailable
 
 _CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
@@ -30,7 +30,7 @@ class _Pending:
     """A job and how far it is tokenized."""
 
     job: Job
-    reading: Reading
+    reading: TokenizeOptions
     estimate: int
     next_row: int = 0
 
@@ -67,7 +67,7 @@ class Intake:
         self._closed = False
         self._abandoned = False
 
-    def put(self, job: Job, reading: Reading, bounded: bool = True) -> None:
+    def put(self, job: Job, reading: TokenizeOptions, bounded: bool = True) -> None:
         """Accept `job`; never waits. A lane with nothing in it accepts a job of any size.
 
         Raises:
@@ -172,7 +172,7 @@ class Intake:
             self._finisher.put(Failures(failures, chunk.empty))
 
     def _encode(
-        self, rows: list[tuple[_Pending, int]], reading: Reading
+        self, rows: list[tuple[_Pending, int]], reading: TokenizeOptions
     ) -> Iterator[tuple[_Pending, int, Encoded | TeimgrError]]:
         good: list[tuple[_Pending, int]] = []
         inputs: list[Input] = []
@@ -194,8 +194,8 @@ class Intake:
                     self._estimates[pending.job.lane] -= pending.estimate
 
 
-def _by_reading(chunk: _Chunk) -> Iterator[tuple[Reading, list[tuple[_Pending, int]]]]:
-    groups: dict[Reading, list[tuple[_Pending, int]]] = {}
+def _by_reading(chunk: _Chunk) -> Iterator[tuple[TokenizeOptions, list[tuple[_Pending, int]]]]:
+    groups: dict[TokenizeOptions, list[tuple[_Pending, int]]] = {}
     for pending, row in chunk.rows:
         groups.setdefault(pending.reading, []).append((pending, row))
     yield from groups.items()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from teimgr.engine.job import InferOptions
 from teimgr.engine.templates import DOCUMENT, QUERY
-from teimgr.engine.tokenizer import Reading
+from teimgr.engine.tokenizer import TokenizeOptions
 from teimgr.errors import InvalidConfig, InvalidInput
 from teimgr.model_files import Layout
 
@@ -38,7 +38,7 @@ class Prompts:
         """What a request may name."""
         return tuple(self._texts)
 
-    def reading(self, options: InferOptions) -> Reading:
+    def reading(self, options: InferOptions) -> TokenizeOptions:
         """How a job with these options wants its inputs read.
 
         Raises:
@@ -46,7 +46,7 @@ class Prompts:
         """
         query = self._default_query if options.prompt_name is None else options.prompt_name == QUERY
         text = self.text(options.prompt_name)
-        return Reading(options.truncate, options.truncation_left, text, self._roles and query)
+        return TokenizeOptions(options.truncate, options.truncation_left, text, self._roles and query)
 
     def text(self, name: str | None) -> str:
         """What goes before the input, "" for nothing.

@@ -44,7 +44,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Take:
+class BatchDraft:
     """What the queue gave out: the entries of one batch, and those whose deadline passed while they waited."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Take:
     tokens: int = 0
 
 
-class Shelf:
+class LengthBuckets:
     """The waiting entries of one lane, by length and by age. Every `now` is a monotonic moment."""
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class Shelf:
         self.tokens += entry.length
         self.texts += 1
 
-    def take(self, budget_tokens: int, budget_texts: int | None, now: float) -> Take:
+    def take(self, budget_tokens: int, budget_texts: int | None, now: float) -> BatchDraft:
         """The oldest entry and those of nearest length, within both budgets; expired entries met on the way."""
-        take = Take()
+        take = BatchDraft()
         oldest = self._oldest(take, now)
         if oldest is None:
             return take
@@ -98,7 +98,7 @@ class Shelf:
         self.tokens = self.texts = 0
         return waiting
 
-    def _oldest(self, take: Take, now: float) -> Entry | None:
+    def _oldest(self, take: BatchDraft, now: float) -> Entry | None:
         """The head by age, after dropping the dead entries before it: it is also the head of its bucket."""
         while self._by_age:
             head = self._by_age[0]
@@ -125,7 +125,7 @@ class Shelf:
                 yield lengths[above]
                 above += 1
 
-    def _hand_out(self, entry: Entry, take: Take, now: float) -> None:
+    def _hand_out(self, entry: Entry, take: BatchDraft, now: float) -> None:
         entry.taken = True
         self.tokens -= entry.length
         self.texts -= 1
@@ -142,7 +142,7 @@ class Shelf:
         del self._lengths[bisect_left(self._lengths, length)]
 
 
-def _fits(take: Take, length: int, budget_tokens: int, budget_texts: int | None) -> bool:
+def _fits(take: BatchDraft, length: int, budget_tokens: int, budget_texts: int | None) -> bool:
     if not take.entries:
         return True
     if budget_texts is not None and len(take.entries) >= budget_texts:
@@ -175,7 +175,7 @@ class EntryQueue:
         self._limits = limits
         self._clock = clock
         self._changed = threading.Condition()
-        self._shelves = {lane: Shelf() for lane in Lane}
+        self._shelves = {lane: LengthBuckets() for lane in Lane}
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
         self._closed = False
@@ -190,7 +190,7 @@ class EntryQueue:
                     self._interactive_seen = self._clock()
             self._changed.notify()
 
-    def next_batch(self, timeout_s: float) -> Take | None:
+    def next_batch(self, timeout_s: float) -> BatchDraft | None:
         """The next batch; an empty one after `timeout_s` without entries; None once closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self), timeout_s)
@@ -227,7 +227,7 @@ class EntryQueue:
             self._closed = self._abandoned = True
             self._changed.notify_all()
 
-    def _take(self) -> Take:
+    def _take(self) -> BatchDraft:
         lane = self._turn()
         take = self._shelves[lane].take(self._budget(lane), self._limits.texts, self._clock())
         self._settle(lane, take.tokens)

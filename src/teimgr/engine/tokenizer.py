@@ -33,7 +33,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TokenizeOptions:
     """How inputs are to be read.
 
     Too long ones are cut at their end, or at their beginning where `left`, or refused where not `truncate`. `prompt`
@@ -84,7 +84,7 @@ class TextTokenizer:
             self._prompt_lens[prompt] = min(len(encoding), self.max_length) - encoding.special_tokens_mask[-1]
         return self._prompt_lens[prompt]
 
-    def check(self, item: Input, reading: Reading) -> TeimgrError | None:
+    def check(self, item: Input, reading: TokenizeOptions) -> TeimgrError | None:
         """What is wrong with an input before anything is tokenized; None where nothing is."""
         if item is None:
             return InvalidInput("Input validation error: `inputs` cannot be null")
@@ -102,7 +102,7 @@ class TextTokenizer:
             )
         return None
 
-    def encode(self, inputs: Sequence[Input], reading: Reading) -> list[Encoded | TeimgrError]:
+    def encode(self, inputs: Sequence[Input], reading: TokenizeOptions) -> list[Encoded | TeimgrError]:
         """What the model reads of each input, or why it reads nothing.
 
         Ids are taken as they are, unless a prompt goes before them: then before their text.
@@ -143,11 +143,11 @@ class TextTokenizer:
             raise EmptyInput("Input validation error: `input_ids` cannot be empty")
         return self._library.decode(ids, skip_special_tokens)
 
-    def limit(self, reading: Reading) -> int:
+    def limit(self, reading: TokenizeOptions) -> int:
         """The most tokens of an input."""
         return self.max_length if self._roles is None else self._roles[reading.query].limit
 
-    def _without_text(self, item: Input, reading: Reading) -> Encoded | TeimgrError | None:
+    def _without_text(self, item: Input, reading: TokenizeOptions) -> Encoded | TeimgrError | None:
         """The result of an input that needs no tokenizer; None for one that does."""
         if (error := self.check(item, reading)) is not None:
             return error
@@ -173,7 +173,7 @@ class TextTokenizer:
             f"which is not in the vocabulary of {self._vocabulary}"
         )
 
-    def _encode(self, items: Sequence[Input], reading: Reading) -> list[Encoded | TeimgrError]:
+    def _encode(self, items: Sequence[Input], reading: TokenizeOptions) -> list[Encoded | TeimgrError]:
         """Texts, pairs, and ids that a prompt goes before."""
         try:
             if self._causal is not None:
@@ -182,12 +182,12 @@ class TextTokenizer:
         except TokenizerFailed as error:  # for all at once; each by itself, so that one cannot fail the others
             return [error] if len(items) == 1 else [self._encode([item], reading)[0] for item in items]
 
-    def _encode_causal(self, pairs: Sequence[Pair], reading: Reading) -> list[Encoded | TeimgrError]:
+    def _encode_causal(self, pairs: Sequence[Pair], reading: TokenizeOptions) -> list[Encoded | TeimgrError]:
         assert self._causal is not None
         texts = self._causal.encode(pairs, reading.truncate, reading.left)
         return [Encoded(ids) if len(ids) <= self.max_length else _too_long(self.max_length, len(ids)) for ids in texts]
 
-    def _encode_texts(self, texts: Sequence[Text], reading: Reading) -> list[Encoded | TeimgrError]:
+    def _encode_texts(self, texts: Sequence[Text], reading: TokenizeOptions) -> list[Encoded | TeimgrError]:
         cut = self._cut(reading)
         short = texts if cut is None else [self._shortener.short(text, cut.left) for text in texts]
         encodings = self._library.encode(short, self._specials)
@@ -199,7 +199,7 @@ class TextTokenizer:
             results.append(self._encoded(whole, reading, cut))
         return results
 
-    def _encoded(self, encoding: Encoding, reading: Reading, cut: Cut | None) -> Encoded | TeimgrError:
+    def _encoded(self, encoding: Encoding, reading: TokenizeOptions, cut: Cut | None) -> Encoded | TeimgrError:
         kept = slice(None) if cut is None or (places := cut.kept(encoding)) is None else places
         ids = np.array(encoding.ids, dtype=np.int32)[kept]
         role = None if self._roles is None else self._roles[reading.query]
@@ -215,7 +215,7 @@ class TextTokenizer:
         type_ids = np.array(encoding.type_ids, dtype=np.uint8)[kept] if self._typed else None
         return Encoded(ids, type_ids, prompt_tokens=self.prompt_len(reading.prompt))
 
-    def _cut(self, reading: Reading) -> Cut | None:
+    def _cut(self, reading: TokenizeOptions) -> Cut | None:
         if not reading.truncate:
             return None
         prefix = 0 if self._roles is None else len(self._roles[reading.query].prefix)

@@ -48,7 +48,7 @@ class Happening:
         }
 
 
-class Happenings:
+class EventLog:
     """The ring. `note` is told of every change of the fleet; the first telling is where everything begins."""
 
     def __init__(self, kept: int = KEPT) -> None:

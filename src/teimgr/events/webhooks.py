@@ -20,7 +20,7 @@ import orjson
 
 from teimgr import __version__
 from teimgr.config.settings import Webhook
-from teimgr.events.fleet_events import Happening, Happenings
+from teimgr.events.fleet_events import EventLog, Happening
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class NotAccepted(Exception):
 class Webhooks:
     """The tasks of all webhooks. `pause_s` is what comes before the second try; it doubles each time."""
 
-    def __init__(self, happenings: Happenings, pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(self, happenings: EventLog, pause_s: float = FIRST_PAUSE_S) -> None:
         self._happenings = happenings
         self._pause_s = pause_s
         self._life = uuid.uuid4().hex[:12]

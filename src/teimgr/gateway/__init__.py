@@ -4,6 +4,6 @@
 within bounds, `door.py` puts them together. Bodies are parsed and written by workers (`worker/dialects/`).
 """
 
-from teimgr.gateway.gateway import InferenceDoor
+from teimgr.gateway.gateway import Gateway
 
-__all__ = ["InferenceDoor"]
+__all__ = ["Gateway"]

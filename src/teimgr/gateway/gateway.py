@@ -28,7 +28,7 @@ from teimgr.wire.frames import Flag, Method
 from teimgr.wire.http_frames import MAX_HEAD_BYTES, HeadTooLong, HttpReply, HttpRequest, read_reply, request_head
 
 
-class InferenceFigures:
+class GatewayMetrics:
     """Counts answers by dialect, the worker's route and HTTP status; every label is of a small fixed set."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -54,11 +54,11 @@ _LONG_LOOK_BYTES = 256 * 1024
 _MAX_REPLY_BYTES = 256 * 2**20
 
 
-class InferenceDoor:
+class Gateway:
     """Where HTTP clients' inference enters. Follows `directory` by itself; `close` it at the end."""
 
     def __init__(self, settings: Settings, directory: Directory, metrics: Metrics) -> None:
-        self._figures = InferenceFigures(metrics)
+        self._figures = GatewayMetrics(metrics)
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb * 2**20, settings.grpc_max_message_bytes)
         self._bodies = Bodies(limit_bytes)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, ModelNotFound, TeimgrError, Unavailable
-from teimgr.routing.router import Lease, Seen
+from teimgr.routing.router import Lease, RouterView
 from teimgr.wire.error_bodies import JSON_TYPE, OPENAI, failure
 from teimgr.wire.protobuf import Target
 
@@ -25,11 +25,11 @@ _LOOKED_AT_CHARS = 256
 class Naming:
     """Resolves names against the last snapshot; `aliases` maps an alias to an instance's name or a model's id."""
 
-    def __init__(self, router: Seen, aliases: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, router: RouterView, aliases: Callable[[], Mapping[str, str]]) -> None:
         self._router = router
         self._aliases = aliases
 
-    def of(self, router: Seen) -> Naming:
+    def of(self, router: RouterView) -> Naming:
         """The same names over the part of the router that one caller sees."""
         return self if router is self._router else Naming(router, self._aliases)
 

@@ -23,7 +23,15 @@ from teimgr.launch.log_files import open_log, shrink
 from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.process_handle import LocalHandle
-from teimgr.launch.run_files import RunFile, Traces, all_traces, make_private, new_incarnation, open_pidfd, socket_fits
+from teimgr.launch.run_files import (
+    RunFile,
+    WorkerPaths,
+    all_worker_paths,
+    make_private,
+    new_incarnation,
+    open_pidfd,
+    socket_fits,
+)
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 
@@ -148,7 +156,7 @@ class LocalLauncher:
 
     async def _make_once(self, spec: WorkerSpec, ports: Mapping[int, int]) -> LocalHandle:
         """Bind the socket, fork, hand the sockets over."""
-        traces = Traces(self._run_dir, new_incarnation())
+        traces = WorkerPaths(self._run_dir, new_incarnation())
         request = {"incarnation": traces.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
         log_path = self.log_path(spec.name)
         try:
@@ -169,7 +177,7 @@ class LocalLauncher:
         with suppress(LaunchFailed):
             await (await making).stop(0)
 
-    async def _unmake_unanswered(self, traces: Traces) -> None:
+    async def _unmake_unanswered(self, traces: WorkerPaths) -> None:
         """End the worker of a nursery that died before it could answer; its run file says whether there is one."""
         handle = self._find(traces)
         if handle is None:
@@ -180,7 +188,7 @@ class LocalLauncher:
     async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """See who lives, keep whom we want, end the others."""
         alive = []
-        for traces, handle in [(traces, self._find(traces)) for traces in all_traces(self._run_dir)]:
+        for traces, handle in [(traces, self._find(traces)) for traces in all_worker_paths(self._run_dir)]:
             if handle is None:
                 traces.remove()
             else:
@@ -210,7 +218,7 @@ class LocalLauncher:
             os.close(self._lock)
             self._lock = None
 
-    def _find(self, traces: Traces) -> LocalHandle | None:
+    def _find(self, traces: WorkerPaths) -> LocalHandle | None:
         """The live worker that `traces` speak of; an unreadable spec gives one that nobody will want."""
         found = RunFile.read(traces.run_file)
         process = found.process if found else None

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from teimgr.launch.base import TorchBuild
-from teimgr.launch.run_files import RunFile, Traces, boot_id, look_up, thread_count
+from teimgr.launch.run_files import RunFile, WorkerPaths, boot_id, look_up, thread_count
 from teimgr.spec import WorkerSpec
 
 MESSAGE_LIMIT_BYTES = 128 * 1024
@@ -252,7 +252,7 @@ def write_run_file(request: dict[str, Any], pid: int) -> None:
     if process is None:
         return
     spec = WorkerSpec.from_json(request["spec"])
-    traces = Traces(Path(request["run_dir"]), request["incarnation"])
+    traces = WorkerPaths(Path(request["run_dir"]), request["incarnation"])
     RunFile(
         pid=pid,
         start_time=process.start_time,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from teimgr.launch.base import KILL_LIMIT_S, Exit, LaunchFailed
 from teimgr.launch.log_files import last_complaint
-from teimgr.launch.run_files import Process, Traces, boot_id, look_up, open_pidfd
+from teimgr.launch.run_files import Process, WorkerPaths, boot_id, look_up, open_pidfd
 from teimgr.spec import WorkerSpec
 
 _STATUS_LIMIT_S = 2.0
@@ -27,7 +27,7 @@ class LocalHandle:
     def __init__(
         self,
         spec: WorkerSpec,
-        traces: Traces,
+        traces: WorkerPaths,
         pid: int,
         pidfd: int,
         started_at: float,

@@ -80,7 +80,7 @@ class RunFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Traces:
+class WorkerPaths:
     """The files of one worker in the run directory."""
 
     folder: Path
@@ -116,15 +116,15 @@ class Traces:
             path.unlink(missing_ok=True)
 
 
-def all_traces(folder: Path) -> Iterator[Traces]:
+def all_worker_paths(folder: Path) -> Iterator[WorkerPaths]:
     """Every worker that has left a file in `folder`; files of other parts of teimgr are not touched."""
     found = {match[1] for entry in os.scandir(folder) if (match := _OURS.fullmatch(entry.name))}
-    return (Traces(folder, incarnation) for incarnation in sorted(found))
+    return (WorkerPaths(folder, incarnation) for incarnation in sorted(found))
 
 
 def socket_fits(folder: Path) -> bool:
     """Whether a worker's socket in `folder` has a path that the kernel takes."""
-    return len(os.fsencode(Traces(folder, new_incarnation()).socket)) <= _SOCKET_PATH_BYTES
+    return len(os.fsencode(WorkerPaths(folder, new_incarnation()).socket)) <= _SOCKET_PATH_BYTES
 
 
 def make_private(folder: Path) -> None:

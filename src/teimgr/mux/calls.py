@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError, Unsupported
-from teimgr.mux.counters import Note
+from teimgr.mux.counters import CallRecord
 from teimgr.routing.links import Reply
-from teimgr.routing.router import Lease, Seen, check_target
+from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Envelope, Target, read_envelope, read_target
@@ -23,7 +23,7 @@ INSTANCE_KEY = "x-teimgr-instance"
 
 
 async def answer_one(
-    rpc: Rpc, router: Seen, message: bytes, named: Target | None, timeout_s: float | None, note: Note
+    rpc: Rpc, router: RouterView, message: bytes, named: Target | None, timeout_s: float | None, note: CallRecord
 ) -> Reply:
     """The worker's answer to a unary message; `named` is whom it is for where it does not say so itself.
 
@@ -40,7 +40,7 @@ async def answer_one(
         return await lease.call(method_of(rpc), envelope.inner, flags=rpc.lane, timeout_s=timeout_s)
 
 
-def named_target(rpc: Rpc, router: Seen, name: str | None) -> Target | None:
+def named_target(rpc: Rpc, router: RouterView, name: str | None) -> Target | None:
     """Whom a call is for by its metadata, in which `name` stands under `INSTANCE_KEY`; None where its messages say it.
 
     Raises:
@@ -73,7 +73,7 @@ def open_message(rpc: Rpc, message: bytes) -> Envelope:
     return Envelope(envelope.target, message if rpc.payload is Payload.WHOLE else b"")
 
 
-def lease_for(rpc: Rpc, router: Seen, target: Target, message: bytes) -> Lease:
+def lease_for(rpc: Rpc, router: RouterView, target: Target, message: bytes) -> Lease:
     """A lease for `message`. Where there is none to be had, bad Arrow is said first: no other target would help it.
 
     Raises:
@@ -132,7 +132,9 @@ class Collection:
     come within `pause_s` (None = whenever it likes): what was said before lies in memory meanwhile.
     """
 
-    def __init__(self, rpc: Rpc, router: Seen, named: Target | None, pause_s: float | None, note: Note) -> None:
+    def __init__(
+        self, rpc: Rpc, router: RouterView, named: Target | None, pause_s: float | None, note: CallRecord
+    ) -> None:
         self._rpc = rpc
         self._router = router
         self._target = named

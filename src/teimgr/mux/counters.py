@@ -24,7 +24,7 @@ class Histogram:
         self.sum_s += duration_s
 
 
-class Note:
+class CallRecord:
     """What is known of one call while it runs: its method, its instance once found, the messages it answered."""
 
     __slots__ = ("began_s", "instance", "messages", "method")
@@ -48,12 +48,12 @@ class Counters:
         self._messages: dict[tuple[str, str], int] = {}
         self._latency: dict[tuple[str, str], Histogram] = {}
 
-    def begin(self, method: str) -> Note:
+    def begin(self, method: str) -> CallRecord:
         """A call came in; `end` must follow."""
         self.in_flight += 1
-        return Note(method)
+        return CallRecord(method)
 
-    def end(self, note: Note, status: str) -> None:
+    def end(self, note: CallRecord, status: str) -> None:
         """The call is over with the gRPC status of that name."""
         self.in_flight -= 1
         key = (note.method, note.instance)

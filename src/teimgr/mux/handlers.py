@@ -15,13 +15,13 @@ from teimgr.auth.callers import caller_of_call, grpc_status
 from teimgr.auth.policy import PolicyInForce, Right
 from teimgr.errors import TeimgrError
 from teimgr.mux.calls import INSTANCE_KEY, Collection, answer_one, named_target
-from teimgr.mux.counters import Counters, Note
+from teimgr.mux.counters import CallRecord, Counters
 from teimgr.mux.stream_relay import StreamRelay
 from teimgr.observability import telemetry
-from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, Origin
+from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext
 from teimgr.observability.telemetry import Telemetry
 from teimgr.routing.links import Reply
-from teimgr.routing.router import Router, Seen, seen_by
+from teimgr.routing.router import Router, RouterView, seen_by
 from teimgr.wire.element_types import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
@@ -42,7 +42,7 @@ _ORIGINS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
 
 # grpcio carries no types of its own.
 Context = Any
-Body = Callable[[Rpc, Seen, Any, Context, Note], Coroutine[Any, Any, bytes | None]]
+Body = Callable[[Rpc, RouterView, Any, Context, CallRecord], Coroutine[Any, Any, bytes | None]]
 
 
 class MuxHandlers:
@@ -120,7 +120,7 @@ class MuxHandlers:
 
         return handle
 
-    def _ended(self, origin: Origin, note: Note, status: Any, failure: str) -> None:
+    def _ended(self, origin: RequestContext, note: CallRecord, status: Any, failure: str) -> None:
         """The call's span and its line of the log, where there are such."""
         if self._telemetry.is_on:
             facts = {"rpc.grpc.status_code": status.value[0], "tei.instance": note.instance}
@@ -132,13 +132,13 @@ class MuxHandlers:
                 extra={"method": note.method, "instance": note.instance, "status": status.name, "ms": took_ms},
             )
 
-    async def _unary(self, rpc: Rpc, router: Seen, message: bytes, context: Context, note: Note) -> bytes:
+    async def _unary(self, rpc: Rpc, router: RouterView, message: bytes, context: Context, note: CallRecord) -> bytes:
         named = self._named(rpc, router, context)
         whole = message + _output_dtype(rpc, context)
         reply = await answer_one(rpc, router, whole, named, self._timeout_s(rpc, context), note)
         return await _told(rpc, reply, context)
 
-    async def _bidi(self, rpc: Rpc, router: Seen, messages: Any, context: Context, note: Note) -> None:
+    async def _bidi(self, rpc: Rpc, router: RouterView, messages: Any, context: Context, note: CallRecord) -> None:
         relay = StreamRelay(rpc, router, self._named(rpc, router, context), self._window, note)
         reader = asyncio.create_task(_read(relay, aiter(messages), _output_dtype(rpc, context)))
         try:
@@ -148,11 +148,13 @@ class MuxHandlers:
             await asyncio.wait((reader,))
             relay.close()
 
-    async def _client_stream(self, rpc: Rpc, router: Seen, messages: Any, context: Context, note: Note) -> bytes:
+    async def _client_stream(
+        self, rpc: Rpc, router: RouterView, messages: Any, context: Context, note: CallRecord
+    ) -> bytes:
         collection = Collection(rpc, router, self._named(rpc, router, context), self._request_timeout_s, note)
         return await _told(rpc, await collection.answer(aiter(messages), context.time_remaining()), context)
 
-    def _named(self, rpc: Rpc, router: Seen, context: Context) -> Target | None:
+    def _named(self, rpc: Rpc, router: RouterView, context: Context) -> Target | None:
         """Whom the metadata says the call is for; not read where the messages say it."""
         if rpc.has_target:
             return None

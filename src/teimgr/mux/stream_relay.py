@@ -7,9 +7,9 @@ import contextlib
 
 from teimgr.errors import InvalidInput
 from teimgr.mux.calls import lease_for, method_of, open_message, target_of
-from teimgr.mux.counters import Note
+from teimgr.mux.counters import CallRecord
 from teimgr.routing.links import Call
-from teimgr.routing.router import Lease, Seen
+from teimgr.routing.router import Lease, RouterView
 from teimgr.wire.frames import Flag
 from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Slice, Target, without_fields
 from teimgr.wire.rerank_stream import Window
@@ -27,7 +27,7 @@ class StreamRelay:
     `named`.
     """
 
-    def __init__(self, rpc: Rpc, router: Seen, named: Target | None, window: int, note: Note) -> None:
+    def __init__(self, rpc: Rpc, router: RouterView, named: Target | None, window: int, note: CallRecord) -> None:
         self.opened = asyncio.Event()
         self._rpc = rpc
         self._router = router

@@ -57,7 +57,7 @@ class Trace(NamedTuple):
         return cls(trace_id, span_id, bool(int(match[3], 16) & _SAMPLED)) if any(trace_id) and any(span_id) else None
 
 
-class Account(NamedTuple):
+class CallStats(NamedTuple):
     """What a worker did for a call whose trace is kept. Times are nanoseconds, those of the parts means over the rows.
 
     `received_ns` is a moment of CLOCK_MONOTONIC, which all processes of a host share.
@@ -79,12 +79,12 @@ class Account(NamedTuple):
         return _ACCOUNT.pack(*self[:9]) + self.output_dtype.encode()
 
     @classmethod
-    def unpack(cls, block: bytes) -> Account:
+    def unpack(cls, block: bytes) -> CallStats:
         """The inverse of `pack`."""
         return cls._make((*_ACCOUNT.unpack_from(block), block[_ACCOUNT.size :].decode()))
 
 
-class Origin:
+class RequestContext:
     """Who asks: an id that ties the log lines of all processes together, and the span that our work belongs to."""
 
     __slots__ = ("_packed", "_request_id", "_trace", "account")
@@ -93,7 +93,7 @@ class Origin:
         self._request_id = request_id
         self._trace = trace
         self._packed = packed
-        self.account: Account | None = None
+        self.account: CallStats | None = None
 
     @property
     def request_id(self) -> str:
@@ -111,7 +111,7 @@ class Origin:
         return self._trace
 
     @classmethod
-    def of(cls, headers: Mapping[str, str]) -> Origin:
+    def of(cls, headers: Mapping[str, str]) -> RequestContext:
         """The origin that a client's headers say; an id of our own where they say none that is fit."""
         if not headers:
             return cls(_fresh_id())
@@ -133,7 +133,7 @@ class Origin:
         return self._packed
 
     @classmethod
-    def unpack(cls, block: bytes) -> Origin:
+    def unpack(cls, block: bytes) -> RequestContext:
         """The inverse of `pack`; the parts are looked for when somebody asks, which is seldom."""
         return cls("", packed=block)
 
@@ -144,7 +144,7 @@ class Origin:
         trace_id, span_id, _ = self.trace
         return {"request_id": self.request_id, "trace_id": trace_id.hex(), "span_id": span_id.hex()}
 
-    def charge(self, account: Account) -> None:
+    def charge(self, account: CallStats) -> None:
         """Worker: this was done; what several inferences of one call did is added up, from the first to the last."""
         before = self.account
         if before is not None:
@@ -164,12 +164,12 @@ class Origin:
         """A worker of `instance` answered with its account; where spans are made, they are made of it."""
 
 
-CURRENT: ContextVar[Origin | None] = ContextVar("origin", default=None)
+CURRENT: ContextVar[RequestContext | None] = ContextVar("origin", default=None)
 """The origin of what this task is doing."""
 
 
 @contextmanager
-def working_for(origin: Origin | None) -> Iterator[None]:
+def working_for(origin: RequestContext | None) -> Iterator[None]:
     """What the block does, logs and starts is for `origin`."""
     token = CURRENT.set(origin)
     try:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from teimgr import __version__
-from teimgr.observability.request_context import TRACEPARENT, TRACESTATE, Account, Origin, Trace, request_id_of
+from teimgr.observability.request_context import (
+    TRACEPARENT,
+    TRACESTATE,
+    CallStats,
+    RequestContext,
+    Trace,
+    request_id_of,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span, TracerProvider
@@ -97,10 +104,10 @@ class Telemetry:
         """Whether spans are made at all."""
         return self._tracer is not None
 
-    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Origin:
+    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestContext:
         """The origin of a call that came with `headers`; `end` must follow where it is a `SpannedOrigin`."""
         if self._tracer is None:
-            return Origin.of(headers)
+            return RequestContext.of(headers)
         return SpannedOrigin(self._tracer, name, headers, attributes)
 
     def close(self) -> None:
@@ -110,7 +117,7 @@ class Telemetry:
             self._provider.shutdown()
 
 
-class SpannedOrigin(Origin):
+class SpannedOrigin(RequestContext):
     """An origin whose trace is our own span, a child of the client's where it named one."""
 
     __slots__ = ("_detailed", "_rows", "_rows_failed", "_tracer", "span")
@@ -137,7 +144,7 @@ class SpannedOrigin(Origin):
 
     def told(self, account: bytes, instance: str) -> None:
         """Make the spans of what a worker did."""
-        did = Account.unpack(account)
+        did = CallStats.unpack(account)
         self._rows += did.rows
         self._rows_failed += did.rows_failed
         self.span.set_attributes({"tei.instance": instance, "tei.output_dtype": did.output_dtype})
@@ -159,7 +166,7 @@ class SpannedOrigin(Origin):
         self.span.end()
 
 
-def end(origin: Origin, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
+def end(origin: RequestContext, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
     """End the span of `origin`, if it has one."""
     if isinstance(origin, SpannedOrigin):
         origin.end(attributes, error, name)
@@ -183,7 +190,7 @@ def _parent(headers: Mapping[str, str]) -> Any:
     return set_span_in_context(NonRecordingSpan(at), Context())
 
 
-def _trace_worker(tracer: Tracer, parent: Span, did: Account) -> None:
+def _trace_worker(tracer: Tracer, parent: Span, did: CallStats) -> None:
     """The spans of one answer: the worker, and in it tokenizer, queue and batch, and in that the forward.
 
     The times are means over the rows, one after the other from the request's arrival.

@@ -74,7 +74,7 @@ class Download:
     """One download, which moves `progress` and counts `received_bytes`; `run` is its whole life."""
 
     def __init__(
-        self, order: Order, cache_folder: Path, progress: Live[Progress], environ: Mapping[str, str] = os.environ
+        self, order: Order, cache_folder: Path, progress: Observable[Progress], environ: Mapping[str, str] = os.environ
     ) -> None:
         self.order = order
         self.progress = progress
@@ -175,7 +175,7 @@ def _last_line(text: str) -> str:
 ValueT = TypeVar("ValueT")
 
 
-class Live(Generic[ValueT]):
+class Observable(Generic[ValueT]):
     """The latest value, and every later one until `close`. A slow watcher misses values in between, never the last."""
 
     def __init__(self, value: ValueT) -> None:

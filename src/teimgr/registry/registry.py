@@ -18,11 +18,11 @@ from teimgr.placement.placement import place, usable_cores
 from teimgr.placement.planner import worker_spec
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
-from teimgr.registry.download import Download, Fetched, Live, Progress
+from teimgr.registry.download import Download, Fetched, Observable, Progress
 from teimgr.registry.fetcher import Order
 from teimgr.registry.model_view import ModelStatus, ModelView, OnDisk
 from teimgr.registry.records import Remembered, facts_path, now
-from teimgr.registry.tasks import Work, Works
+from teimgr.registry.tasks import ModelTask, ModelTasks
 from teimgr.registry.trial import NAME as TRIAL_NAME
 from teimgr.registry.trial import TrialFailed, run_trial
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
@@ -79,7 +79,7 @@ class Registry:
         self._environ = environ
         self._booted = booted
         self._remembered = Remembered(facts_path(settings.state_file))
-        self._works = Works()
+        self._works = ModelTasks()
         self._started_at = now()
         self._slots = asyncio.Semaphore(settings.model_downloads)
         self._trying = asyncio.Lock()
@@ -133,7 +133,7 @@ class Registry:
             await self._remembered.save()
             return await self.get(model_id), True
 
-    async def download(self, model_id: str, revision: str | None = None, *, update: bool = False) -> Work:
+    async def download(self, model_id: str, revision: str | None = None, *, update: bool = False) -> ModelTask:
         """Begin to fetch a model, unless it is here already; `update` asks the hub in any case.
 
         Raises:
@@ -141,14 +141,14 @@ class Registry:
             ModelBusy: it is being fetched or tried.
         """
         await asyncio.to_thread(_check_id, model_id)
-        progress = Live(Progress())
+        progress = Observable(Progress())
         return self._works.begin(
             model_id,
-            Work(ModelStatus.DOWNLOADING, progress),
+            ModelTask(ModelStatus.DOWNLOADING, progress),
             lambda: self._download(model_id, revision, update, progress),
         )
 
-    async def try_out(self, model_id: str, wish: TrialWish) -> Work:
+    async def try_out(self, model_id: str, wish: TrialWish) -> ModelTask:
         """Begin a trial of a model that is here. Its outcome is remembered, whichever it is.
 
         Raises:
@@ -167,7 +167,7 @@ class Registry:
         spec = self._trial_spec(_instance(str(snapshot.path), wish), gpu.uuid if gpu else None)
         return self._works.begin(
             model_id,
-            Work(ModelStatus.LOADING),
+            ModelTask(ModelStatus.LOADING),
             lambda: self._try_out(model_id, snapshot, spec, gpu.index if gpu else None),
         )
 
@@ -187,18 +187,20 @@ class Registry:
         if view.snapshot is not None and disk.is_directory(model_id):
             raise ValidationError(f"'{model_id}' is a directory: only what lies in the hub's cache is deleted")
         if await asyncio.to_thread(self._cache.has_folder, model_id):
-            await self._works.begin(model_id, Work(None), lambda: self._remove(model_id)).finished()
+            await self._works.begin(model_id, ModelTask(None), lambda: self._remove(model_id)).finished()
         self._remembered.forget(model_id)
         await self._remembered.save()
         return view
 
-    def work(self, model_id: str) -> Work | None:
+    def work(self, model_id: str) -> ModelTask | None:
         """What is being done with a model now."""
         return self._works.of(model_id)
 
     # Works
 
-    async def _download(self, model_id: str, revision: str | None, update: bool, progress: Live[Progress]) -> None:
+    async def _download(
+        self, model_id: str, revision: str | None, update: bool, progress: Observable[Progress]
+    ) -> None:
         is_new = model_id not in self._remembered
         self._remembered.note(model_id)
         try:
@@ -210,7 +212,7 @@ class Registry:
         finally:
             await self._remembered.save()
 
-    async def _have(self, model_id: str, revision: str | None, update: bool, progress: Live[Progress]) -> None:
+    async def _have(self, model_id: str, revision: str | None, update: bool, progress: Observable[Progress]) -> None:
         here = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, revision))
         if disk.is_directory(model_id):
             if here is None:
@@ -220,7 +222,7 @@ class Registry:
         elif revision is not None:
             self._remembered.note(model_id, revision=revision)
 
-    async def _fetch(self, model_id: str, revision: str | None, progress: Live[Progress]) -> None:
+    async def _fetch(self, model_id: str, revision: str | None, progress: Observable[Progress]) -> None:
         wanted = self._revision_of(model_id, revision)
         async with self._slots:
             download = Download(Order(model_id, wanted), self._cache.folder, progress, self._environ)

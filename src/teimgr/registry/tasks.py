@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import ModelBusy, TeimgrError, Unavailable
-from teimgr.registry.download import Live, Progress
+from teimgr.registry.download import Observable, Progress
 from teimgr.registry.model_view import ModelStatus
 
 log = logging.getLogger(__name__)
@@ -18,11 +18,11 @@ Doing = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
-class Work:
+class ModelTask:
     """One piece of work; without a `status` it is a deletion. `progress` is that of a download."""
 
     status: ModelStatus | None
-    progress: Live[Progress] | None = None
+    progress: Observable[Progress] | None = None
     task: asyncio.Task[None] | None = None
 
     async def finished(self) -> None:
@@ -39,18 +39,18 @@ class Work:
         self.task.result()
 
 
-class Works:
+class ModelTasks:
     """At most one `Work` per model: it is entered and left without an await in between, so two cannot meet."""
 
     def __init__(self) -> None:
-        self._works: dict[str, Work] = {}
+        self._works: dict[str, ModelTask] = {}
         self._failures: dict[str, str] = {}
         self._closed = False
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._works)
 
-    def of(self, model_id: str) -> Work | None:
+    def of(self, model_id: str) -> ModelTask | None:
         """What is being done with a model now."""
         return self._works.get(model_id)
 
@@ -67,7 +67,7 @@ class Works:
         if (work := self._works.get(model_id)) is not None:
             raise ModelBusy(model_id, work.status.value if work.status else "being deleted")
 
-    def begin(self, model_id: str, work: Work, do: Doing) -> Work:
+    def begin(self, model_id: str, work: ModelTask, do: Doing) -> ModelTask:
         """Have `do` done, unless the model is busy.
 
         Raises:
@@ -92,7 +92,7 @@ class Works:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _ended(self, model_id: str, work: Work, task: asyncio.Task[None]) -> None:
+    def _ended(self, model_id: str, work: ModelTask, task: asyncio.Task[None]) -> None:
         del self._works[model_id]
         error = None if task.cancelled() else task.exception()
         about = {"model": model_id, "work": work.status.value if work.status else "deletion"}

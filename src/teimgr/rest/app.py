@@ -13,7 +13,7 @@ from teimgr.auth.policy import PolicyInForce
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.docs_page import HEADERS, page
-from teimgr.gateway import InferenceDoor
+from teimgr.gateway import Gateway
 from teimgr.gateway.openapi import describe
 from teimgr.observability.metrics import Metrics
 from teimgr.observability.telemetry import Telemetry
@@ -45,7 +45,7 @@ def create_app(
     alarms: Alarms = tuple,
     booted: Callable[[], bool] = lambda: True,
     registry: Registry | None = None,
-    inference: InferenceDoor | None = None,
+    inference: Gateway | None = None,
     board: GpuBoard | None = None,
     policy: PolicyInForce | None = None,
     tools: FleetTools | None = None,

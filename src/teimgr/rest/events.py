@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from teimgr.events.fleet_events import KEPT, Happening, Happenings
+from teimgr.events.fleet_events import KEPT, EventLog, Happening
 from teimgr.rest.json_http import answer
 from teimgr.rest.sse import Event, event_stream, is_wanted
 
@@ -47,7 +47,7 @@ async def events(
 
     A stream that was cut goes on after the event that `Last-Event-ID` names.
     """
-    happenings: Happenings = request.app.state.happenings
+    happenings: EventLog = request.app.state.happenings
     wanted = _Wanted(instances, kinds)
     latest = [each for each in happenings.since(0) if wanted.has(each)]
     if not is_wanted(request):
@@ -72,7 +72,7 @@ class _Wanted:
 
 
 async def _stream(
-    happenings: Happenings, first: Iterable[Happening], after: int, wanted: _Wanted
+    happenings: EventLog, first: Iterable[Happening], after: int, wanted: _Wanted
 ) -> AsyncGenerator[Event]:
     for each in first:
         yield _event(each)

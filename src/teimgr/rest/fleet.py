@@ -14,7 +14,7 @@ from starlette.responses import Response
 from teimgr.config.provenance import plain
 from teimgr.config.settings import Settings
 from teimgr.errors import TeimgrError
-from teimgr.events.fleet_events import Happenings
+from teimgr.events.fleet_events import EventLog
 from teimgr.rest.instances import UNKNOWN, Manager, TheManager, chosen
 from teimgr.rest.json_http import answer, now, read_json
 from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
@@ -27,7 +27,7 @@ from teimgr.supervision.reload import Reloader
 class FleetTools:
     """Events, proofs on demand, and the way to another configuration."""
 
-    happenings: Happenings
+    happenings: EventLog
     live_probe: LiveProbe
     reloader: Reloader
 

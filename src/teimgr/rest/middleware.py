@@ -16,7 +16,7 @@ from teimgr.auth.policy import PolicyInForce
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.observability import telemetry
 from teimgr.observability.metrics import Metrics
-from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, Origin, working_for
+from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext, working_for
 from teimgr.observability.telemetry import Telemetry
 from teimgr.rest.json_http import VERBS, error_response
 from teimgr.rest.permissions import Rights, dialect_of
@@ -70,7 +70,7 @@ class Observe:
                 facts = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 3)}
                 log.debug("request answered", extra=facts)
 
-    def _end(self, origin: Origin, method: str, route: str, status: int) -> None:
+    def _end(self, origin: RequestContext, method: str, route: str, status: int) -> None:
         if self._telemetry.is_on:
             facts: telemetry.Attributes = {"http.route": route, "http.response.status_code": status}
             telemetry.end(origin, facts, f"status {status}" if status >= 500 else None, f"{method} {route}")

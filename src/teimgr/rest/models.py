@@ -17,7 +17,7 @@ from teimgr.config.settings import U32
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.registry.model_view import ModelStatus
 from teimgr.registry.registry import Registry, TrialWish
-from teimgr.registry.tasks import Work
+from teimgr.registry.tasks import ModelTask
 from teimgr.rest.json_http import Body, answer, now, read_json
 from teimgr.rest.schemas import Failure, Text
 from teimgr.rest.sse import EVENT_SCHEMA, MEDIA_TYPE, Event, event_stream, is_wanted
@@ -273,7 +273,7 @@ async def delete_model(model_id: ModelIdModels, models: TheRegistry) -> Response
     return answer((await models.delete(model_id)).to_dict())
 
 
-async def _answer_to(models: Registry, model_id: str, work: Work, wait: bool) -> Response:
+async def _answer_to(models: Registry, model_id: str, work: ModelTask, wait: bool) -> Response:
     if wait:
         await work.finished()
     return answer((await models.get(model_id)).to_dict(), 200 if wait else 202)
@@ -288,7 +288,7 @@ async def _read_optional(request: Request, kind: type[Body]) -> Body:
     return kind()
 
 
-async def _events_of(models: Registry, model_id: str, work: Work) -> AsyncGenerator[Event]:
+async def _events_of(models: Registry, model_id: str, work: ModelTask) -> AsyncGenerator[Event]:
     """A download from now to its end."""
     assert work.progress is not None
     async for progress in work.progress.follow():

@@ -251,7 +251,7 @@ def _not_found(message: str) -> TeimgrError:
     return error_from_code(Code.INSTANCE_NOT_FOUND, message)
 
 
-class Seen(Protocol):
+class RouterView(Protocol):
     """What a call needs of a router, be it whole or a part."""
 
     @property
@@ -269,7 +269,7 @@ class Seen(Protocol):
         """As `Router.only_running`."""
 
 
-def seen_by(caller: Caller, router: Router) -> Seen:
+def seen_by(caller: Caller, router: Router) -> RouterView:
     """`router` as `caller` may use it."""
     return _Part(caller, router) if caller.is_restricted else router
 

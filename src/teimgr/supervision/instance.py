@@ -30,7 +30,7 @@ from teimgr.launch.base import Adopted
 from teimgr.placement.planner import worker_spec
 from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView, WorkerSpec
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Retire, Start, Stop
-from teimgr.supervision.supervisor import Supervisor, Surroundings
+from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 
 
 class Reach(Enum):
@@ -75,7 +75,7 @@ _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, Stat
 class Instance:
     """The owner of one name. `plan` says what each worker is told, `save` has the disk say what is wanted."""
 
-    def __init__(self, spec: InstanceSpec, replicas: int, plan: Plan, save: Save, around: Surroundings) -> None:
+    def __init__(self, spec: InstanceSpec, replicas: int, plan: Plan, save: Save, around: SupervisorContext) -> None:
         self.spec = spec
         self._plan = plan
         self._save = save

@@ -22,8 +22,8 @@ from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
 from teimgr.supervision.instance import Instance, Reach, changed, reach
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Start, Stop
 from teimgr.supervision.store import Store, wanted_at_boot
-from teimgr.supervision.supervisor import ControlMetrics, Supervisor, Surroundings, policy_of
-from teimgr.supervision.validation import Admission, check_fields, check_model
+from teimgr.supervision.supervisor import ControlMetrics, Supervisor, SupervisorContext, policy_of
+from teimgr.supervision.validation import InstanceValidator, check_fields, check_model
 from teimgr.supervision.worker_run import ProbePlan
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Manager:
         self._gpus = gpus
         self._metrics = metrics
         self._planner = Planner(settings, gpus, cores or usable_cores())
-        self._admission = Admission(settings)
+        self._admission = InstanceValidator(settings)
         self._instances: dict[str, Instance] = {}
         self._saving = asyncio.Lock()
         self._alarms: dict[str, str] = {}
@@ -75,7 +75,7 @@ class Manager:
         self.booted = asyncio.Event()
         self._refused: list[str] | None = None
         self.noticed: Callable[[Sequence[InstanceView]], None] = lambda views: None
-        self._around = Surroundings(
+        self._around = SupervisorContext(
             launcher=launcher,
             directory=directory,
             metrics=metrics,

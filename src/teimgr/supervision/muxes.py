@@ -30,7 +30,7 @@ _CONNECT_RETRY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class MuxTimeouts:
     """How long a mux may take, in seconds: to come up, to answer before there is an alarm, to answer at all; and the
     time between two questions."""
 
@@ -48,7 +48,7 @@ async def talk(
     path: str,
     directory: Directory,
     policy: PolicyInForce,
-    patience: Patience,
+    patience: MuxTimeouts,
     on_figures: Callable[[dict[str, Any]], None],
     on_missed: Callable[[], None],
 ) -> None:
@@ -140,7 +140,7 @@ class Backoff:
     settled_s: float = 10.0
 
 
-class MuxKeeper:
+class MuxSupervisor:
     """Keeps one mux process. `run` is the task; everything else informs."""
 
     def __init__(
@@ -151,7 +151,7 @@ class MuxKeeper:
         metrics: Metrics,
         policy: PolicyInForce | None = None,
         command: Sequence[str] = _COMMAND,
-        patience: Patience | None = None,
+        patience: MuxTimeouts | None = None,
         backoff: Backoff | None = None,
     ) -> None:
         self.name = f"mux-{number}"
@@ -161,7 +161,7 @@ class MuxKeeper:
         self._policy = policy or PolicyInForce(Policy())
         self._metrics = metrics
         self._command = command
-        self._patience = patience or Patience()
+        self._patience = patience or MuxTimeouts()
         self._backoff = backoff or Backoff()
         self._told = f"{__version__}:{self.config.hash}"  # another version may speak otherwise
         self._log_path = settings.log_dir / f"_{self.name}.log"  # no instance's name starts so
@@ -360,5 +360,5 @@ class Muxes:
             await keeper.adopt()
             await keeper.stop(grace_s=1)
 
-    def _keeper(self, number: int) -> MuxKeeper:
-        return MuxKeeper(number, self._settings, self._directory, self._metrics, self._policy)
+    def _keeper(self, number: int) -> MuxSupervisor:
+        return MuxSupervisor(number, self._settings, self._directory, self._metrics, self._policy)

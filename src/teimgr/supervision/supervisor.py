@@ -56,7 +56,7 @@ class ControlMetrics(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class SupervisorContext:
     """What every supervisor is given alike. `grace_s` is what a stop allows for finishing calls."""
 
     launcher: Launcher
@@ -100,7 +100,7 @@ class Supervisor:
         spec: InstanceSpec,
         number: int,
         plan: Callable[[Supervisor], Awaitable[WorkerSpec]],
-        around: Surroundings,
+        around: SupervisorContext,
         changed: Callable[[], None],
     ) -> None:
         self.spec = spec

@@ -53,7 +53,7 @@ def _local_files(told: WorkerSpec) -> Path | None:
     return cached.path if cached else None
 
 
-class Admission:
+class InstanceValidator:
     """The rules of the settings, and the cursors of the port ranges."""
 
     def __init__(self, settings: Settings) -> None:

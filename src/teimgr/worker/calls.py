@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from teimgr.engine.job import Job, Lane
 from teimgr.errors import TeimgrError, TooLarge
-from teimgr.observability.request_context import CURRENT, Account, Origin
+from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 
@@ -59,7 +59,7 @@ class Call:
             return
         spent = self.timings(job)
         self.origin.charge(
-            Account(
+            CallStats(
                 received_ns=int(self.received * 1e9),
                 total_ns=spent.total_ns,
                 tokenization_ns=job.tokenization_ns,
@@ -110,7 +110,7 @@ class LinkCall(MethodCall):
         self.link = link
         self.header = header
         if header.context:
-            self.origin = Origin.unpack(header.context)
+            self.origin = RequestContext.unpack(header.context)
         self.unanswered = unanswered
         unanswered[header.id] = self
 

@@ -14,10 +14,10 @@ import numpy as np
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
-from teimgr.observability.request_context import CURRENT, Origin, working_for
+from teimgr.observability.request_context import CURRENT, RequestContext, working_for
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import Call, Reply, Unwritten
-from teimgr.worker.limits import Admission, Room, most_token_bytes
+from teimgr.worker.limits import CallLimiter, ResultBudget, most_token_bytes
 from teimgr.worker.metrics import TeiMetrics
 
 Encode = Callable[[Job], Reply | Unwritten]
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     options: InferOptions
 
 
-class Work:
+class Submission:
     """The jobs of `call`; `encode` makes its answer of them. Several parts are for scores alone.
 
     `complete` is for the finisher thread, the rest for the loop's.
@@ -99,7 +99,7 @@ ResultT = TypeVar("ResultT")
 Outcome = tuple[Call, Job, Reply | Unwritten | TeimgrError]
 
 
-class Desk:
+class Dispatcher:
     """Where calls wait for the engine's answer. Loop thread, except `deliver`.
 
     Until `attach` gives it the engine, and after `close_door`, calls are UNAVAILABLE.
@@ -112,14 +112,14 @@ class Desk:
         self._engine: Engine | None = None
         self._closed = False
         self.max_bytes = spec.max_message_bytes * _MAX_PAYLOADS
-        self._admission = Admission(
+        self._admission = CallLimiter(
             max_calls=spec.max_concurrent_requests * (1 + _QUEUED_PER_RUNNING),
             max_bytes=self.max_bytes,
             max_waiting=_MAX_WAITING,
             max_waiting_bytes=self.max_bytes,
         )
-        self._room = Room(self.max_bytes)
-        self._work: dict[Call, Work] = {}
+        self._room = ResultBudget(self.max_bytes)
+        self._work: dict[Call, Submission] = {}
         self._codec = ThreadPoolExecutor(2, "codec")
         self._tasks: set[asyncio.Task[None]] = set()
         self._attended: dict[Call, asyncio.Task[None]] = {}
@@ -188,11 +188,11 @@ class Desk:
 
         A call that was cancelled since it came in is left alone.
         """
-        self._submit(Work(call, [Part(range(len(inputs)), inputs, options)], encode))
+        self._submit(Submission(call, [Part(range(len(inputs)), inputs, options)], encode))
 
     def infer_parts(self, call: Call, parts: Sequence[Part], encode: Encode) -> None:
         """As `infer`, for scores, where inputs differ in their options; `encode` gets all in their rows again."""
-        self._submit(Work(call, parts, encode))
+        self._submit(Submission(call, parts, encode))
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run blocking codec work on one of the codec threads."""
@@ -238,14 +238,14 @@ class Desk:
         """Stop the codec threads; whoever loaded the engine closes it."""
         self._codec.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, work: Work) -> None:
+    def _submit(self, work: Submission) -> None:
         if work.call not in self._admission:
             return
         self._work[work.call] = work
         size_bytes = sum(most_token_bytes(self.engine.info, job.options.outputs, job.inputs) for job in work.jobs)
         self._room.enter(work.call, size_bytes, lambda: self._guarded(work.call, partial(self._start, work)))
 
-    def _start(self, work: Work) -> None:
+    def _start(self, work: Submission) -> None:
         for job in work.jobs:
             self.engine.submit(job)
 
@@ -316,7 +316,7 @@ class Desk:
             self.metrics.failed(known)
 
 
-def masked(error: Exception, origin: Origin | None = None) -> Internal:
+def masked(error: Exception, origin: RequestContext | None = None) -> Internal:
     """What a caller is told of a defect of ours; the log has the rest. `origin` is the call's, if not the task's."""
     with working_for(origin or CURRENT.get()):
         log.error("request failed", exc_info=error)
@@ -326,7 +326,7 @@ def masked(error: Exception, origin: Origin | None = None) -> Internal:
 def _encoded(job: Job) -> Outcome | None:
     """The answer that `job` completes, if it does."""
     work = job.context
-    assert isinstance(work, Work)
+    assert isinstance(work, Submission)
     if (whole := work.complete()) is None:
         return None
     try:

@@ -17,16 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, TeimgrError, Unavailable
 from teimgr.http_server import read_limited, unless_hung_up
-from teimgr.observability.request_context import REQUEST_ID, Origin, working_for
+from teimgr.observability.request_context import REQUEST_ID, RequestContext, working_for
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.wire.status import STATUS
 from teimgr.worker.dialects.tei import OPENAI, POST, facts, refused
 from teimgr.worker.dialects.tei_openapi import document
-from teimgr.worker.dispatcher import Desk, masked
+from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http.answers import to_json
 from teimgr.worker.http.bodies import BodyRefused, expect_json
-from teimgr.worker.http.inference import Exchange, HttpHandler, Terms, json_reply
+from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference, json_reply
 from teimgr.worker.metrics import TeiMetrics
 
 
@@ -62,7 +62,7 @@ class Origins:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        origin = Origin.of({key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]})
+        origin = RequestContext.of({key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]})
 
         async def echoing(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -156,7 +156,7 @@ _TEXT = "text/plain; charset=utf-8"
 class Routes:
     """What each route answers; `post` makes an endpoint of one of TEI's."""
 
-    def __init__(self, desk: Desk, exchange: Exchange) -> None:
+    def __init__(self, desk: Dispatcher, exchange: HttpInference) -> None:
         self._desk = desk
         self._exchange = exchange
 
@@ -170,7 +170,7 @@ class Routes:
 
     async def info(self, request: Request) -> Response:
         """The model and the limits."""
-        return response(await facts(self._exchange, HttpRequest(TEI, "GET", "/info"), Terms()))
+        return response(await facts(self._exchange, HttpRequest(TEI, "GET", "/info"), CallOptions()))
 
     async def metrics(self, request: Request) -> Response:
         """The `te_*` metrics."""
@@ -191,7 +191,7 @@ class Routes:
         async def endpoint(request: Request) -> Response:
             try:
                 asked = await read(request, self._desk.spec.payload_limit_bytes)
-                return response(await unless_hung_up(route(self._exchange, asked, Terms()), request.receive))
+                return response(await unless_hung_up(route(self._exchange, asked, CallOptions()), request.receive))
             except TeimgrError as error:
                 return response(failure(dialect, error))
             except BodyRefused as error:
@@ -204,9 +204,9 @@ class Routes:
         return endpoint
 
 
-def create_app(desk: Desk) -> ASGIApp:
+def create_app(desk: Dispatcher) -> ASGIApp:
     """The instance port of a desk that has its engine."""
-    routes = Routes(desk, Exchange(desk))
+    routes = Routes(desk, HttpInference(desk))
     app = Starlette(
         routes=[
             *(Route(path, routes.health) for path in ("/", "/health", "/ping")),

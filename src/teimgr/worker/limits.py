@@ -10,7 +10,7 @@ from teimgr.spec import ModelInfo
 from teimgr.worker.calls import Call
 
 
-class Admission:
+class CallLimiter:
     """Who is inside and who stands in line. Loop thread only.
 
     `max_calls` calls and `max_bytes` of requests are inside at once. Beyond that a call that may not wait is refused,
@@ -119,7 +119,7 @@ def token_width(model: ModelInfo, output: Output) -> int:
     return model.token_dimension if output is Output.TOKENS else 0
 
 
-class Room:
+class ResultBudget:
     """What calls may hold at once, `max_bytes` of results; the others stand in line. Loop thread only.
 
     A lone call always fits, whatever its size. Who asks for nothing passes the line.

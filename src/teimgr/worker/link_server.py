@@ -14,7 +14,7 @@ from teimgr.errors import Cancelled, InvalidInput, TeimgrError
 from teimgr.wire.frames import Flag, FrameType, Header, Method, pack_error, pack_header
 from teimgr.wire.stream import FrameProtocol
 from teimgr.worker.calls import LinkCall
-from teimgr.worker.dispatcher import Desk, masked
+from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import Service
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Links:
     `ports` are the sockets that a worker of the same instance may have copies of, by number.
     """
 
-    def __init__(self, desk: Desk, service: Service, controls: dict[Method, Control]) -> None:
+    def __init__(self, desk: Dispatcher, service: Service, controls: dict[Method, Control]) -> None:
         self.desk = desk
         self.service = service
         self.controls = controls

@@ -32,7 +32,7 @@ from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
-from teimgr.worker.dispatcher import Desk
+from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http_port import create_app, metrics_app
 from teimgr.worker.link_server import Control, Links
 from teimgr.worker.methods import Service
@@ -120,7 +120,7 @@ class Worker:
         self.incarnation = incarnation
         self.run_dir = run_dir
         self._shared = shared
-        self._desk = Desk(spec)
+        self._desk = Dispatcher(spec)
         self._service = Service(self._desk)
         self._links = Links(self._desk, self._service, self._controls())
         self._stop = asyncio.Event()

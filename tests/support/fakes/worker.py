@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from teimgr.errors import Code, Internal, Unavailable
-from teimgr.launch.run_files import Traces
+from teimgr.launch.run_files import WorkerPaths
 from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
@@ -54,7 +54,7 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
         raise RuntimeError("asked to raise")
     if "grandchild" in flags:
         _have_grandchild(Path(run_dir))
-    worker = FakeWorker(spec, flags, Traces(Path(run_dir), incarnation))
+    worker = FakeWorker(spec, flags, WorkerPaths(Path(run_dir), incarnation))
     return asyncio.run(worker.run(socket.socket(fileno=listener_fd)))
 
 
@@ -79,7 +79,7 @@ def _have_grandchild(run_dir: Path) -> None:
 class FakeWorker:
     """State, links, and the clock that ends an orphan."""
 
-    def __init__(self, spec: WorkerSpec, flags: dict[str, str], traces: Traces) -> None:
+    def __init__(self, spec: WorkerSpec, flags: dict[str, str], traces: WorkerPaths) -> None:
         self.spec = spec
         self.flags = flags
         self.traces = traces

@@ -23,12 +23,12 @@ from teimgr.worker.dialects.tei_requests import (
     VertexRequest,
 )
 from teimgr.worker.http.bodies import Body, BodyRefused, expect_json, parse
-from teimgr.worker.http.inference import Inference, InferenceRequest, Served
+from teimgr.worker.http.inference import Inference, InferenceRequest, ServedModel
 
 NO_SHAPE = "Failed to deserialize the JSON body into the target type: "
 
 
-def served(kind: str = "embedding", **terms: Any) -> Served:
+def served(kind: str = "embedding", **terms: Any) -> ServedModel:
     model = ModelInfo(
         model_id="m",
         model_sha=None,
@@ -42,7 +42,7 @@ def served(kind: str = "embedding", **terms: Any) -> Served:
         batching="packed",
         labels=("a", "b"),
     )
-    return Served(model, WorkerSpec(name="i", model_id="m", **terms))
+    return ServedModel(model, WorkerSpec(name="i", model_id="m", **terms))
 
 
 def read(kind: type[Body], body: Any) -> Any:

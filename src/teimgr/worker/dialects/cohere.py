@@ -30,7 +30,7 @@ from teimgr.worker.http.common import (
     shortened,
     text_of_parts,
 )
-from teimgr.worker.http.inference import Exchange, HttpHandler, Inference, Served, Terms, json_reply
+from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference, Inference, ServedModel, json_reply
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 _PRECISIONS = {
@@ -87,7 +87,7 @@ def _text_of(place: int, content: dict[str, Any]) -> str:
 
 
 def _embed(version: str) -> HttpHandler:
-    async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+    async def answer(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
         asked = await read(exchange, request, EmbedRequest)
         left = _truncation(asked) == "START"
         texts = await shortened(exchange, asked.contents(), asked.max_tokens, left=left)
@@ -101,7 +101,7 @@ def _truncation(asked: EmbedRequest) -> str:
     return (asked.truncate or "END").upper()
 
 
-def _inference(version: str, asked: EmbedRequest, texts: list[str], served: Served) -> Inference:
+def _inference(version: str, asked: EmbedRequest, texts: list[str], served: ServedModel) -> Inference:
     need_texts(texts, "texts")
     if asked.output_dimension == 0:
         raise InvalidInput("`output_dimension` should be positive")

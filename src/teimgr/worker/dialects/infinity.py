@@ -14,7 +14,7 @@ from teimgr.worker.dialects.tei_requests import BATCH_LIMIT, EncodingFormat
 from teimgr.worker.http.answers import to_json
 from teimgr.worker.http.bodies import U32, Input, Texts, engine_inputs
 from teimgr.worker.http.common import MOST_INPUTS, Refused, base64_of, named, need_kind, need_texts, now, simple, usage
-from teimgr.worker.http.inference import HttpHandler, Inference, InferenceRequest, Served
+from teimgr.worker.http.inference import HttpHandler, Inference, InferenceRequest, ServedModel
 from teimgr.worker.scores import RERANKER
 
 
@@ -27,7 +27,7 @@ class EmbeddingsRequest(InferenceRequest):
     dimensions: Annotated[U32 | None, Field(description="0: all")] = None
     modality: Annotated[Literal["text", "image", "audio"], Field(description="only text is served")] = "text"
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """One vector per text, or one per token."""
         if self.modality != "text":
             raise Refused(400, f"modality: no model here takes {self.modality}", "modality")
@@ -61,7 +61,7 @@ class ClassifyRequest(InferenceRequest):
     input: Texts
     raw_scores: Annotated[bool, Field(description="logits instead of scores")] = False
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Every label with its score, best first."""
         need_texts(self.input, "input")
         need_kind(served.model, ("classifier", RERANKER), "classification")

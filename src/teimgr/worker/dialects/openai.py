@@ -13,7 +13,7 @@ from teimgr.worker.dialects.tei_requests import BATCH_LIMIT, EncodingFormat, emb
 from teimgr.worker.http.bodies import U32, engine_inputs
 from teimgr.worker.http.bodies import Input as InputField
 from teimgr.worker.http.common import simple
-from teimgr.worker.http.inference import HttpHandler, Inference, InferenceRequest, Served
+from teimgr.worker.http.inference import HttpHandler, Inference, InferenceRequest, ServedModel
 
 
 class EmbeddingsRequest(InferenceRequest):
@@ -25,7 +25,7 @@ class EmbeddingsRequest(InferenceRequest):
     dimensions: Annotated[U32 | None, Field(description="leading dimensions to keep")] = None
     user: Annotated[str | None, Field(description="not used")] = None
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Dense vectors of length 1; truncation as the instance is set."""
         inputs = engine_inputs(self.input)
         if any(_is_empty(one) for one in inputs):

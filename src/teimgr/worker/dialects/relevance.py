@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair, SparseVector
 from teimgr.spec import ModelInfo
 from teimgr.worker.http.common import DOCUMENT_PROMPTS, MOST_INPUTS, QUERY_PROMPTS, need_kind, prompt_among
-from teimgr.worker.http.inference import Exchange, Inference, Served, Terms
+from teimgr.worker.http.inference import CallOptions, HttpInference, Inference, ServedModel
 from teimgr.worker.scores import RERANKER
 
 # What a model's texts are compared by.
@@ -40,10 +40,10 @@ class Relevance(NamedTuple):
 
 
 async def relevance(
-    exchange: Exchange,
+    exchange: HttpInference,
     queries: Sequence[str],
     documents: Sequence[str],
-    terms: Terms,
+    terms: CallOptions,
     *,
     truncate: bool,
     raw_scores: bool = False,
@@ -79,7 +79,7 @@ def _options(model: ModelInfo, truncate: bool, prompts: Sequence[str], role: str
     return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name)
 
 
-def _inference(inputs: Sequence[Input], options: InferOptions, served: Served) -> Inference:
+def _inference(inputs: Sequence[Input], options: InferOptions, served: ServedModel) -> Inference:
     return Inference(inputs, options, _unwritten, MOST_INPUTS)
 
 

@@ -30,7 +30,7 @@ from teimgr.worker.http.common import (
     text_of_parts,
     usage,
 )
-from teimgr.worker.http.inference import Exchange, HttpHandler, Inference, Served, Terms, json_reply
+from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference, Inference, ServedModel, json_reply
 from teimgr.worker.scores import RERANKER
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
@@ -100,7 +100,7 @@ class Form(NamedTuple):
 def route(form: Form) -> HttpHandler:
     """A route that answers in `form`."""
 
-    async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+    async def answer(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
         asked = await read(exchange, request, RerankRequest)
         texts = await shortened(exchange, asked.texts(), asked.max_tokens_per_doc)
         [reply] = await exchange.infer([partial(_inference, asked, texts, form)], terms)
@@ -109,7 +109,7 @@ def route(form: Form) -> HttpHandler:
     return answer
 
 
-def _inference(asked: RerankRequest, texts: list[str], form: Form, served: Served) -> Inference:
+def _inference(asked: RerankRequest, texts: list[str], form: Form, served: ServedModel) -> Inference:
     if not texts:
         raise EmptyInput("`documents` cannot be empty")
     need_kind(served.model, (RERANKER,), "reranking")

@@ -35,7 +35,15 @@ from teimgr.worker.http.common import (
     read,
     validated,
 )
-from teimgr.worker.http.inference import LARGE_BODY_BYTES, Exchange, HttpHandler, Inference, Served, Terms, json_reply
+from teimgr.worker.http.inference import (
+    LARGE_BODY_BYTES,
+    CallOptions,
+    HttpHandler,
+    HttpInference,
+    Inference,
+    ServedModel,
+    json_reply,
+)
 
 MSGPACK = "application/msgpack"
 _JSON = "application/json"
@@ -93,14 +101,14 @@ class ScoreRequest(Body):
     options: dict[str, Any] | None = None
 
 
-async def _encode(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+async def _encode(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
     began = time.monotonic()
     asked = await _read(exchange, request, EncodeRequest)
     [job] = await exchange.jobs([partial(_inference, asked, asked.params or EncodeParams())], terms)
     return await exchange.desk.off_loop(_encoded, exchange.served, request, asked, job, began)
 
 
-async def _score(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+async def _score(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
     asked = await _read(exchange, request, ScoreRequest)
     if asked.instruction:
         raise Refused(400, "instruction: not served here", "instruction")
@@ -121,7 +129,7 @@ def _placed(asked: ScoreRequest) -> list[tuple[str, Item]]:
     return [("query", asked.query), *((f"items.{row}", item) for row, item in enumerate(asked.items))]
 
 
-def _inference(asked: EncodeRequest, params: EncodeParams, served: Served) -> Inference:
+def _inference(asked: EncodeRequest, params: EncodeParams, served: ServedModel) -> Inference:
     texts = [_text(item, f"items.{row}") for row, item in enumerate(asked.items)]
     need_texts(texts, "items")
     options = params.options or {}
@@ -163,7 +171,7 @@ def _unwritten(job: Job) -> bytes:
     raise NotImplementedError("the answer is made by the route")
 
 
-def _encoded(served: Served, request: HttpRequest, asked: EncodeRequest, job: Job, began: float) -> HttpReply:
+def _encoded(served: ServedModel, request: HttpRequest, asked: EncodeRequest, job: Job, began: float) -> HttpReply:
     params = asked.params or EncodeParams()
     named = params.output_dtype or (params.options or {}).get("output_dtype") or "float32"
     if named not in _PRECISIONS:
@@ -223,7 +231,7 @@ _VECTORS: Mapping[str, Callable[[Job, ModelInfo, str], list[dict[str, Any]]]] = 
 }
 
 
-async def _read(exchange: Exchange, request: HttpRequest, kind: type[BodyT]) -> BodyT:
+async def _read(exchange: HttpInference, request: HttpRequest, kind: type[BodyT]) -> BodyT:
     if media_type(request.headers.get("content-type", "")) not in _MSGPACK_TYPES:
         return await read(exchange, request, kind)
     if len(request.body) > LARGE_BODY_BYTES:

@@ -15,7 +15,7 @@ from teimgr.worker.dialects import tei_requests
 from teimgr.worker.dialects.tei_requests import OpenAICompatRequest
 from teimgr.worker.http.answers import to_json
 from teimgr.worker.http.bodies import Body, BodyRefused, InputIds, TokenizeInput, expect_json, id_lists, parse
-from teimgr.worker.http.inference import Exchange, InferenceRequest, Served, Terms
+from teimgr.worker.http.inference import CallOptions, HttpInference, InferenceRequest, ServedModel
 
 if TYPE_CHECKING:  # it would bring torch along, which who only speaks the dialect can do without
     from teimgr.engine.engine import Engine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it would bring torch along, which who only speaks the diale
 from teimgr.worker.http.inference import LARGE_BODY_BYTES, HttpHandler, json_reply
 
 
-def info(served: Served) -> dict[str, Any]:
+def info(served: ServedModel) -> dict[str, Any]:
     """What TEI says, in its order, and teimgr's own facts after it."""
     spec, model = served.spec, served.model
     return {
@@ -135,10 +135,10 @@ OPENAI = ("/v1/embeddings", "/embeddings")
 DEFAULT_TASK = ("/", "/invocations")
 
 
-def inference(kind: Callable[[Exchange], type[InferenceRequest]]) -> HttpHandler:
+def inference(kind: Callable[[HttpInference], type[InferenceRequest]]) -> HttpHandler:
     """One inference, answered with its cost in the headers."""
 
-    async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+    async def answer(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
         asked = await _read(exchange, request, kind(exchange))
         [reply] = await exchange.infer([asked.inference], terms)
         assert reply.timings is not None
@@ -150,7 +150,7 @@ def inference(kind: Callable[[Exchange], type[InferenceRequest]]) -> HttpHandler
 def tokenizer(kind: type[TokenizerRequest]) -> HttpHandler:
     """What needs neither a permit nor the device."""
 
-    async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+    async def answer(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
         asked = await _read(exchange, request, kind)
         desk = exchange.desk
         try:
@@ -162,7 +162,7 @@ def tokenizer(kind: type[TokenizerRequest]) -> HttpHandler:
     return answer
 
 
-async def several(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+async def several(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
     """`/vertex`: any number of inferences, each with a permit of its own."""
     asked = await _read(exchange, request, tei_requests.VertexRequest)
     inferences = [one.inference for one in asked.requests(exchange.served.model)]
@@ -170,7 +170,7 @@ async def several(exchange: Exchange, request: HttpRequest, terms: Terms) -> Htt
     return json_reply(tei_requests.predictions([reply.payload for reply in replies]))
 
 
-async def facts(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+async def facts(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
     """`/info`: the model and the limits."""
     return json_reply(to_json(info(exchange.served)))
 
@@ -180,7 +180,7 @@ def refused(error: BodyRefused) -> HttpReply:
     return HttpReply(error.status, {"content-type": "text/plain; charset=utf-8"}, error.text.encode())
 
 
-async def _read(exchange: Exchange, request: HttpRequest, kind: type[BodyT]) -> BodyT:
+async def _read(exchange: HttpInference, request: HttpRequest, kind: type[BodyT]) -> BodyT:
     """The request's body.
 
     Raises:
@@ -192,11 +192,11 @@ async def _read(exchange: Exchange, request: HttpRequest, kind: type[BodyT]) -> 
     return parse(kind, request.body)
 
 
-def _always(kind: type[InferenceRequest]) -> Callable[[Exchange], type[InferenceRequest]]:
+def _always(kind: type[InferenceRequest]) -> Callable[[HttpInference], type[InferenceRequest]]:
     return lambda exchange: kind
 
 
-def _default_task(exchange: Exchange) -> type[InferenceRequest]:
+def _default_task(exchange: HttpInference) -> type[InferenceRequest]:
     """What a request asks for that names no task; the environment's `TASK` is how Hugging Face's endpoints say it."""
     kind = exchange.served.model.kind
     if kind == "embedding" and os.environ.get("TASK") == "sentence-similarity":

@@ -28,7 +28,7 @@ from teimgr.worker.http.bodies import (
     first_fault,
     text_lists,
 )
-from teimgr.worker.http.inference import Inference, InferenceRequest, Served
+from teimgr.worker.http.inference import Inference, InferenceRequest, ServedModel
 from teimgr.worker.scores import need_reranker_http, output_per_token
 
 # What the official service takes in one request; its clients cut their batches accordingly.
@@ -46,7 +46,7 @@ class OpenAICompatRequest(InferenceRequest):
     encoding_format: EncodingFormat = "float"
     dimensions: U32 | None = None
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Dense vectors of length 1; truncation as the instance is set, on the right."""
         options = InferOptions(
             outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
@@ -86,7 +86,7 @@ class Truncating(Body):
     truncate: bool | None = None
     truncation_direction: TruncationDirection = "right"
 
-    def options(self, served: Served, output: Output, **more: Any) -> InferOptions:
+    def options(self, served: ServedModel, output: Output, **more: Any) -> InferOptions:
         """Options for `output`; `more` are other fields of `InferOptions`."""
         return InferOptions(
             outputs=frozenset({output}),
@@ -102,19 +102,19 @@ class EmbedAllRequest(InferenceRequest, Truncating):
     inputs: Input
     prompt_name: str | None = None
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Hidden states, or the token vectors that a late-interaction model makes of them."""
         output = output_per_token(served.model)
         return self._of_inputs(served, self.options(served, output, prompt_name=self.prompt_name), answers.per_token)
 
-    def _of_inputs(self, served: Served, options: InferOptions, answer: answers.Answer) -> Inference:
+    def _of_inputs(self, served: ServedModel, options: InferOptions, answer: answers.Answer) -> Inference:
         return Inference(engine_inputs(self.inputs), options, answer, served.spec.max_client_batch_size)
 
 
 class EmbedSparseRequest(EmbedAllRequest):
     """`POST /embed_sparse`: the weights of vocabulary entries."""
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Sparse vectors."""
         options = self.options(served, Output.SPARSE, prompt_name=self.prompt_name)
         return self._of_inputs(served, options, answers.sparse)
@@ -126,7 +126,7 @@ class EmbedRequest(EmbedAllRequest):
     normalize: bool = True
     dimensions: U32 | None = None
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Dense vectors."""
         options = self.options(
             served,
@@ -144,7 +144,7 @@ class PredictRequest(InferenceRequest, Truncating):
     inputs: PredictInput
     raw_scores: bool = False
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Scores, as a list per input where a batch was sent."""
         batch, is_batch = text_lists(self.inputs)
         options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
@@ -161,7 +161,7 @@ class RerankRequest(InferenceRequest, Truncating):
     raw_scores: bool = False
     return_text: bool = False
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """A score per pair of query and text."""
         if not self.texts:
             raise EmptyInput("`texts` cannot be empty")
@@ -191,7 +191,7 @@ class SimilarityRequest(InferenceRequest):
     inputs: SimilarityInput
     parameters: SimilarityParameters | None = None
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """Dense vectors as the model gives them; what is told is the cosine of the first with each of the others."""
         if not self.inputs.sentences:
             raise EmptyInput("`inputs.sentences` cannot be empty")

@@ -23,7 +23,7 @@ from teimgr.worker.dialects.relevance import relevance
 from teimgr.worker.http.answers import to_json
 from teimgr.worker.http.bodies import Body, Input, Texts, engine_inputs
 from teimgr.worker.http.common import MOST_INPUTS, Refused, base64_of, named, need_kind, need_texts, now, read, usage
-from teimgr.worker.http.inference import Exchange, HttpHandler, Inference, Served, Terms, json_reply
+from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference, Inference, ServedModel, json_reply
 from teimgr.worker.scores import RERANKER
 
 _PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
@@ -47,7 +47,7 @@ class Truncating(Body):
         """Whether the beginning is cut off."""
         return self.truncation_side == "left"
 
-    def limit(self, served: Served) -> int | None:
+    def limit(self, served: ServedModel) -> int | None:
         """To how many tokens texts are to be cut before the model cuts them itself; None to none.
 
         Raises:
@@ -116,7 +116,7 @@ class PoolingRequest(Truncating):
     use_activation: bool | None = None
 
 
-async def _score(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+async def _score(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
     asked = await read(exchange, request, ScoreRequest)
     queries, documents = asked.sides()
     limit = asked.limit(exchange.served)
@@ -135,7 +135,7 @@ async def _score(exchange: Exchange, request: HttpRequest, terms: Terms) -> Http
     return json_reply(to_json(_list("score", asked.model or exchange.served.name, data, tokens)))
 
 
-async def _classify(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+async def _classify(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
     asked = await read(exchange, request, ClassifyRequest)
     if asked.raw_scores is not None:
         return await infinity.classify(exchange, request, terms)
@@ -144,14 +144,14 @@ async def _classify(exchange: Exchange, request: HttpRequest, terms: Terms) -> H
     return json_reply(reply.payload)
 
 
-async def _pooling(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+async def _pooling(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
     asked = await read(exchange, request, PoolingRequest)
     inputs = await _prepared(exchange, asked, engine_inputs(asked.input))
     [reply] = await exchange.infer([partial(_pooled, asked, inputs)], terms)
     return json_reply(reply.payload)
 
 
-def _classification(asked: ClassifyRequest, inputs: Sequence[EngineInput], served: Served) -> Inference:
+def _classification(asked: ClassifyRequest, inputs: Sequence[EngineInput], served: ServedModel) -> Inference:
     need_texts(inputs, "input")
     need_kind(served.model, ("classifier", RERANKER), "classification")
     labels = served.model.labels
@@ -167,7 +167,7 @@ def _classification(asked: ClassifyRequest, inputs: Sequence[EngineInput], serve
     return Inference(inputs, options, answer, MOST_INPUTS)
 
 
-def _pooled(asked: PoolingRequest, inputs: Sequence[EngineInput], served: Served) -> Inference:
+def _pooled(asked: PoolingRequest, inputs: Sequence[EngineInput], served: ServedModel) -> Inference:
     need_texts(inputs, "input")
     output = _output(asked.task, served)
     encode = base64_of if asked.encoding_format == "base64" else _as_it_is
@@ -183,7 +183,7 @@ def _pooled(asked: PoolingRequest, inputs: Sequence[EngineInput], served: Served
     return Inference(inputs, options, answer, MOST_INPUTS)
 
 
-def _output(task: Task | None, served: Served) -> Output:
+def _output(task: Task | None, served: ServedModel) -> Output:
     """What a task is to this model.
 
     Raises:
@@ -199,7 +199,7 @@ def _output(task: Task | None, served: Served) -> Output:
     return Output.SCORES if task == "classify" else Output.DENSE
 
 
-async def _prepared(exchange: Exchange, asked: Truncating, inputs: list[EngineInput]) -> list[EngineInput]:
+async def _prepared(exchange: HttpInference, asked: Truncating, inputs: list[EngineInput]) -> list[EngineInput]:
     """The inputs, cut to what the request says."""
     limit = asked.limit(exchange.served)
     if limit is None:
@@ -207,7 +207,7 @@ async def _prepared(exchange: Exchange, asked: Truncating, inputs: list[EngineIn
     return await exchange.desk.off_loop(lambda: [_fit(exchange, one, limit, asked.left) for one in inputs])
 
 
-def _fit(exchange: Exchange, one: EngineInput, limit: int, left: bool) -> EngineInput:
+def _fit(exchange: HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
     """An input that has at most `limit` tokens, special ones and the default prompt included."""
     if isinstance(one, np.ndarray):
         return one[-limit:] if left else one[:limit]
@@ -222,7 +222,7 @@ def _fit(exchange: Exchange, one: EngineInput, limit: int, left: bool) -> Engine
 
 
 def _fit_pairs(
-    exchange: Exchange, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
+    exchange: HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
 ) -> list[str]:
     """Documents cut so that each has at most `limit` tokens together with its query."""
     engine = exchange.desk.engine

@@ -11,8 +11,8 @@ from teimgr.wire.frames import Flag
 from teimgr.wire.rerank_stream import Pairs, Window
 from teimgr.wire.rpc import Rpc, Shape
 from teimgr.worker.calls import MethodCall, Reply
-from teimgr.worker.dispatcher import Desk
-from teimgr.worker.grpc_port.exchange import Exchange
+from teimgr.worker.dispatcher import Dispatcher
+from teimgr.worker.grpc_port.exchange import RpcStream
 from teimgr.worker.methods import Service
 
 # Messages of one stream in flight, as TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS is by default.
@@ -47,11 +47,11 @@ class GrpcCall(MethodCall):
 class Calls:
     """Carries out RPCs of the table, one `answer` each."""
 
-    def __init__(self, desk: Desk, service: Service) -> None:
+    def __init__(self, desk: Dispatcher, service: Service) -> None:
         self._desk = desk
         self._service = service
 
-    async def answer(self, rpc: Rpc, exchange: Exchange) -> None:
+    async def answer(self, rpc: Rpc, exchange: RpcStream) -> None:
         """Everything but the status. Cancelled or failing, it takes what is in flight out of the worker.
 
         Raises:
@@ -60,7 +60,7 @@ class Calls:
         if rpc.shape is Shape.UNARY:
             await self._unary(rpc, exchange)
         elif rpc.shape is Shape.BIDI:
-            await Conversation(self, rpc, exchange).run()
+            await BidiCall(self, rpc, exchange).run()
         else:
             await self._collected(rpc, exchange)
 
@@ -76,14 +76,14 @@ class Calls:
         """Nobody waits for it; an answered call is left as it is."""
         self._desk.cancel(call)
 
-    async def _unary(self, rpc: Rpc, exchange: Exchange) -> None:
+    async def _unary(self, rpc: Rpc, exchange: RpcStream) -> None:
         deadline = deadline_of(exchange)
         message = await exchange.receive()
         if message is None:
             raise InvalidInput("Missing message")
         await self._told(rpc, message, rpc.lane, deadline, exchange)
 
-    async def _collected(self, rpc: Rpc, exchange: Exchange) -> None:
+    async def _collected(self, rpc: Rpc, exchange: RpcStream) -> None:
         deadline = deadline_of(exchange)
         pairs = Pairs(self._desk.spec.max_message_bytes)
         is_empty = True
@@ -94,7 +94,7 @@ class Calls:
             raise InvalidInput("Empty stream")
         await self._told(rpc, pairs.payload(), pairs.flags, deadline, exchange)
 
-    async def _told(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, exchange: Exchange) -> None:
+    async def _told(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, exchange: RpcStream) -> None:
         """The one answer, after initial metadata that say what it cost."""
         call = self.start(rpc, payload, flags, deadline)
         try:
@@ -106,10 +106,10 @@ class Calls:
         await exchange.send(reply.payload)
 
 
-class Conversation:
+class BidiCall:
     """A stream of messages, each with its answer: they run side by side, within a window, and are answered in order."""
 
-    def __init__(self, calls: Calls, rpc: Rpc, exchange: Exchange) -> None:
+    def __init__(self, calls: Calls, rpc: Rpc, exchange: RpcStream) -> None:
         self._calls = calls
         self._rpc = rpc
         self._exchange = exchange
@@ -161,13 +161,13 @@ class Conversation:
             self._answers.put_nowait(None)
 
 
-def deadline_of(exchange: Exchange) -> float | None:
+def deadline_of(exchange: RpcStream) -> float | None:
     """When the client stops waiting, in the time of `time.monotonic`; None for never."""
     timeout_s = exchange.timeout_s()
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
-async def _next_of(exchange: Exchange) -> bytes | None:
+async def _next_of(exchange: RpcStream) -> bytes | None:
     try:
         async with asyncio.timeout(PAUSE_S) as pause:
             return await exchange.receive()

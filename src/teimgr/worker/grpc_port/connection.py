@@ -18,7 +18,7 @@ from hyperframe.frame import GoAwayFrame
 from uvicorn.server import ServerState
 
 from teimgr.errors import Unavailable
-from teimgr.worker.grpc_port.exchange import Exchange, Headers, Inbox
+from teimgr.worker.grpc_port.exchange import Headers, Inbox, RpcStream
 
 log = logging.getLogger(__name__)
 # Below this, one writes down every header, API keys among them, and the other a traceback for each client that errs.
@@ -40,7 +40,7 @@ _H2_CONFIG = H2Configuration(
     normalize_outbound_headers=False,
 )
 
-Serve = Callable[[Exchange], Awaitable[None]]
+Serve = Callable[[RpcStream], Awaitable[None]]
 
 
 class Connection(H2Protocol, AbstractHandler):
@@ -55,7 +55,7 @@ class Connection(H2Protocol, AbstractHandler):
         self._serve = serve
         self._max_message_bytes = max_message_bytes
         self._books = books
-        self._calls: dict[Stream, tuple[Exchange, asyncio.Task[None]]] = {}
+        self._calls: dict[Stream, tuple[RpcStream, asyncio.Task[None]]] = {}
         self._stopping: Unavailable | None = None
         self._said_goaway = False
 
@@ -104,7 +104,7 @@ class Connection(H2Protocol, AbstractHandler):
         assert stream.id is not None
         inbox = Inbox(partial(self.connection.ack, stream.id))
         stream.buffer = cast(Any, inbox)
-        exchange = Exchange(stream, inbox, headers, self._max_message_bytes)
+        exchange = RpcStream(stream, inbox, headers, self._max_message_bytes)
         if self._said_goaway:  # the client has not read it yet, and will not look at this answer
             exchange.stop(self._stopping or Unavailable("the connection is ending"))
         task = asyncio.get_running_loop().create_task(self._run(exchange))
@@ -130,7 +130,7 @@ class Connection(H2Protocol, AbstractHandler):
     def _transport(self) -> asyncio.Transport:
         return self.connection._transport
 
-    async def _run(self, exchange: Exchange) -> None:
+    async def _run(self, exchange: RpcStream) -> None:
         try:
             await self._serve(exchange)
         except ProtocolError as error:  # the stream or the connection ended while something was sent

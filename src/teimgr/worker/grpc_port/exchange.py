@@ -9,7 +9,7 @@ from grpclib.metadata import decode_timeout, encode_grpc_message
 from grpclib.protocol import Stream
 
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge, Unsupported
-from teimgr.observability.request_context import REQUEST_ID, Origin
+from teimgr.observability.request_context import REQUEST_ID, RequestContext
 from teimgr.wire.status import OK
 
 
@@ -84,13 +84,13 @@ _CONTENT_TYPES = ("application/grpc", "application/grpc+proto")
 _CODE_KEY = "x-teimgr-code"
 
 
-class Exchange:
+class RpcStream:
     """One RPC. A client that goes away cancels the task that serves it; no method has to look for that."""
 
     def __init__(self, stream: Stream, inbox: Inbox, headers: Headers, max_message_bytes: int) -> None:
         self.metadata = dict(headers)
         self.path = self.metadata.get(":path", "")
-        self.origin = Origin.of(self.metadata)
+        self.origin = RequestContext.of(self.metadata)
         self._stream = stream
         self._inbox = inbox
         self._max_message_bytes = max_message_bytes

@@ -12,10 +12,10 @@ from teimgr.errors import DeadlineExceeded, TeimgrError
 from teimgr.observability.request_context import CURRENT
 from teimgr.wire.rpc import RPCS, TEI_PACKAGE, Rpc
 from teimgr.wire.status import STATUS, UNAUTHENTICATED, UNIMPLEMENTED
-from teimgr.worker.dispatcher import Desk, masked
+from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.grpc_port.calls import Calls
 from teimgr.worker.grpc_port.connection import Connection
-from teimgr.worker.grpc_port.exchange import Exchange, Refusal
+from teimgr.worker.grpc_port.exchange import Refusal, RpcStream
 from teimgr.worker.grpc_port.services import Answer, Health, answers, reflection_services
 from teimgr.worker.methods import Service
 
@@ -28,7 +28,7 @@ class GrpcPort:
     Health and reflection are open; everything else asks for the API key where the instance has one.
     """
 
-    def __init__(self, desk: Desk, service: Service) -> None:
+    def __init__(self, desk: Dispatcher, service: Service) -> None:
         self._desk = desk
         self._calls = Calls(desk, service)
         self._stopping = asyncio.Event()
@@ -44,7 +44,7 @@ class GrpcPort:
         """The worker is to end: whoever watches its health hears it."""
         self._stopping.set()
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: RpcStream) -> None:
         """Answer one RPC, whatever becomes of it."""
         CURRENT.set(exchange.origin)  # for this task, which serves nothing else
         if exchange.http_refusal:
@@ -63,7 +63,7 @@ class GrpcPort:
             known = masked(error)
             await exchange.finish(STATUS[known.code].grpc, known.message, known.code.name)
 
-    async def _in_time(self, exchange: Exchange) -> None:
+    async def _in_time(self, exchange: RpcStream) -> None:
         try:
             async with asyncio.timeout(exchange.timeout_s()) as limit:
                 await self._answer(exchange)
@@ -72,7 +72,7 @@ class GrpcPort:
                 raise
             raise DeadlineExceeded from None
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: RpcStream) -> None:
         rpc: Rpc | None = _BY_PATH.get(exchange.path)
         if rpc is not None:
             self._check_key(exchange)
@@ -82,7 +82,7 @@ class GrpcPort:
         else:
             raise Refusal(UNIMPLEMENTED, "Method not found")
 
-    def _check_key(self, exchange: Exchange) -> None:
+    def _check_key(self, exchange: RpcStream) -> None:
         key = self._desk.spec.api_key
         if key is None:
             return

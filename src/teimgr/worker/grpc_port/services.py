@@ -18,16 +18,16 @@ from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.rpc import SymbolPool, as_proto, service_names
 from teimgr.wire.status import NOT_FOUND
-from teimgr.worker.dispatcher import Desk
-from teimgr.worker.grpc_port.exchange import Exchange, Refusal
+from teimgr.worker.dispatcher import Dispatcher
+from teimgr.worker.grpc_port.exchange import Refusal, RpcStream
 
-Answer = Callable[[Exchange], Awaitable[None]]
+Answer = Callable[[RpcStream], Awaitable[None]]
 
 
 class TypedStream:
     """The part of `grpclib.server.Stream` that its health and reflection services use."""
 
-    def __init__(self, exchange: Exchange, request_type: type[Message]) -> None:
+    def __init__(self, exchange: RpcStream, request_type: type[Message]) -> None:
         self._exchange = exchange
         self._request_type = request_type
 
@@ -62,7 +62,7 @@ def answers(service: Any) -> dict[str, Answer]:
 
 
 def _answer(handler: Handler) -> Answer:
-    async def answer(exchange: Exchange) -> None:
+    async def answer(exchange: RpcStream) -> None:
         await handler.func(TypedStream(exchange, handler.request_type))
 
     return answer
@@ -97,7 +97,7 @@ _KINDS = {
 class Health(HealthBase):
     """Check and Watch. `stopping` is set when the worker is to end, and ends every Watch with NOT_SERVING."""
 
-    def __init__(self, desk: Desk, stopping: asyncio.Event) -> None:
+    def __init__(self, desk: Dispatcher, stopping: asyncio.Event) -> None:
         self._desk = desk
         self._stopping = stopping
 

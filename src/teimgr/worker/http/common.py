@@ -18,7 +18,14 @@ from teimgr.errors import EmptyInput, WrongModelKind
 from teimgr.spec import ModelInfo
 from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker.http.bodies import BodyRefused, BodyT, expect_json
-from teimgr.worker.http.inference import LARGE_BODY_BYTES, Exchange, HttpHandler, InferenceRequest, Terms, json_reply
+from teimgr.worker.http.inference import (
+    LARGE_BODY_BYTES,
+    CallOptions,
+    HttpHandler,
+    HttpInference,
+    InferenceRequest,
+    json_reply,
+)
 
 # What the dialects that say nothing of it let a client send at once.
 MOST_INPUTS = 10_000
@@ -66,7 +73,7 @@ def text_of_parts(parts: list[Any]) -> str | None:
     return "\n".join(whole) if len(whole) == len(parts) else None
 
 
-async def shortened(exchange: Exchange, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
+async def shortened(exchange: HttpInference, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
     """The texts cut to `limit` tokens, at the head where `left`; as they are where the model takes no more anyway."""
     engine = exchange.desk.engine
     if limit is None or limit >= engine.info.max_input_length:
@@ -109,7 +116,7 @@ class Refused(Exception):
 def simple(kind: type[InferenceRequest]) -> HttpHandler:
     """A route that asks for one inference, whose answer is the whole reply."""
 
-    async def answer(exchange: Exchange, request: HttpRequest, terms: Terms) -> HttpReply:
+    async def answer(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
         asked = await read(exchange, request, kind)
         [reply] = await exchange.infer([asked.inference], terms)
         return json_reply(reply.payload)
@@ -117,7 +124,7 @@ def simple(kind: type[InferenceRequest]) -> HttpHandler:
     return answer
 
 
-async def read(exchange: Exchange, request: HttpRequest, kind: type[BodyT]) -> BodyT:
+async def read(exchange: HttpInference, request: HttpRequest, kind: type[BodyT]) -> BodyT:
     """The request's body.
 
     Raises:

@@ -17,7 +17,7 @@ from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.calls import Call, Reply, Unwritten, raise_first
-from teimgr.worker.dispatcher import Desk
+from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http import answers
 from teimgr.worker.http.bodies import Body
 
@@ -29,7 +29,7 @@ Answer = Callable[[Job], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """The model behind a route, and the terms on which it is served."""
 
     model: ModelInfo
@@ -69,7 +69,7 @@ class Inference:
 class InferenceRequest(Body):
     """A body that asks for inference."""
 
-    def inference(self, served: Served) -> Inference:
+    def inference(self, served: ServedModel) -> Inference:
         """What it asks for.
 
         Raises:
@@ -91,7 +91,7 @@ _INTERACTIVE_INPUTS = 4
 # To write more numbers than this takes more than a millisecond, which the answers of others need not wait for.
 _LARGE_ANSWER = 2**16
 
-Asking = Callable[[Served], Inference]
+Asking = Callable[[ServedModel], Inference]
 
 
 class HttpCall(Call):
@@ -123,7 +123,7 @@ class HttpCall(Call):
             self.future.exception()  # an exception that nobody looked at would be logged
 
 
-class Terms(NamedTuple):
+class CallOptions(NamedTuple):
     """On which terms a request is served: who waits for it, and until when (`time.monotonic`)."""
 
     lane: Lane = Lane.INTERACTIVE
@@ -133,27 +133,27 @@ class Terms(NamedTuple):
 Encode = Callable[[HttpCall, Inference, Job], Reply | Unwritten]
 
 
-class Exchange:
+class HttpInference:
     """Asks the desk on behalf of HTTP clients."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> Dispatcher:
         """Where it asks."""
         return self._desk
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """What is served here, and how.
 
         Raises:
             Unavailable: the model is still loading.
         """
-        return Served(self._desk.engine.info, self._desk.spec)
+        return ServedModel(self._desk.engine.info, self._desk.spec)
 
-    async def infer(self, asked: Sequence[Asking], terms: Terms) -> list[Reply]:
+    async def infer(self, asked: Sequence[Asking], terms: CallOptions) -> list[Reply]:
         """The replies to `asked`, in order; cancelling the await gives them up.
 
         Raises:
@@ -162,7 +162,7 @@ class Exchange:
         with self._entered(asked, terms, _reply) as entered:
             return [await call.future for _, call in entered]
 
-    async def jobs(self, asked: Sequence[Asking], terms: Terms) -> list[Job]:
+    async def jobs(self, asked: Sequence[Asking], terms: CallOptions) -> list[Job]:
         """The finished jobs of `asked` themselves, for an answer that is made of several; errors as `infer`."""
         with self._entered(asked, terms, _kept) as entered:
             for _, call in entered:
@@ -171,7 +171,7 @@ class Exchange:
 
     @contextmanager
     def _entered(
-        self, asked: Sequence[Asking], terms: Terms, encode: Encode
+        self, asked: Sequence[Asking], terms: CallOptions, encode: Encode
     ) -> Iterator[list[tuple[Inference, HttpCall]]]:
         """The inferences at the desk; those that are unanswered when the block ends are given up."""
         inferences = [self._inference(one) for one in asked]
@@ -197,7 +197,7 @@ class Exchange:
             raise InvalidInput(inference.over_limit)
         return inference
 
-    def _enter(self, inference: Inference, terms: Terms, encode: Encode) -> HttpCall:
+    def _enter(self, inference: Inference, terms: CallOptions, encode: Encode) -> HttpCall:
         inputs = inference.inputs
         lane = Lane.INTERACTIVE if len(inputs) <= _INTERACTIVE_INPUTS else Lane.BULK
         call = HttpCall(inference.size_bytes, Lane.BULK if terms.lane is Lane.BULK else lane, terms.deadline)
@@ -224,7 +224,7 @@ def _kept(call: HttpCall, inference: Inference, job: Job) -> Reply:
     return Reply(b"", call.timings(job))
 
 
-HttpHandler = Callable[[Exchange, HttpRequest, Terms], Coroutine[Any, Any, HttpReply]]
+HttpHandler = Callable[[HttpInference, HttpRequest, CallOptions], Coroutine[Any, Any, HttpReply]]
 
 # A body beyond this size is parsed on a codec thread; the loop serves others meanwhile.
 LARGE_BODY_BYTES = 128 * 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 from teimgr.errors import Internal, TeimgrError
 from teimgr.observability.request_context import CURRENT
 from teimgr.worker.calls import Handler, MethodCall
-from teimgr.worker.dispatcher import Desk, masked
+from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods.arrow import ArrowCalls
 from teimgr.worker.methods.embedding import EmbeddingCalls, PlainCalls
 from teimgr.worker.methods.http import DialectCalls
@@ -15,7 +15,7 @@ from teimgr.worker.methods.scoring import ScoringCalls
 class Service:
     """Turns calls by method, of a link or of the instance port's gRPC, into work at the desk."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
         self._handlers: dict[int, Handler] = {
             **PlainCalls(desk).handlers,

@@ -16,7 +16,7 @@ from teimgr.wire.element_types import Precision
 from teimgr.wire.frames import Method
 from teimgr.wire.replies import arrow_response
 from teimgr.worker.calls import Handler, MethodCall, Reply
-from teimgr.worker.dispatcher import Desk
+from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.limits import most_token_bytes
 from teimgr.worker.methods import arrow_requests, arrow_results, messages
 from teimgr.worker.methods.arrow_requests import Form, Table
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 class ArrowCalls:
     """What a worker does with each Arrow frame; `handlers` is the table."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
         self._limit_bytes = desk.spec.max_message_bytes
         self.handlers: dict[int, Handler] = {

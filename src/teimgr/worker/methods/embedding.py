@@ -10,7 +10,7 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.frames import Method
 from teimgr.wire.replies import embed_all_response, embed_response, embed_sparse_response
 from teimgr.worker.calls import Call, Handler, MethodCall, Reply, raise_first, within
-from teimgr.worker.dispatcher import Desk
+from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.methods import messages
 from teimgr.worker.scores import output_per_token
 
@@ -18,7 +18,7 @@ from teimgr.worker.scores import output_per_token
 class EmbeddingCalls:
     """What a worker does with each of them; `handlers` is the table."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
         self.handlers: dict[int, Handler] = {
             Method.EMBED: self._embed,
@@ -67,7 +67,7 @@ def _per_token(call: Call, output: Output, limit_bytes: int, job: Job) -> Reply:
 class PlainCalls:
     """What a worker does with each of them; `handlers` is the table."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
         self.handlers: dict[int, Handler] = {
             Method.INFO: self._info,

@@ -12,10 +12,10 @@ from teimgr.wire.http_frames import HttpReply, HttpRequest, pack_reply, read_req
 from teimgr.worker.calls import Handler, MethodCall, Reply
 from teimgr.worker.dialects import cohere, infinity, openai, sie, tei, vllm
 from teimgr.worker.dialects.tei import refused
-from teimgr.worker.dispatcher import Desk, masked
+from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http.bodies import BodyRefused
 from teimgr.worker.http.common import Refused
-from teimgr.worker.http.inference import Exchange, HttpHandler, Terms
+from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference
 
 _TEI = {("POST", path): route for path, route in tei.POST.items()} | {
     ("GET", path): route for path, route in tei.GET.items()
@@ -36,9 +36,9 @@ ROUTES: Mapping[str, Mapping[tuple[str, str], HttpHandler]] = {
 class DialectCalls:
     """`handlers` is the table. A failure goes back as an error: whoever speaks HTTP says it in the dialect's words."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
-        self._exchange = Exchange(desk)
+        self._exchange = HttpInference(desk)
         self.handlers: dict[int, Handler] = {Method.HTTP: self._http}
 
     def _http(self, call: MethodCall) -> None:
@@ -50,14 +50,14 @@ class DialectCalls:
 
     async def _answer(self, call: MethodCall, request: HttpRequest) -> None:
         try:
-            reply = await self._route(request, Terms(call.lane, call.deadline))
+            reply = await self._route(request, CallOptions(call.lane, call.deadline))
             call.reply(Reply(pack_reply(reply)))
         except TeimgrError as error:
             call.fail(error)
         except Exception as error:
             call.fail(masked(error))
 
-    async def _route(self, request: HttpRequest, terms: Terms) -> HttpReply:
+    async def _route(self, request: HttpRequest, terms: CallOptions) -> HttpReply:
         route = ROUTES.get(request.dialect, {}).get((request.method, request.path))
         if route is None:
             raise error_from_code(Code.UNIMPLEMENTED, f"{request.method} {request.path} is no route of a worker")

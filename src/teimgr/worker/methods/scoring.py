@@ -12,7 +12,7 @@ from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.wire.frames import Method
 from teimgr.wire.replies import with_metadata
 from teimgr.worker.calls import Call, Handler, MethodCall, Reply, raise_first, within
-from teimgr.worker.dispatcher import Desk, Encode, Part, parts_of
+from teimgr.worker.dispatcher import Dispatcher, Encode, Part, parts_of
 from teimgr.worker.methods import messages
 from teimgr.worker.scores import need_reranker_grpc, predictions, ranks
 
@@ -20,7 +20,7 @@ from teimgr.worker.scores import need_reranker_grpc, predictions, ranks
 class ScoringCalls:
     """What a worker does with each of them; `handlers` is the table."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
         self.handlers: dict[int, Handler] = {
             Method.PREDICT: self._predict,
