@@ -10,9 +10,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
+from teimgr.clock import now_rfc3339
 from teimgr.spec import InstanceSpec, InstanceView
 
 KEPT = 1000
@@ -100,7 +100,7 @@ class EventLog:
         self._ring.append(
             Happening(
                 number=self._latest,
-                at=datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+                at=now_rfc3339(),
                 kind=kind,
                 instance=view.spec.name,
                 model_id=view.spec.model_id,

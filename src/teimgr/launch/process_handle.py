@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from teimgr.files import write_atomically
 from teimgr.launch.base import KILL_LIMIT_S, Exit, LaunchFailed
 from teimgr.launch.log_files import last_complaint
 from teimgr.launch.run_files import Process, WorkerPaths, boot_id, look_up, open_pidfd
@@ -138,9 +139,7 @@ class MuxRunFile:
 
     def write(self, path: Path) -> None:
         """Replace the file at `path`."""
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(path)
+        write_atomically(path, json.dumps(asdict(self)).encode())
 
 
 class MuxProcess:

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from teimgr.errors import Code, InvalidConfig
+from teimgr.files import write_atomically
 from teimgr.launch.base import LastWords
 from teimgr.spec import WorkerSpec
 
@@ -58,9 +59,7 @@ class RunFile:
 
     def write(self, path: Path) -> None:
         """Write it, whole or not at all."""
-        temporary = path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(path)
+        write_atomically(path, json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, path: Path) -> RunFile | None:

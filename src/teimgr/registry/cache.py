@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr import hub
+from teimgr.clock import rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ def find_packaged(model_id: str) -> Snapshot | None:
 
 def timestamp(seconds: float) -> str:
     """Seconds since the epoch as RFC 3339 in UTC."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return rfc3339(datetime.fromtimestamp(seconds, UTC), "auto")
 
 
 def _is_loadable(path: Path) -> bool:

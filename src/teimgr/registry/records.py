@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from teimgr.clock import now_rfc3339
+from teimgr.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,7 @@ class FactsFile:
             OSError: the disk refused; the file is what it was.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        with temporary.open("wb") as file:
-            file.write(render(facts))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        write_atomically(self.path, render(facts), durable=True)
 
     def _set_aside(self) -> str:
         aside = self.path.with_name(f"{self.path.name}.corrupt-{time.time_ns()}")
@@ -100,7 +96,7 @@ class Remembered:
     def note(self, model_id: str, **change: Any) -> None:
         """Remember this of a model, and when it was first heard of."""
         known = self.of(model_id)
-        self._facts[model_id] = replace(known, **{"added_at": known.added_at or now(), **change})
+        self._facts[model_id] = replace(known, **{"added_at": known.added_at or now_rfc3339(), **change})
 
     def forget(self, model_id: str) -> None:
         """Remember nothing of a model."""
@@ -124,11 +120,6 @@ class Remembered:
     def alarms(self) -> list[str]:
         """What people must know of the file."""
         return [alarm for alarm in (self._file.alarm, self._save_alarm) if alarm is not None]
-
-
-def now() -> str:
-    """The time as RFC 3339 in UTC."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def facts_path(state_file: Path) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.base import Launcher
@@ -21,7 +22,7 @@ from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download, Fetched, Observable, Progress
 from teimgr.registry.fetcher import Order
 from teimgr.registry.model_view import ModelStatus, ModelView, OnDisk
-from teimgr.registry.records import Remembered, facts_path, now
+from teimgr.registry.records import Remembered, facts_path
 from teimgr.registry.tasks import ModelTask, ModelTasks
 from teimgr.registry.trial import NAME as TRIAL_NAME
 from teimgr.registry.trial import TrialFailed, run_trial
@@ -80,7 +81,7 @@ class Registry:
         self._booted = booted
         self._remembered = Remembered(facts_path(settings.state_file))
         self._works = ModelTasks()
-        self._started_at = now()
+        self._started_at = now_rfc3339()
         self._slots = asyncio.Semaphore(settings.model_downloads)
         self._trying = asyncio.Lock()
 
@@ -246,7 +247,7 @@ class Registry:
             change: dict[str, Any] = {"verification_error": str(error), "trial": {}}
         else:
             log.info("model passed its trial", extra={"model": model_id, **trial.to_dict()})
-            change = {"verification_error": None, "last_verified": now(), "trial": trial.to_dict()}
+            change = {"verification_error": None, "last_verified": now_rfc3339(), "trial": trial.to_dict()}
         self._metrics.model_tried("failed" if change["verification_error"] else "verified")
         self._remembered.note(model_id, tried_commit=snapshot.commit, **change)
         await self._remembered.save()

@@ -11,12 +11,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
+from teimgr.clock import now_rfc3339
 from teimgr.config.provenance import plain
 from teimgr.config.settings import Settings
 from teimgr.errors import TeimgrError
 from teimgr.events.fleet_events import EventLog
 from teimgr.rest.instances import UNKNOWN, Manager, TheManager, chosen
-from teimgr.rest.json_http import answer, now, read_json
+from teimgr.rest.json_http import answer, read_json
 from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
 from teimgr.spec import InstanceView, State
 from teimgr.supervision.health import LiveProbe, Proof
@@ -144,7 +145,7 @@ async def fleet_health(request: Request, manager: TheManager, probe: Probing = F
     wanted = {view.spec.name for view in views if view.spec.wanted_running}
     counts = {state.value: sum(view.state is state for view in views) for state in State}
     healthy = all(each["healthy"] for each in found if each["name"] in wanted)
-    return answer({"healthy": healthy, "timestamp": now(), "counts": counts, "instances": found})
+    return answer({"healthy": healthy, "timestamp": now_rfc3339(), "counts": counts, "instances": found})
 
 
 def _tagged(manager: Manager, tags: dict[str, str]) -> list[str]:

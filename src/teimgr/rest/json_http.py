@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import orjson
@@ -21,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from teimgr.clock import now_rfc3339
 from teimgr.config.schema import nearest, said
 from teimgr.errors import Broken, Code, Internal, TeimgrError, TooLarge
 from teimgr.http_server import is_json, read_limited
@@ -50,7 +50,7 @@ def answer(value: object, status: int = 200) -> Response:
 
 def refusal(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """The one shape of a failure."""
-    response = answer({"error": message, "code": code, "timestamp": now()}, status)
+    response = answer({"error": message, "code": code, "timestamp": now_rfc3339()}, status)
     response.headers.update(headers or {})
     return response
 
@@ -60,11 +60,6 @@ def error_response(error: TeimgrError) -> Response:
     status = STATUS[error.code].http
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     return refusal(status, error.code.name, error.message, headers)
-
-
-def now() -> str:
-    """The time in UTC as RFC 3339 with `Z`."""
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def install(app: FastAPI) -> None:

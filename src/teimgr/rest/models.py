@@ -13,12 +13,13 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
+from teimgr.clock import now_rfc3339
 from teimgr.config.settings import U32
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.registry.model_view import ModelStatus
 from teimgr.registry.registry import Registry, TrialWish
 from teimgr.registry.tasks import ModelTask
-from teimgr.rest.json_http import Body, answer, now, read_json
+from teimgr.rest.json_http import Body, answer, read_json
 from teimgr.rest.schemas import Failure, Text
 from teimgr.rest.sse import EVENT_SCHEMA, MEDIA_TYPE, Event, event_stream, is_wanted
 
@@ -297,7 +298,7 @@ async def _events_of(models: Registry, model_id: str, work: ModelTask) -> AsyncG
         await work.finished()
         yield Event("done", (await models.get(model_id)).to_dict())
     except TeimgrError as error:
-        yield Event("failed", {"error": error.message, "code": error.code.name, "timestamp": now()})
+        yield Event("failed", {"error": error.message, "code": error.code.name, "timestamp": now_rfc3339()})
 
 
 async def _one(event: Event) -> AsyncGenerator[Event]:

@@ -13,13 +13,14 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from teimgr import __version__
+from teimgr.clock import now_rfc3339
 from teimgr.directory import Directory, Endpoint
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
 from teimgr.observability.metrics import Metrics
 from teimgr.rest.instances import Manager, TheManager
-from teimgr.rest.json_http import answer, now
+from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Health, Readiness
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.replica import Replica
@@ -38,7 +39,7 @@ async def health(request: Request, manager: TheManager) -> Response:
     alarms = all_alarms(manager, request.app.state.alarms)
     notices = list(request.app.state.notices())
     return answer(
-        {"status": "healthy", "timestamp": now(), "version": __version__, "alarms": alarms, "notices": notices}
+        {"status": "healthy", "timestamp": now_rfc3339(), "version": __version__, "alarms": alarms, "notices": notices}
     )
 
 
@@ -47,7 +48,7 @@ async def ready(request: Request, manager: TheManager) -> Response:
     """200 when every instance that should run does, else 503 with those that do not; while booting 503 too."""
     waiting = [_waiting(view) for view in manager.list() if view.spec.wanted_running and view.state != State.RUNNING]
     serves = request.app.state.booted() and not waiting
-    return answer({"ready": serves, "timestamp": now(), "waiting": waiting}, 200 if serves else 503)
+    return answer({"ready": serves, "timestamp": now_rfc3339(), "waiting": waiting}, 200 if serves else 503)
 
 
 Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus' text, or JSON")]
@@ -62,7 +63,7 @@ async def metrics(request: Request, manager: TheManager, form: Form = "text") ->
     figures.alarms(len(all_alarms(manager, request.app.state.alarms)))
     page = await figures.page()
     if form == "json":
-        return answer({"timestamp": now(), "families": to_json(page)})
+        return answer({"timestamp": now_rfc3339(), "families": to_json(page)})
     return Response(text(page), headers={"Content-Type": CONTENT_TYPE})
 
 

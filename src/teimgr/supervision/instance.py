@@ -19,10 +19,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
+from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.directory import Entry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
@@ -231,7 +231,7 @@ class Instance:
             if self._updating is not None and not self._updating.done():
                 raise UpdateInProgress(self.spec.name)
             spec, replicas, reach = make(self.spec)
-            self._update = UpdateView(state="rolling", changes=keys, started_at=_now())
+            self._update = UpdateView(state="rolling", changes=keys, started_at=now_rfc3339())
             self._is_committed = False
             work = self._carry_out(spec, replicas, reach, recreate=recreate)
             self._updating = asyncio.create_task(self._conclude(work), name=f"update of {spec.name}")
@@ -258,7 +258,7 @@ class Instance:
             reason = error.message
         finally:
             assert self._update is not None
-            self._update = replace(self._update, state=state, reason=reason or None, finished_at=_now())
+            self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
             facts = {"instance": self.spec.name, "state": state, "changes": self._update.changes, "reason": reason}
             log.log(logging.INFO if state == "done" else logging.WARNING, "update", extra=facts)
             self._changed()
@@ -398,7 +398,3 @@ class Instance:
             endpoints=tuple(endpoint for endpoint in endpoints if endpoint is not None),
         )
         self._around.directory.publish(entry)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
@@ -150,7 +150,7 @@ class Manager:
         request = with_batch_tokens(request, await self._planner.look(), self.tokens_per_gib)
         place(request, self._planner.inventory)
         spec = self._admission.admit(request, self._specs())
-        spec = replace(spec, created_at=_now(), wanted_running=True)
+        spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
         instance = self._enlist(spec)
         await instance.begin(self._planner.replicas(spec), {})
         await instance.accept(Start())
@@ -379,7 +379,3 @@ class Manager:
 
 def _count(gpus: Iterable[str | None]) -> Counter[str]:
     return Counter(gpu for gpu in gpus if gpu is not None)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -20,6 +20,7 @@ from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.config.mux import MuxConfig, MuxTls
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
+from teimgr.files import write_atomically
 from teimgr.http_server import bind
 from teimgr.launch.process_handle import MuxProcess, MuxRunFile
 from teimgr.observability.metrics import Metrics
@@ -227,7 +228,7 @@ class MuxSupervisor:
 
     def _launch(self) -> MuxProcess:
         Path(self.config.control_socket).unlink(missing_ok=True)
-        self._config_path.write_text(self.config.to_json())
+        write_atomically(self._config_path, self.config.to_json().encode())
         self._process = MuxProcess.launch([*self._command, str(self._config_path)], self._log_path)
         if found := self._process.run_file(self._told):
             found.write(self._run_file)

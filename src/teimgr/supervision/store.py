@@ -9,10 +9,8 @@ state.toml.backup-<time>          a state that the daemon was told not to restor
 from __future__ import annotations
 
 import logging
-import os
 import tomllib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +18,11 @@ from typing import Any
 
 import tomli_w
 
+from teimgr.clock import now_rfc3339
 from teimgr.config import schema
 from teimgr.config.settings import SPEC_RULES, Settings
 from teimgr.errors import InvalidConfig
+from teimgr.files import duplicate, write_atomically
 from teimgr.spec import InstanceSpec
 
 SET_ASIDE_KEPT = 5
@@ -77,11 +77,7 @@ class Store:
             OSError: the disk refused; the file is what it was.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        _write_durably(temporary, render(specs))
-        self._keep_previous()
-        temporary.replace(self._path)
-        _sync_directory(self._path.parent)
+        write_atomically(self._path, render(specs), mode=0o600, durable=True, previous=self._previous)
 
     def set_aside(self, kind: str) -> Path | None:
         """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None when there is no file.
@@ -91,7 +87,7 @@ class Store:
         """
         aside = self._path.with_name(f"{self._path.name}.{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
         try:
-            _second_name(self._path, aside)
+            duplicate(self._path, aside)
         except FileNotFoundError:
             return None
         for old in sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"))[:-SET_ASIDE_KEPT]:
@@ -108,14 +104,10 @@ class Store:
         kept = self._try_set_aside()
         try:
             found = parse(self._previous.read_bytes())
-            _second_name(self._previous, self._path)  # at once: what is loaded now must not depend on a later save
+            duplicate(self._previous, self._path)  # at once: what is loaded now must not depend on a later save
         except (Unreadable, OSError):
             return Loaded((), f"{problem}; {kept}; no good generation before it, no instance was restored")
         return Loaded(found.specs, "; ".join(filter(None, (problem, kept, "restored the one before", found.alarm))))
-
-    def _keep_previous(self) -> None:
-        with suppress(FileNotFoundError):
-            _second_name(self._path, self._previous)
 
 
 def parse(content: bytes) -> Loaded:
@@ -142,8 +134,7 @@ def parse(content: bytes) -> Loaded:
 
 def render(specs: Iterable[InstanceSpec]) -> bytes:
     """The bytes of a state file."""
-    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return tomli_w.dumps({"last_updated": now, "instances": [_entry(spec) for spec in specs]}).encode()
+    return tomli_w.dumps({"last_updated": now_rfc3339(), "instances": [_entry(spec) for spec in specs]}).encode()
 
 
 def _entry(spec: InstanceSpec) -> dict[str, Any]:
@@ -162,33 +153,6 @@ def _read_entry(entry: object, path: str) -> InstanceSpec:
     if len(known) < len(entry):
         log.warning("unknown keys in the state file", extra={"entry": path, "keys": sorted(entry.keys() - known)})
     return schema.build(InstanceSpec, known, path, rules=SPEC_RULES)
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-
-
-def _second_name(path: Path, name: Path) -> None:
-    """Have `name` mean what `path` means now, whatever it meant before."""
-    link = path.with_name(f".{path.name}.link")
-    link.unlink(missing_ok=True)
-    try:
-        link.hardlink_to(path)
-    except OSError:  # a file system without links, which says so in one of many ways; a broken one refuses the copy too
-        _write_durably(link, path.read_bytes())
-    link.replace(name)
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def wanted_at_boot(settings: Settings, store: Store) -> Loaded:

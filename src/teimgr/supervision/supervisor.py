@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Protocol
 
+from teimgr.clock import rfc3339
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, Endpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
@@ -196,7 +197,7 @@ class Supervisor:
             uptime_secs=max(0, int(time.time() - handle.started_at)) if handle else None,
             restarts=life.restarts,
             health_check_failures=life.probe_failures,
-            last_health_check=self._probed_at.isoformat().replace("+00:00", "Z") if self._probed_at else None,
+            last_health_check=rfc3339(self._probed_at) if self._probed_at else None,
             reason=life.reason,
         )
 

@@ -1,0 +1,61 @@
+"""Atomic replacement of small files: a reader, or a restart after a crash, finds the old content or the new one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_atomically(
+    path: Path, content: bytes, *, mode: int = 0o666, durable: bool = False, previous: Path | None = None
+) -> None:
+    """Replace the file at `path`, by way of `<path>.tmp`.
+
+    Args:
+        path: What to write; its folder exists.
+        content: All of the new file.
+        mode: Permissions of the new file, before the umask.
+        durable: Sync file and folder, so that a power failure after the return does not lose the content.
+        previous: Keep the replaced file under this second name.
+
+    Raises:
+        OSError: The disk refused; the file at `path` is unchanged.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    _write(temporary, content, mode, durable)
+    if previous is not None:
+        with suppress(FileNotFoundError):
+            duplicate(path, previous)
+    temporary.replace(path)
+    if durable:
+        _sync_folder(path.parent)
+
+
+def duplicate(path: Path, name: Path) -> None:
+    """Make `name`, in the same folder, a hard link to `path`, or a copy where the file system has no links."""
+    link = path.with_name(f".{path.name}.link")
+    link.unlink(missing_ok=True)
+    try:
+        link.hardlink_to(path)
+    except OSError:  # the error of a missing feature differs between file systems; a broken disk fails the copy too
+        _write(link, path.read_bytes(), stat.S_IMODE(path.stat().st_mode), durable=True)
+    link.replace(name)
+
+
+def _write(path: Path, content: bytes, mode: int, durable: bool) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
