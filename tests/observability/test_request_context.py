@@ -1,4 +1,4 @@
-"""Where a call comes from: read of headers, carried in frames, said in log lines."""
+"""Request context: from headers, through frames, into log lines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_an_origin_goes_through_a_frame_unchanged(sampled: bool) -> None:
-    origin = RequestContext("id-1", Trace(b"\xab" * 16, b"\xcd" * 8, sampled))
-    there = RequestContext.unpack(origin.pack())
-    assert there.is_sampled is origin.is_sampled is sampled
-    assert (there.request_id, there.trace, there.facts()) == ("id-1", origin.trace, origin.facts())
+def test_a_context_goes_through_a_frame_unchanged(sampled: bool) -> None:
+    context = RequestContext("id-1", Trace(b"\xab" * 16, b"\xcd" * 8, sampled))
+    there = RequestContext.unpack(context.pack())
+    assert there.is_sampled is context.is_sampled is sampled
+    assert (there.request_id, there.trace, there.log_fields()) == ("id-1", context.trace, context.log_fields())
 
 
-def test_an_origin_without_a_trace_has_an_id_alone() -> None:
+def test_a_context_without_a_trace_has_an_id_alone() -> None:
     there = RequestContext.unpack(RequestContext("id-2").pack())
-    assert (there.trace, there.is_sampled, there.facts()) == (None, False, {"request_id": "id-2"})
+    assert (there.trace, there.is_sampled, there.log_fields()) == (None, False, {"request_id": "id-2"})
 
 
 @pytest.mark.parametrize("size", [0, 1, 24])
@@ -39,11 +39,11 @@ def test_an_id_that_fits_no_header_is_replaced(given: str) -> None:
     assert ours != request_id_of({"x-request-id": given})
 
 
-def test_accounts_of_several_inferences_span_all_of_them() -> None:
-    origin = RequestContext("id")
+def test_stats_of_several_inferences_span_all_of_them() -> None:
+    context = RequestContext("id")
     for began_ns, rows in ((100, 2), (50, 3)):
-        origin.charge(CallStats(began_ns, 60, 1, 2, 3, rows, 1, 10, 20))
-    assert origin.account is not None
-    assert origin.account[:2] == (50, 110)
-    assert (origin.account.rows, origin.account.rows_failed, origin.account.tokens) == (5, 2, 20)
-    assert CallStats.unpack(origin.account.pack()) == origin.account
+        context.add_stats(CallStats(began_ns, 60, 1, 2, 3, rows, 1, 10, 20))
+    assert context.stats is not None
+    assert context.stats[:2] == (50, 110)
+    assert (context.stats.rows, context.stats.rows_failed, context.stats.tokens) == (5, 2, 20)
+    assert CallStats.unpack(context.stats.pack()) == context.stats

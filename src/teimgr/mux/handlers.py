@@ -94,10 +94,10 @@ class MuxHandlers:
             note = self._counters.begin(rpc.name)
             status, failure = grpc.StatusCode.CANCELLED, ""
             said = _said(context)
-            origin = self._telemetry.begin(name, said, about)
-            CURRENT.set(origin)  # for this call's task, and those that it starts
+            request_context = self._telemetry.begin(name, said, about)
+            CURRENT.set(request_context)  # for this call's task, and those that it starts
             if said:  # trailers cost a call some percent: who does not ask for them gets them with failures alone
-                context.set_trailing_metadata(((REQUEST_ID, origin.request_id),))
+                context.set_trailing_metadata(((REQUEST_ID, request_context.request_id),))
             try:
                 caller = caller_of_call(self._policy.now, context)
                 caller.require(_NEEDED)
@@ -107,24 +107,24 @@ class MuxHandlers:
             except TeimgrError as error:
                 status = grpc_status(error)
                 failure = error.message
-                told = ((CODE_KEY, error.code.name), (REQUEST_ID, origin.request_id))
+                told = ((CODE_KEY, error.code.name), (REQUEST_ID, request_context.request_id))
                 await context.abort(status, error.message[:_MESSAGE_CHARS], told)
             except Exception:
                 status = grpc.StatusCode.INTERNAL
                 _log.exception("call failed", extra={"method": rpc.name, "instance": note.instance})
-                await context.abort(status, "Internal error", ((REQUEST_ID, origin.request_id),))
+                await context.abort(status, "Internal error", ((REQUEST_ID, request_context.request_id),))
             finally:
                 self._counters.end(note, status.name)
-                self._ended(origin, note, status, failure)
+                self._ended(request_context, note, status, failure)
             return None
 
         return handle
 
-    def _ended(self, origin: RequestContext, note: CallRecord, status: Any, failure: str) -> None:
+    def _ended(self, request_context: RequestContext, note: CallRecord, status: Any, failure: str) -> None:
         """The call's span and its line of the log, where there are such."""
         if self._telemetry.is_on:
             facts = {"rpc.grpc.status_code": status.value[0], "tei.instance": note.instance}
-            telemetry.end(origin, facts, None if status is grpc.StatusCode.OK else failure or status.name)
+            telemetry.end(request_context, facts, None if status is grpc.StatusCode.OK else failure or status.name)
         if _log.isEnabledFor(logging.DEBUG):
             took_ms = round((time.perf_counter() - note.began_s) * 1000, 3)
             _log.debug(

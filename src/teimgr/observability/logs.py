@@ -76,9 +76,9 @@ def parse_levels(text: str) -> dict[str, int]:
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """The facts that the caller added to the event, in order, and for whom this was done."""
-    origin = CURRENT.get()
+    context = CURRENT.get()
     facts = {name: value for name, value in vars(record).items() if name not in _OWN}
-    return facts if origin is None else facts | origin.facts()
+    return facts if context is None else facts | context.log_fields()
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,6 +1,6 @@
-"""The origin of a call: the request id and the trace it belongs to, in every process that works on it.
+"""Request context: the request id and trace context of a call, in every process that works on it.
 
-It comes in with a client's headers or metadata, rides in frames, and is what log lines and spans are tied together by.
+Read from a client's HTTP headers or gRPC metadata, carried in frames between processes, written to log lines and spans.
 W3C trace context: https://www.w3.org/TR/trace-context/.
 """
 
@@ -22,16 +22,16 @@ TRACESTATE = "tracestate"
 _SAMPLED = 1
 _TRACE = struct.Struct("16s8sB")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
-_ACCOUNT = struct.Struct("<QQQQQIIII")
+_STATS = struct.Struct("<QQQQQIIII")
 _NO_TRACE = bytes(_TRACE.size)
-# What a client says is echoed and logged: short, and nothing that breaks a line or a header.
-_FIT = re.compile(r"[\x21-\x7e]{1,128}")
+# A client's id is echoed and logged: short, and without characters that would break a line or a header.
+_VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _numbers = count(1)
 _prefix = ""
 
 
 def _draw_prefix() -> None:
-    """Ids of this process; a forked one draws again."""
+    """Set the random prefix of this process's request ids; repeated in a forked child."""
     global _prefix
     _prefix = os.urandom(6).hex()
 
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_draw_prefix)
 
 
 class Trace(NamedTuple):
-    """A span of a trace, as a traceparent names it: 16 and 8 bytes."""
+    """A span of a trace as in a `traceparent` header: ids of 16 and 8 bytes."""
 
     trace_id: bytes
     span_id: bytes
@@ -49,7 +49,7 @@ class Trace(NamedTuple):
 
     @classmethod
     def parse(cls, traceparent: str) -> Trace | None:
-        """The span that a header names; None where it is malformed, which W3C treats like no header."""
+        """Parse a `traceparent` header; None if it is malformed, which W3C treats like an absent one."""
         match = _TRACEPARENT.fullmatch(traceparent)
         if match is None:
             return None
@@ -58,9 +58,10 @@ class Trace(NamedTuple):
 
 
 class CallStats(NamedTuple):
-    """What a worker did for a call whose trace is kept. Times are nanoseconds, those of the parts means over the rows.
+    """A worker's statistics of one sampled call. Times are nanoseconds; tokenization, queue and inference are means
+    over the rows.
 
-    `received_ns` is a moment of CLOCK_MONOTONIC, which all processes of a host share.
+    `received_ns` is CLOCK_MONOTONIC, which all processes of a host share.
     """
 
     received_ns: int
@@ -75,58 +76,58 @@ class CallStats(NamedTuple):
     output_dtype: str = "f32"
 
     def pack(self) -> bytes:
-        """As it rides in front of a reply."""
-        return _ACCOUNT.pack(*self[:9]) + self.output_dtype.encode()
+        """The bytes that precede a reply in its frame."""
+        return _STATS.pack(*self[:9]) + self.output_dtype.encode()
 
     @classmethod
     def unpack(cls, block: bytes) -> CallStats:
         """The inverse of `pack`."""
-        return cls._make((*_ACCOUNT.unpack_from(block), block[_ACCOUNT.size :].decode()))
+        return cls._make((*_STATS.unpack_from(block), block[_STATS.size :].decode()))
 
 
 class RequestContext:
-    """Who asks: an id that ties the log lines of all processes together, and the span that our work belongs to."""
+    """Request id, the parent span of our work and, in workers, the statistics of a call."""
 
-    __slots__ = ("_packed", "_request_id", "_trace", "account")
+    __slots__ = ("_packed", "_request_id", "_trace", "stats")
 
     def __init__(self, request_id: str, trace: Trace | None = None, packed: bytes | None = None) -> None:
         self._request_id = request_id
         self._trace = trace
         self._packed = packed
-        self.account: CallStats | None = None
+        self.stats: CallStats | None = None
 
     @property
     def request_id(self) -> str:
-        """What is logged and echoed."""
+        """The id that is logged and echoed."""
         if not self._request_id and self._packed:
             self._request_id = self._packed[_TRACE.size :].decode("ascii", "replace")
         return self._request_id
 
     @property
     def trace(self) -> Trace | None:
-        """The span that our work belongs to, if any."""
+        """The parent span of our work, if any."""
         if self._trace is None and self._packed is not None and len(self._packed) >= _TRACE.size:
             trace_id, span_id, flags = _TRACE.unpack_from(self._packed)
             self._trace = Trace(trace_id, span_id, bool(flags & _SAMPLED)) if any(trace_id) else None
         return self._trace
 
     @classmethod
-    def of(cls, headers: Mapping[str, str]) -> RequestContext:
-        """The origin that a client's headers say; an id of our own where they say none that is fit."""
+    def from_headers(cls, headers: Mapping[str, str]) -> RequestContext:
+        """The context in a client's headers; with a generated id where they have no valid one."""
         if not headers:
-            return cls(_fresh_id())
+            return cls(_new_id())
         traceparent = headers.get(TRACEPARENT)
         return cls(request_id_of(headers), Trace.parse(traceparent) if traceparent else None)
 
     @property
     def is_sampled(self) -> bool:
-        """Whether somebody keeps the trace, and wants an account."""
-        if self._trace is None and self._packed is not None:  # as it came in a frame, which is not taken apart for this
+        """Whether the trace is recorded, so that statistics are needed."""
+        if self._trace is None and self._packed is not None:  # packed in a frame: read the flag without unpacking
             return len(self._packed) >= _TRACE.size and bool(self._packed[_TRACE.size - 1] & _SAMPLED)
         return self._trace is not None and self._trace.sampled
 
     def pack(self) -> bytes:
-        """As it rides in front of a request."""
+        """The bytes that precede a request in its frame."""
         if self._packed is None:
             trace = _NO_TRACE if self._trace is None else _TRACE.pack(*self._trace)
             self._packed = trace + self._request_id.encode()
@@ -134,44 +135,44 @@ class RequestContext:
 
     @classmethod
     def unpack(cls, block: bytes) -> RequestContext:
-        """The inverse of `pack`; the parts are looked for when somebody asks, which is seldom."""
+        """The inverse of `pack`; fields are decoded on first use, which is rare."""
         return cls("", packed=block)
 
-    def facts(self) -> dict[str, str]:
-        """For log lines."""
+    def log_fields(self) -> dict[str, str]:
+        """`request_id` and, within a trace, `trace_id` and `span_id`."""
         if self.trace is None:
             return {"request_id": self.request_id}
         trace_id, span_id, _ = self.trace
         return {"request_id": self.request_id, "trace_id": trace_id.hex(), "span_id": span_id.hex()}
 
-    def charge(self, account: CallStats) -> None:
-        """Worker: this was done; what several inferences of one call did is added up, from the first to the last."""
-        before = self.account
+    def add_stats(self, stats: CallStats) -> None:
+        """Add the statistics of one inference (worker); several of one call are summed."""
+        before = self.stats
         if before is not None:
-            end_ns = max(before.received_ns + before.total_ns, account.received_ns + account.total_ns)
-            began_ns = min(before.received_ns, account.received_ns)
-            account = account._replace(
+            end_ns = max(before.received_ns + before.total_ns, stats.received_ns + stats.total_ns)
+            began_ns = min(before.received_ns, stats.received_ns)
+            stats = stats._replace(
                 received_ns=began_ns,
                 total_ns=end_ns - began_ns,
-                rows=before.rows + account.rows,
-                rows_failed=before.rows_failed + account.rows_failed,
-                tokens=before.tokens + account.tokens,
-                chars=before.chars + account.chars,
+                rows=before.rows + stats.rows,
+                rows_failed=before.rows_failed + stats.rows_failed,
+                tokens=before.tokens + stats.tokens,
+                chars=before.chars + stats.chars,
             )
-        self.account = account
+        self.stats = stats
 
-    def told(self, account: bytes, instance: str) -> None:
-        """A worker of `instance` answered with its account; where spans are made, they are made of it."""
+    def on_stats(self, packed: bytes, instance: str) -> None:
+        """Receive packed `CallStats` with a reply from a worker of `instance`; `TracedContext` makes spans of them."""
 
 
-CURRENT: ContextVar[RequestContext | None] = ContextVar("origin", default=None)
-"""The origin of what this task is doing."""
+CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
+"""The request context of the current task."""
 
 
 @contextmanager
-def working_for(origin: RequestContext | None) -> Iterator[None]:
-    """What the block does, logs and starts is for `origin`."""
-    token = CURRENT.set(origin)
+def use_context(context: RequestContext | None) -> Iterator[None]:
+    """Make `context` the current one within the block."""
+    token = CURRENT.set(context)
     try:
         yield
     finally:
@@ -179,10 +180,10 @@ def working_for(origin: RequestContext | None) -> Iterator[None]:
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The id that a client gave, when it is fit to be logged and echoed, else a fresh one."""
+    """The client's request id if it may be logged and echoed, else a generated one."""
     given = headers.get(REQUEST_ID)
-    return given if given is not None and _FIT.fullmatch(given) else _fresh_id()
+    return given if given is not None and _VALID_ID.fullmatch(given) else _new_id()
 
 
-def _fresh_id() -> str:
+def _new_id() -> str:
     return f"{_prefix}-{next(_numbers):x}"

@@ -1,7 +1,7 @@
-"""Traces: spans of calls, exported over OTLP where an endpoint is set; else W3C context is passed on and nothing else.
+"""OpenTelemetry traces: spans of calls, exported over OTLP where an endpoint is set; else W3C context passes through.
 
-OpenTelemetry's packages (the extra `teimgr[otel]`) are imported only with an endpoint. Workers need none of them: they
-answer with an `Account`, and the spans of what they did are made here, afterwards, from its times.
+OpenTelemetry's packages (the extra `teimgr[otel]`) are imported only with an endpoint. Workers need none of them: a
+worker's reply carries its `CallStats`, from which the mux or the daemon makes the worker's spans afterwards.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 
 _HTTP_PORT = 4318
 _FLUSH_MS = 3000
-# A stream may have a million messages: so many of them get spans of their own, the sums have all.
-_DETAILED = 32
+# A stream may have a million messages: only the first ones get spans of their own, the row counts cover all.
+_MOST_WORKER_SPANS = 32
 
 Attributes = Mapping[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporting:
-    """Where traces go and under which name; `instance` tells the processes of one service apart.
+    """OTLP export of one process: endpoint and resource attributes; `instance` is `service.instance.id`.
 
     `endpoint` is OTLP over HTTP where it has a path, as `http://host:4318/v1/traces`, or the port 4318; else over gRPC.
-    `sample_ratio` concerns traces that begin here: who sends a context has decided.
+    `sample_ratio` applies to traces that begin here; a client's trace context carries its own decision.
     """
 
     endpoint: str
@@ -55,19 +55,19 @@ class Exporting:
 
     @property
     def is_http(self) -> bool:
-        """Whether it is OTLP over HTTP."""
+        """Whether the protocol is OTLP over HTTP."""
         parts = urlsplit(self.endpoint)
         return parts.port == _HTTP_PORT or parts.path.strip("/") != ""
 
     @property
     def url(self) -> str:
-        """The endpoint, for OTLP over HTTP with the path that collectors listen on."""
+        """The endpoint, for OTLP over HTTP with the collectors' default path."""
         bare = self.is_http and not urlsplit(self.endpoint).path.strip("/")
         return f"{self.endpoint.rstrip('/')}/v1/traces" if bare else self.endpoint
 
 
 def exporting(settings: Settings, instance: str) -> Exporting | None:
-    """What the settings say of traces, for one process; None where they name no endpoint."""
+    """The export settings of one process; None without an endpoint."""
     otel = settings.otel
     if not otel.endpoint:
         return None
@@ -81,7 +81,7 @@ def exporting(settings: Settings, instance: str) -> Exporting | None:
 
 
 class Telemetry:
-    """Gives each call its origin; where traces are exported, one that has a span."""
+    """Creates the request context of each call; with export, a `TracedContext` that owns a span."""
 
     def __init__(self, tracer: Tracer | None = None, provider: TracerProvider | None = None) -> None:
         self._tracer = tracer
@@ -89,7 +89,7 @@ class Telemetry:
 
     @classmethod
     def open(cls, exporting: Exporting | None) -> Telemetry:
-        """That exports as `exporting` says; without it, or without the packages, one that does not."""
+        """Set up export; without `exporting`, or without OpenTelemetry's packages, spans are not made."""
         if exporting is None:
             return cls()
         try:
@@ -101,26 +101,26 @@ class Telemetry:
 
     @property
     def is_on(self) -> bool:
-        """Whether spans are made at all."""
+        """Whether spans are made."""
         return self._tracer is not None
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestContext:
-        """The origin of a call that came with `headers`; `end` must follow where it is a `SpannedOrigin`."""
+        """Create the context of a call with these headers; a `TracedContext` must be ended by `end`."""
         if self._tracer is None:
-            return RequestContext.of(headers)
-        return SpannedOrigin(self._tracer, name, headers, attributes)
+            return RequestContext.from_headers(headers)
+        return TracedContext(self._tracer, name, headers, attributes)
 
     def close(self) -> None:
-        """Send what waits, within some seconds. Blocks."""
+        """Flush pending spans, for at most some seconds, and shut down. Blocks."""
         if self._provider is not None:
             self._provider.force_flush(_FLUSH_MS)
             self._provider.shutdown()
 
 
-class SpannedOrigin(RequestContext):
-    """An origin whose trace is our own span, a child of the client's where it named one."""
+class TracedContext(RequestContext):
+    """A request context whose trace is our server span, a child of the client's span if its headers have one."""
 
-    __slots__ = ("_detailed", "_rows", "_rows_failed", "_tracer", "span")
+    __slots__ = ("_rows", "_rows_failed", "_tracer", "_worker_spans", "span")
 
     def __init__(self, tracer: Tracer, name: str, headers: Mapping[str, str], attributes: Attributes) -> None:
         from opentelemetry.trace import SpanKind
@@ -133,7 +133,7 @@ class SpannedOrigin(RequestContext):
             kind=SpanKind.SERVER,
             attributes={**attributes, "teimgr.request_id": request_id},
         )
-        self._detailed = 0
+        self._worker_spans = 0
         self._rows = 0
         self._rows_failed = 0
         at = self.span.get_span_context()
@@ -142,18 +142,18 @@ class SpannedOrigin(RequestContext):
             Trace(at.trace_id.to_bytes(16, "big"), at.span_id.to_bytes(8, "big"), at.trace_flags.sampled),
         )
 
-    def told(self, account: bytes, instance: str) -> None:
-        """Make the spans of what a worker did."""
-        did = CallStats.unpack(account)
-        self._rows += did.rows
-        self._rows_failed += did.rows_failed
-        self.span.set_attributes({"tei.instance": instance, "tei.output_dtype": did.output_dtype})
-        if self._detailed < _DETAILED:
-            self._detailed += 1
-            _trace_worker(self._tracer, self.span, did)
+    def on_stats(self, packed: bytes, instance: str) -> None:
+        """Make the worker's spans."""
+        stats = CallStats.unpack(packed)
+        self._rows += stats.rows
+        self._rows_failed += stats.rows_failed
+        self.span.set_attributes({"tei.instance": instance, "tei.output_dtype": stats.output_dtype})
+        if self._worker_spans < _MOST_WORKER_SPANS:
+            self._worker_spans += 1
+            _trace_worker(self._tracer, self.span, stats)
 
     def end(self, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
-        """The call is over; `error` says why it failed, where that is our fault or nobody's."""
+        """End the span; `error` marks a failure that the caller did not cause."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._rows:
@@ -166,14 +166,14 @@ class SpannedOrigin(RequestContext):
         self.span.end()
 
 
-def end(origin: RequestContext, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
-    """End the span of `origin`, if it has one."""
-    if isinstance(origin, SpannedOrigin):
-        origin.end(attributes, error, name)
+def end(context: RequestContext, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
+    """End the span of a `TracedContext`; other contexts have none."""
+    if isinstance(context, TracedContext):
+        context.end(attributes, error, name)
 
 
 def _parent(headers: Mapping[str, str]) -> Any:
-    """The client's span as OpenTelemetry's context; an empty one where it named none."""
+    """The client's span as an OpenTelemetry context; an empty one without valid headers."""
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
 
@@ -190,22 +190,24 @@ def _parent(headers: Mapping[str, str]) -> Any:
     return set_span_in_context(NonRecordingSpan(at), Context())
 
 
-def _trace_worker(tracer: Tracer, parent: Span, did: CallStats) -> None:
-    """The spans of one answer: the worker, and in it tokenizer, queue and batch, and in that the forward.
+def _trace_worker(tracer: Tracer, parent: Span, stats: CallStats) -> None:
+    """The spans of one reply: worker > tokenize, queue, batch > forward.
 
-    The times are means over the rows, one after the other from the request's arrival.
+    Durations are means over the rows, laid end to end from the request's arrival.
     """
-    received_ns = did.received_ns + time.time_ns() - time.monotonic_ns()
-    queued_ns = received_ns + did.tokenization_ns
-    batch_ns = queued_ns + did.queue_ns
-    done_ns = received_ns + did.total_ns
-    worker = _span(tracer, parent, "worker", received_ns, {"tei.rows": did.rows, "tei.rows_failed": did.rows_failed})
-    _span(tracer, worker, "tokenize", received_ns, {"tei.chars": did.chars}).end(queued_ns)
+    received_ns = stats.received_ns + time.time_ns() - time.monotonic_ns()
+    queued_ns = received_ns + stats.tokenization_ns
+    batch_ns = queued_ns + stats.queue_ns
+    done_ns = received_ns + stats.total_ns
+    worker = _span(
+        tracer, parent, "worker", received_ns, {"tei.rows": stats.rows, "tei.rows_failed": stats.rows_failed}
+    )
+    _span(tracer, worker, "tokenize", received_ns, {"tei.chars": stats.chars}).end(queued_ns)
     _span(tracer, worker, "queue", queued_ns, {}).end(batch_ns)
-    batch = _span(tracer, worker, "batch", batch_ns, {"tei.tokens": did.tokens})
-    _span(tracer, batch, "forward", batch_ns, {}).end(batch_ns + did.inference_ns)
-    batch.end(max(done_ns, batch_ns + did.inference_ns))
-    worker.end(max(done_ns, batch_ns + did.inference_ns))
+    batch = _span(tracer, worker, "batch", batch_ns, {"tei.tokens": stats.tokens})
+    _span(tracer, batch, "forward", batch_ns, {}).end(batch_ns + stats.inference_ns)
+    batch.end(max(done_ns, batch_ns + stats.inference_ns))
+    worker.end(max(done_ns, batch_ns + stats.inference_ns))
 
 
 def _span(tracer: Tracer, parent: Any, name: str, start_ns: int, attributes: Attributes) -> Any:

@@ -16,7 +16,7 @@ from teimgr.auth.policy import PolicyInForce
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.observability import telemetry
 from teimgr.observability.metrics import Metrics
-from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext, working_for
+from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext, use_context
 from teimgr.observability.telemetry import Telemetry
 from teimgr.rest.json_http import VERBS, error_response
 from teimgr.rest.permissions import Rights, dialect_of
@@ -48,17 +48,17 @@ class Observe:
         method = scope["method"] if scope["method"] in (*VERBS, "OPTIONS") else "other"
         reads = method in READS
         tracer = self._silent if reads else self._telemetry
-        origin = tracer.begin(method, _said(scope), {"http.request.method": method})
+        context = tracer.begin(method, _said(scope), {"http.request.method": method})
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                echoed = (REQUEST_ID.encode(), origin.request_id.encode())
+                echoed = (REQUEST_ID.encode(), context.request_id.encode())
                 message = {**message, "headers": [*message.get("headers", ()), echoed]}
             await send(message)
 
-        with working_for(origin):
+        with use_context(context):
             try:
                 await self._app(scope, receive, noting)
             finally:
@@ -66,14 +66,14 @@ class Observe:
                 route = getattr(scope.get("route"), "path", "unmatched")
                 seconds = time.perf_counter() - began
                 self._metrics.rest_request(method, route, status, seconds)
-                self._end(origin, method, route, status)
+                self._end(context, method, route, status)
                 facts = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 3)}
                 log.debug("request answered", extra=facts)
 
-    def _end(self, origin: RequestContext, method: str, route: str, status: int) -> None:
+    def _end(self, context: RequestContext, method: str, route: str, status: int) -> None:
         if self._telemetry.is_on:
             facts: telemetry.Attributes = {"http.route": route, "http.response.status_code": status}
-            telemetry.end(origin, facts, f"status {status}" if status >= 500 else None, f"{method} {route}")
+            telemetry.end(context, facts, f"status {status}" if status >= 500 else None, f"{method} {route}")
 
 
 def _said(scope: Scope) -> dict[str, str]:

@@ -112,7 +112,7 @@ class Reply(NamedTuple):
 class Call:
     """One request in flight; await `answer`, and call `cancel` when nobody waits for it any more."""
 
-    __slots__ = ("_timer", "answer", "cost_bytes", "id", "link", "method", "origin")
+    __slots__ = ("_timer", "answer", "context", "cost_bytes", "id", "link", "method")
 
     def __init__(self, link: Link, id: int, method: Method, cost_bytes: int, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
@@ -120,7 +120,7 @@ class Call:
         self.id = id
         self.method = method
         self.cost_bytes = cost_bytes
-        self.origin = CURRENT.get()
+        self.context = CURRENT.get()
         self.answer: asyncio.Future[Reply] = loop.create_future()
         self._timer = loop.call_later(timeout_s, self._expire) if timeout_s is not None else None
 
@@ -200,7 +200,7 @@ class Link(FrameProtocol):
         self._calls[call.id] = call
         deadline_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
         linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
-        context = b"" if call.origin is None else call.origin.pack()
+        context = b"" if call.context is None else call.context.pack()
         self.send(
             FrameType.REQUEST,
             method,
@@ -233,8 +233,8 @@ class Link(FrameProtocol):
         if call is None:
             return
         self.forget(call)
-        if header.context and call.origin is not None:
-            call.origin.told(header.context, self._owner.instance)
+        if header.context and call.context is not None:
+            call.context.on_stats(header.context, self._owner.instance)
         call.finish(self._outcome(header, payload))
 
     def _outcome(self, header: Header, payload: bytes) -> Reply | TeimgrError:

@@ -13,8 +13,8 @@ A frame is a fixed little-endian header of 24 bytes, a context, and a payload th
 
 A requester sends REQUEST and may send CANCEL with the same id; the worker answers a request with exactly one
 REPLY or ERROR, except WATCH, which is answered by a REPLY per event until the link closes. The payload of an ERROR
-is one byte `Code` and a UTF-8 sentence. The context of a REQUEST is an `Origin`, that of a REPLY an `Account`
-(`teimgr/origin.py`): where a request comes from, and what was done for it if its trace is kept.
+is one byte `Code` and a UTF-8 sentence. The context of a REQUEST is a packed `RequestContext`, that of a REPLY a
+packed `CallStats` if its trace is sampled (`observability/request_context.py`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Call:
     `fail` are for the loop's thread.
     """
 
-    __slots__ = ("deadline", "lane", "may_wait", "origin", "output_dtype", "received", "size_bytes", "streamed")
+    __slots__ = ("context", "deadline", "lane", "may_wait", "output_dtype", "received", "size_bytes", "streamed")
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None, may_wait: bool = False) -> None:
         self.received = time.monotonic()
@@ -42,7 +42,7 @@ class Call:
         self.lane = lane
         self.deadline = deadline
         self.may_wait = self.streamed = may_wait
-        self.origin = CURRENT.get()
+        self.context = CURRENT.get()
         self.output_dtype = "f32"
 
     def reply(self, reply: Reply) -> None:
@@ -53,12 +53,12 @@ class Call:
         """Refuse it."""
         raise NotImplementedError
 
-    def charge(self, job: Job) -> None:
-        """Put what was done for the call on its origin's account, where somebody keeps its trace."""
-        if self.origin is None or not self.origin.is_sampled:
+    def add_stats(self, job: Job) -> None:
+        """Add the engine's work for the call to its statistics, where its trace is sampled."""
+        if self.context is None or not self.context.is_sampled:
             return
         spent = self.timings(job)
-        self.origin.charge(
+        self.context.add_stats(
             CallStats(
                 received_ns=int(self.received * 1e9),
                 total_ns=spent.total_ns,
@@ -110,7 +110,7 @@ class LinkCall(MethodCall):
         self.link = link
         self.header = header
         if header.context:
-            self.origin = RequestContext.unpack(header.context)
+            self.context = RequestContext.unpack(header.context)
         self.unanswered = unanswered
         unanswered[header.id] = self
 
@@ -120,8 +120,8 @@ class LinkCall(MethodCall):
         if reply.timings is not None:
             payload, flags = reply.timings.pack() + payload, Flag.TIMINGS
         self.unanswered.pop(self.header.id, None)
-        account = self.origin.account if self.origin is not None else None
-        context = b"" if account is None else account.pack()
+        stats = self.context.stats if self.context is not None else None
+        context = b"" if stats is None else stats.pack()
         self.link.send(FrameType.REPLY, self.header.method, self.header.id, payload, flags=flags, context=context)
 
     def fail(self, error: TeimgrError) -> None:

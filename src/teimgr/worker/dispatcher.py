@@ -14,7 +14,7 @@ import numpy as np
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
-from teimgr.observability.request_context import CURRENT, RequestContext, working_for
+from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import Call, Reply, Unwritten
 from teimgr.worker.limits import CallLimiter, ResultBudget, most_token_bytes
@@ -277,7 +277,7 @@ class Dispatcher:
             self._finish(call, job, await self.off_loop(unwritten.write))
 
     def _finish(self, call: Call, job: Job, outcome: Reply | TeimgrError) -> None:
-        call.charge(job)
+        call.add_stats(job)
         if self.answer(call, outcome):
             self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
             if log.isEnabledFor(logging.DEBUG):
@@ -287,7 +287,7 @@ class Dispatcher:
         facts: dict[str, object] = {"instance": self.spec.name, "rows": len(job.inputs), "tokens": job.tokens}
         facts["rows_failed"] = len(job.errors)
         code = {"code": outcome.code.name} if isinstance(outcome, TeimgrError) else {}
-        with working_for(call.origin):
+        with use_context(call.context):
             log.debug("call answered", extra=facts | code)
 
     def _guarded(self, call: Call, proceed: Callable[[], None]) -> None:
@@ -311,14 +311,14 @@ class Dispatcher:
         """It came to nothing between the door and the engine, or in the midst of being handed over."""
         if (work := self._work.get(call)) is not None:
             work.cancel()
-        known = error if isinstance(error, TeimgrError) else masked(error, call.origin)
+        known = error if isinstance(error, TeimgrError) else masked(error, call.context)
         if self.answer(call, known):
             self.metrics.failed(known)
 
 
-def masked(error: Exception, origin: RequestContext | None = None) -> Internal:
-    """What a caller is told of a defect of ours; the log has the rest. `origin` is the call's, if not the task's."""
-    with working_for(origin or CURRENT.get()):
+def masked(error: Exception, context: RequestContext | None = None) -> Internal:
+    """What a caller is told of a defect of ours; the log has the rest. `context` is the call's, if not the task's."""
+    with use_context(context or CURRENT.get()):
         log.error("request failed", exc_info=error)
     return Internal("Internal error: see the worker's log")
 
@@ -334,4 +334,4 @@ def _encoded(job: Job) -> Outcome | None:
     except TeimgrError as error:
         return work.call, whole, error
     except Exception as error:
-        return work.call, whole, masked(error, work.call.origin)
+        return work.call, whole, masked(error, work.call.context)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, TeimgrError, Unavailable
 from teimgr.http_server import read_limited, unless_hung_up
-from teimgr.observability.request_context import REQUEST_ID, RequestContext, working_for
+from teimgr.observability.request_context import REQUEST_ID, RequestContext, use_context
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.wire.status import STATUS
@@ -51,8 +51,8 @@ def response(reply: HttpReply) -> Response:
     return Response(reply.body, reply.status, dict(reply.headers))
 
 
-class Origins:
-    """Serve each request as one of its origin."""
+class RequestContextMiddleware:
+    """Set the request context of each HTTP request and echo its request id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,15 +62,17 @@ class Origins:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        origin = RequestContext.of({key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]})
+        context = RequestContext.from_headers(
+            {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        )
 
         async def echoing(message: Message) -> None:
             if message["type"] == "http.response.start":
-                echoed = (REQUEST_ID.encode(), origin.request_id.encode())
+                echoed = (REQUEST_ID.encode(), context.request_id.encode())
                 message = {**message, "headers": [*message.get("headers", ()), echoed]}
             await send(message)
 
-        with working_for(origin):
+        with use_context(context):
             await self._app(scope, receive, echoing)
 
 
@@ -221,7 +223,7 @@ def create_app(desk: Dispatcher) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     guarded = app if desk.spec.api_key is None else ApiKey(app, desk.spec.api_key)
-    return Origins(Cors(guarded, desk.spec.cors_allow_origin))
+    return RequestContextMiddleware(Cors(guarded, desk.spec.cors_allow_origin))
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:

@@ -90,7 +90,7 @@ class RpcStream:
     def __init__(self, stream: Stream, inbox: Inbox, headers: Headers, max_message_bytes: int) -> None:
         self.metadata = dict(headers)
         self.path = self.metadata.get(":path", "")
-        self.origin = RequestContext.of(self.metadata)
+        self.context = RequestContext.from_headers(self.metadata)
         self._stream = stream
         self._inbox = inbox
         self._max_message_bytes = max_message_bytes
@@ -164,7 +164,7 @@ class RpcStream:
             trailers.append(("grpc-message", encode_grpc_message(message[:_MESSAGE_CHARS])))
         if code:
             trailers.append((_CODE_KEY, code))
-        trailers.append((REQUEST_ID, self.origin.request_id))
+        trailers.append((REQUEST_ID, self.context.request_id))
         await self._stream.send_headers(trailers, end_stream=True)
         self._give_up_the_rest()
 

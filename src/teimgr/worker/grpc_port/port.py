@@ -46,7 +46,7 @@ class GrpcPort:
 
     async def _serve(self, exchange: RpcStream) -> None:
         """Answer one RPC, whatever becomes of it."""
-        CURRENT.set(exchange.origin)  # for this task, which serves nothing else
+        CURRENT.set(exchange.context)  # for this task, which serves nothing else
         if exchange.http_refusal:
             await exchange.refuse(exchange.http_refusal)
             return

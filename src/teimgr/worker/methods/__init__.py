@@ -27,7 +27,7 @@ class Service:
 
     def handle(self, call: MethodCall) -> None:
         """Answer `call`, now or later, exactly once."""
-        token = CURRENT.set(call.origin)  # tasks that the handler starts go on working for it
+        token = CURRENT.set(call.context)  # tasks that the handler starts go on working for it
         try:
             self._handlers.get(call.method, _unknown)(call)
         except TeimgrError as error:
