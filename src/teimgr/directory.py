@@ -13,7 +13,7 @@ from teimgr.spec import State
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class WorkerEndpoint:
     """One live replica: its unix socket, and the incarnation its worker says in reply to WATCH."""
 
     socket: str
@@ -21,7 +21,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RouteEntry:
     """One instance as the data plane sees it. `endpoints` is empty unless `state` is running."""
 
     name: str
@@ -29,29 +29,29 @@ class Entry:
     state: State
     reason: str | None = None
     dimension: int = 0
-    endpoints: tuple[Endpoint, ...] = ()
+    endpoints: tuple[WorkerEndpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RoutingSnapshot:
     """All instances, ordered by creation (what `instance_index` counts)."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[RouteEntry, ...] = ()
 
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps([asdict(entry) for entry in self.entries])
 
     @classmethod
-    def from_json(cls, text: str) -> Snapshot:
+    def from_json(cls, text: str) -> RoutingSnapshot:
         """The inverse of `to_json`."""
         return cls(tuple(_entry(item) for item in json.loads(text)))
 
 
-def _entry(item: dict[str, object]) -> Entry:
-    endpoints = tuple(Endpoint(**endpoint) for endpoint in item.pop("endpoints"))  # type: ignore[attr-defined]
+def _entry(item: dict[str, object]) -> RouteEntry:
+    endpoints = tuple(WorkerEndpoint(**endpoint) for endpoint in item.pop("endpoints"))  # type: ignore[attr-defined]
     state = State(str(item.pop("state")))
-    return Entry(**item, state=state, endpoints=endpoints)  # type: ignore[arg-type]
+    return RouteEntry(**item, state=state, endpoints=endpoints)  # type: ignore[arg-type]
 
 
 class Directory:
@@ -61,10 +61,10 @@ class Directory:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
-        self._listeners: list[Callable[[Snapshot], None]] = []
+        self._entries: dict[str, RouteEntry] = {}
+        self._listeners: list[Callable[[RoutingSnapshot], None]] = []
 
-    def publish(self, entry: Entry) -> None:
+    def publish(self, entry: RouteEntry) -> None:
         """Add or replace the entry of one instance; a new name goes to the end."""
         if self._entries.get(entry.name) != entry:
             self._entries[entry.name] = entry
@@ -75,11 +75,11 @@ class Directory:
         if self._entries.pop(name, None) is not None:
             self._notify()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RoutingSnapshot:
         """What is known now."""
-        return Snapshot(tuple(self._entries.values()))
+        return RoutingSnapshot(tuple(self._entries.values()))
 
-    def subscribe(self, listener: Callable[[Snapshot], None]) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[RoutingSnapshot], None]) -> Callable[[], None]:
         """Call `listener` with the present snapshot and each later one; the result ends it."""
         self._listeners.append(listener)
         listener(self.snapshot())

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from teimgr.auth.policy import Caller, Right
-from teimgr.directory import Endpoint, Entry, Snapshot
+from teimgr.directory import RouteEntry, RoutingSnapshot, WorkerEndpoint
 from teimgr.errors import ModelNotFound, Unavailable
 from teimgr.gateway.model_names import Naming
-from teimgr.routing.router import Router, seen_by
+from teimgr.routing.router import Router, router_view
 from teimgr.spec import State
 
 
@@ -19,11 +19,11 @@ def naming(*instances: str, caller: str = "*", **aliases: str) -> Naming:
     entries = []
     for told in instances:
         name, model_id, *lost = told.split("=")
-        endpoints = () if lost else (Endpoint(f"/nowhere/{name}", name),)
-        entries.append(Entry(name, model_id, State.RUNNING, None, 4, endpoints))
+        endpoints = () if lost else (WorkerEndpoint(f"/nowhere/{name}", name),)
+        entries.append(RouteEntry(name, model_id, State.RUNNING, None, 4, endpoints))
     router = Router()
-    router.update(Snapshot(tuple(entries)))
-    return Naming(router, lambda: aliases).of(seen_by(Caller("k", frozenset(Right), (caller,)), router))
+    router.update(RoutingSnapshot(tuple(entries)))
+    return Naming(router, lambda: aliases).of(router_view(Caller("k", frozenset(Right), (caller,)), router))
 
 
 def test_an_instance_goes_before_an_alias_and_that_before_a_model() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from tests.support.mux_process import MAX_MESSAGE_BYTES, Control, client, embed, running, stub, to
 
-from teimgr.directory import Entry
+from teimgr.directory import RouteEntry
 from teimgr.errors import Code, error_from_code
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
@@ -22,8 +22,8 @@ from teimgr.wire.frames import Flag, Method
 from teimgr.wire.status import STATUS
 
 Status = grpc.StatusCode
-STOPPED = Entry("off", "quiet-model", State.STOPPED)
-FAILED = Entry("bad", "bad-model", State.FAILED, "no such model")
+STOPPED = RouteEntry("off", "quiet-model", State.STOPPED)
+FAILED = RouteEntry("bad", "bad-model", State.FAILED, "no such model")
 
 
 async def failure(call: Any) -> tuple[grpc.StatusCode, str]:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from tests.support.mux_process import Control, client, running
 
 from teimgr.auth.policy import Policy, PolicyInForce
-from teimgr.directory import Entry
+from teimgr.directory import RouteEntry
 from teimgr.mux.services import Health
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import State
@@ -108,7 +108,7 @@ async def test_health_knows_the_server_the_service_and_every_instance(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
-    await control.push(running("up", await start_worker()), Entry("down", "m", State.FAILED))
+    await control.push(running("up", await start_worker()), RouteEntry("down", "m", State.FAILED))
 
     own = ("", *TEI, MUX, "teimgr.v1.Arrow")
     statuses = {name: (await stub.Check(ask(name))).status for name in (*own, "up", "down")}
@@ -126,7 +126,7 @@ async def test_a_watch_tells_every_change_of_an_instance(control: Control, chann
     worker = await start_worker()
 
     seen = [(await watch.read()).status]
-    for entries in ([Entry("a", "m", State.STARTING)], [running("a", worker)], []):
+    for entries in ([RouteEntry("a", "m", State.STARTING)], [running("a", worker)], []):
         await control.push(*entries)
         seen.append((await watch.read()).status)
     watch.cancel()

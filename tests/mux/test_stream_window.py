@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from teimgr.wire.rerank_stream import FEW, HELD_BYTES, Window
+from teimgr.wire.rerank_stream import FEW, HELD_BYTES, StreamWindow
 
 
-async def entered(window: Window, limit: int = 10_000) -> int:
+async def entered(window: StreamWindow, limit: int = 10_000) -> int:
     """How many messages the window lets in now, one task entering as long as it can."""
     count = 0
 
@@ -25,7 +25,7 @@ async def entered(window: Window, limit: int = 10_000) -> int:
 
 
 async def test_a_window_lets_in_its_limit_and_one_more_for_each_that_leaves() -> None:
-    window = Window(50)
+    window = StreamWindow(50)
 
     assert await entered(window) == 50
     window.leave(100)
@@ -35,7 +35,7 @@ async def test_a_window_lets_in_its_limit_and_one_more_for_each_that_leaves() ->
 
 
 async def test_large_answers_shrink_it_to_what_may_lie_in_memory() -> None:
-    window = Window(1024)
+    window = StreamWindow(1024)
     await entered(window)
 
     for _ in range(1024):
@@ -45,7 +45,7 @@ async def test_large_answers_shrink_it_to_what_may_lie_in_memory() -> None:
 
 
 async def test_a_conversation_goes_on_however_large_the_answers() -> None:
-    window = Window(1024)
+    window = StreamWindow(1024)
     await window.enter()
 
     window.leave(HELD_BYTES * 2)
@@ -54,7 +54,7 @@ async def test_a_conversation_goes_on_however_large_the_answers() -> None:
 
 
 async def test_small_answers_open_it_again() -> None:
-    window = Window(64)
+    window = StreamWindow(64)
     await window.enter()
     window.leave(HELD_BYTES)
 

@@ -12,7 +12,7 @@ from tests.mux.test_stream_relay import Feed, ending, lengths_of
 from tests.support.frame_worker import TIMINGS, FrameWorker, echo, hold
 from tests.support.mux_process import Control, running, stub
 
-from teimgr.directory import Entry
+from teimgr.directory import RouteEntry
 from teimgr.errors import WrongModelKind
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
@@ -51,7 +51,7 @@ async def test_the_metadata_names_the_instance(control: Control, channel: Any, s
 
 @pytest.mark.clause("D-tei-on-mux")
 async def test_the_only_running_instance_needs_no_name(control: Control, channel: Any, start_worker: Any) -> None:
-    await control.push(Entry("off", "m", State.STOPPED), running("b", await start_worker()))
+    await control.push(RouteEntry("off", "m", State.STOPPED), running("b", await start_worker()))
 
     assert list((await tei(channel, "Embed", "Embed")(ask("four"))).embeddings) == [4.0]
 
@@ -61,7 +61,7 @@ async def test_without_a_name_and_with_a_choice_the_choices_are_named(
     control: Control, channel: Any, start_worker: Any
 ) -> None:
     worker = await start_worker()
-    await control.push(running("a", worker), Entry("off", "m", State.STOPPED), running("b", worker))
+    await control.push(running("a", worker), RouteEntry("off", "m", State.STOPPED), running("b", worker))
     key = "Name an instance in the metadata `x-teimgr-instance`: "
 
     call = tei(channel, "Embed", "Embed")(ask("x"))
@@ -84,7 +84,7 @@ async def test_without_a_name_and_with_a_choice_the_choices_are_named(
 async def test_a_name_that_leads_nowhere(
     control: Control, channel: Any, start_worker: Any, name: str, status: Status, message: str
 ) -> None:
-    await control.push(running("a", await start_worker()), Entry("off", "m", State.STOPPED))
+    await control.push(running("a", await start_worker()), RouteEntry("off", "m", State.STOPPED))
 
     call = tei(channel, "Embed", "Embed")(ask("x"), metadata=(("x-teimgr-instance", name),))
 

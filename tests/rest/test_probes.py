@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.rest_listener import Front
 
 from teimgr import __version__
-from teimgr.mux.counters import Counters
+from teimgr.mux.counters import CallCounters
 from teimgr.spec import InstanceSpec
 
 
@@ -90,7 +90,7 @@ async def test_metrics_show_states_starts_and_alarms(front: Front) -> None:
 
 
 async def test_metrics_show_what_the_multiplexers_count(front: Front) -> None:
-    counters = Counters()
+    counters = CallCounters()
     note = counters.begin("Embed")
     note.instance, note.messages = "a", 3
     counters.end(note, "OK")

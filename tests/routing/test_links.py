@@ -12,7 +12,7 @@ import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from tests.support.mux_process import running
 
-from teimgr.directory import Snapshot
+from teimgr.directory import RoutingSnapshot
 from teimgr.errors import Code, DeadlineExceeded, Overloaded, TooLarge, Unavailable, error_from_code
 from teimgr.routing import replica as replica_module
 from teimgr.routing.links import ByteBudget, LinkLimits
@@ -32,7 +32,7 @@ async def route() -> AsyncIterator[Callable[..., Router]]:
         def make(*entries: Any) -> Router:
             router = Router(LIMITS)
             stack.push_async_callback(router.close)
-            router.update(Snapshot(entries))
+            router.update(RoutingSnapshot(entries))
             return router
 
         yield make
@@ -278,7 +278,7 @@ async def test_a_worker_that_leaves_the_directory_answers_what_it_has_then_loses
     task = start(router)
     request = await old.requests.get()
 
-    router.update(Snapshot((running("a", new),)))
+    router.update(RoutingSnapshot((running("a", new),)))
     assert (await call(router, b"to the new one")).payload == b"to the new one"
     assert old.lost.empty()
     request.reply(b"answered all the same")

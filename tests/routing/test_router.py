@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from teimgr.directory import Endpoint, Entry, Snapshot
+from teimgr.directory import RouteEntry, RoutingSnapshot, WorkerEndpoint
 from teimgr.errors import InstanceNotFound, InvalidInput, ModelNotFound, TeimgrError, Unavailable
 from teimgr.routing.router import Lease, Router
 from teimgr.spec import State
@@ -15,13 +15,15 @@ from teimgr.wire.protobuf import Target
 
 def entry(
     name: str, *endpoints: str, model_id: str = "m", state: State = State.RUNNING, reason: str | None = None
-) -> Entry:
-    return Entry(name, model_id, state, reason, 4, tuple(Endpoint(f"/nowhere/{each}", each) for each in endpoints))
+) -> RouteEntry:
+    return RouteEntry(
+        name, model_id, state, reason, 4, tuple(WorkerEndpoint(f"/nowhere/{each}", each) for each in endpoints)
+    )
 
 
-def router(*entries: Entry) -> Router:
+def router(*entries: RouteEntry) -> Router:
     made = Router()
-    made.update(Snapshot(entries))
+    made.update(RoutingSnapshot(entries))
     return made
 
 
@@ -99,7 +101,7 @@ def test_a_worker_that_stays_in_the_directory_keeps_its_links() -> None:
     fleet = router(entry("a", "1"))
     before = fleet.lease(Target(instance_name="a"))
 
-    fleet.update(Snapshot((entry("new", "9"), entry("a", "1", "2"))))
+    fleet.update(RoutingSnapshot((entry("new", "9"), entry("a", "1", "2"))))
 
     assert not before.is_over
     assert fleet.lease(Target(instance_index=0)).instance == "new"
@@ -109,7 +111,7 @@ def test_a_lease_is_over_when_its_worker_leaves_the_directory() -> None:
     fleet = router(entry("a", "1"))
     lease = fleet.lease(Target(instance_name="a"))
 
-    fleet.update(Snapshot((entry("a", "2"),)))
+    fleet.update(RoutingSnapshot((entry("a", "2"),)))
 
     assert lease.is_over
     assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
@@ -119,11 +121,11 @@ async def test_an_instance_whose_every_worker_was_lost_is_unavailable_until_anot
     fleet = router(entry("a", "1"))
     fleet._in_order[0].replicas[0].lost = True
 
-    fleet.update(Snapshot((entry("a", "1"), entry("b", "5"))))
+    fleet.update(RoutingSnapshot((entry("a", "1"), entry("b", "5"))))
     with pytest.raises(Unavailable, match=r"^Instance 'a' is not running \(status: restarting\): its worker is gone$"):
         fleet.lease(Target(instance_name="a"))
 
-    fleet.update(Snapshot((entry("a", "2"),)))
+    fleet.update(RoutingSnapshot((entry("a", "2"),)))
     assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
     await fleet.close()
 

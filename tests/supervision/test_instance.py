@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.fleet import LIMIT_S, Fleet, eventually
 
-from teimgr.directory import Entry, Snapshot
+from teimgr.directory import RouteEntry, RoutingSnapshot
 from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
 from teimgr.launch.run_files import look_up
 from teimgr.spec import InstanceSpec, InstanceView, State
@@ -28,10 +28,10 @@ class Watch:
     """Every entry of `a` that the directory published."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[RouteEntry] = []
         fleet.directory.subscribe(self._look)
 
-    def _look(self, snapshot: Snapshot) -> None:
+    def _look(self, snapshot: RoutingSnapshot) -> None:
         self.entries += [entry for entry in snapshot.entries if entry.name == "a"]
 
     def assert_no_gap(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.support.fleet import Fleet, eventually
 
-from teimgr.directory import Snapshot
+from teimgr.directory import RoutingSnapshot
 from teimgr.launch.run_files import look_up
 from teimgr.spec import InstanceSpec, State
 
@@ -42,7 +42,7 @@ async def test_live_workers_are_adopted_without_a_gap_in_the_directory(
     pids = crash("a", "b")
     fleet = fleets()
     fleet.pids.update(pids.values())
-    snapshots: list[Snapshot] = []
+    snapshots: list[RoutingSnapshot] = []
 
     await fleet.manager.boot()
     fleet.directory.subscribe(snapshots.append)

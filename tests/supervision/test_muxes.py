@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory, Entry
+from teimgr.directory import Directory, RouteEntry
 from teimgr.launch.process_handle import MuxRunFile
 from teimgr.observability.metrics import Metrics
 from teimgr.spec import State
@@ -190,5 +190,5 @@ async def test_every_change_of_the_directory_is_pushed_and_acknowledged(settings
     async with kept.running():
         await kept.metrics.heard.acquire()
         for number in range(3):
-            kept.directory.publish(Entry(f"i{number}", "model", State.STOPPED))
+            kept.directory.publish(RouteEntry(f"i{number}", "model", State.STOPPED))
             await kept.metrics.heard.acquire()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory, Entry, Snapshot
+from teimgr.directory import Directory, RouteEntry, RoutingSnapshot
 from teimgr.launch.local import LocalLauncher, LocalOptions
 from teimgr.launch.run_files import look_up
 from teimgr.observability.metrics import Metrics
@@ -98,7 +98,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self.directory.subscribe(self._on_change)
 
-    def _on_change(self, snapshot: Snapshot) -> None:
+    def _on_change(self, snapshot: RoutingSnapshot) -> None:
         self._changed.set()
 
     async def create(self, flags: str = "", name: str = "a", **values: object) -> InstanceView:
@@ -113,7 +113,7 @@ class Fleet:
         self.pids.add(view.pid)
         return view
 
-    async def until(self, holds: Callable[[Entry], bool], name: str = "a") -> Entry:
+    async def until(self, holds: Callable[[RouteEntry], bool], name: str = "a") -> RouteEntry:
         """The instance's entry in the directory once it is as wanted."""
         async with asyncio.timeout(LIMIT_S):
             while True:
@@ -123,7 +123,7 @@ class Fleet:
                         return entry
                 await self._changed.wait()
 
-    def entry(self, name: str = "a") -> Entry:
+    def entry(self, name: str = "a") -> RouteEntry:
         return next(entry for entry in self.directory.snapshot().entries if entry.name == name)
 
     def left_over(self) -> set[str]:

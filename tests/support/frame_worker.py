@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from teimgr.directory import Endpoint
+from teimgr.directory import WorkerEndpoint
 from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
@@ -104,8 +104,8 @@ class FrameWorker:
     server: asyncio.AbstractServer | None = None
 
     @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint(str(self.path), self.incarnation)
+    def endpoint(self) -> WorkerEndpoint:
+        return WorkerEndpoint(str(self.path), self.incarnation)
 
     async def listen(self) -> None:
         loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from teimgr.config.mux import MuxConfig
-from teimgr.directory import Entry, Snapshot
+from teimgr.directory import RouteEntry, RoutingSnapshot
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.spec import State
@@ -99,9 +99,9 @@ class Control:
         self.say({"stats": True})
         return dict(json.loads(await self.reader.readline()))
 
-    async def push(self, *entries: Entry) -> dict[str, Any]:
+    async def push(self, *entries: RouteEntry) -> dict[str, Any]:
         """Send a snapshot and wait until it is taken."""
-        self.say({"snapshot": json.loads(Snapshot(entries).to_json())})
+        self.say({"snapshot": json.loads(RoutingSnapshot(entries).to_json())})
         return await self.stats()
 
     def say(self, message: dict[str, Any]) -> None:
@@ -112,9 +112,9 @@ class Control:
         await self.writer.wait_closed()
 
 
-def running(name: str, *workers: Any, model_id: str = "model") -> Entry:
+def running(name: str, *workers: Any, model_id: str = "model") -> RouteEntry:
     """The entry of a running instance with these workers."""
-    return Entry(name, model_id, State.RUNNING, None, 1, tuple(worker.endpoint for worker in workers))
+    return RouteEntry(name, model_id, State.RUNNING, None, 1, tuple(worker.endpoint for worker in workers))
 
 
 def client(stats: dict[str, object]) -> grpc.aio.Channel:

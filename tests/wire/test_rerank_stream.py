@@ -9,13 +9,13 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.wire import rerank_stream
 from teimgr.wire.frames import Flag
-from teimgr.wire.rerank_stream import Pairs
+from teimgr.wire.rerank_stream import PairCollector
 
 
 @given(st.lists(st.text(max_size=300), min_size=1, max_size=20))
 def test_it_is_what_protobuf_writes(texts: list[str]) -> None:
     requests = [tei_pb2.RerankStreamRequest(query="q", text=text, truncate=True) for text in texts]
-    collected = Pairs(1 << 20)
+    collected = PairCollector(1 << 20)
 
     for request in requests:
         collected.add(request.SerializeToString())
@@ -25,7 +25,7 @@ def test_it_is_what_protobuf_writes(texts: list[str]) -> None:
 
 
 def test_it_may_fill_the_limit_and_not_a_byte_more() -> None:
-    collected = Pairs(20)
+    collected = PairCollector(20)
     collected.add(b"x" * 8)
     collected.add(memoryview(b"x" * 8))
     assert len(collected.payload()) == 20
@@ -36,7 +36,7 @@ def test_it_may_fill_the_limit_and_not_a_byte_more() -> None:
 
 def test_pairs_are_bounded_by_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerank_stream, "MAX_PAIRS", 2)
-    collected = Pairs(1000)
+    collected = PairCollector(1000)
     collected.add(b"")
     collected.add(b"")
 
@@ -46,4 +46,4 @@ def test_pairs_are_bounded_by_number_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_no_request_is_invalid() -> None:
     with pytest.raises(InvalidInput, match="Missing rerank request"):
-        Pairs(10).payload()
+        PairCollector(10).payload()

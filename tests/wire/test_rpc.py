@@ -3,7 +3,7 @@
 import pytest
 
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.rpc import BY_PATH, RPCS, SERVICE, SERVICES, Payload, Rpc, Shape
+from teimgr.wire.rpc import BY_PATH, RPCS, SERVICE, SERVICES, PayloadSource, Rpc, Shape
 
 MUX = "tei_multiplexer.v1.TeiMultiplexer"
 TEI = ("tei.v1.Info", "tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank", "tei.v1.Tokenize")
@@ -30,7 +30,7 @@ def test_a_method_of_tei_asks_the_same_of_a_worker_as_its_namesake_of_the_multip
         twin = rpc(each.name)
         same = ("name", "shape", "method", "lane", "limited", "tells_compute")
         assert [getattr(each, name) for name in same] == [getattr(twin, name) for name in same]
-        assert each.payload is Payload.WHOLE
+        assert each.payload is PayloadSource.WHOLE
         assert not each.has_target
         assert twin.has_target
 
@@ -42,7 +42,7 @@ def test_teimgr_s_own_arrow_calls_are_batches_with_a_target() -> None:
     for each in (unary, stream):
         assert each.method is Method.INFER_ARROW
         assert each.has_target
-        assert (each.arrow_field, each.payload, each.lane) == (2, Payload.WHOLE, Flag.BULK | Flag.WAIT)
+        assert (each.arrow_field, each.payload, each.lane) == (2, PayloadSource.WHOLE, Flag.BULK | Flag.WAIT)
 
 
 @pytest.mark.clause("M1.5-missing-request")
@@ -85,7 +85,7 @@ def test_arrow_messages_travel_whole_and_in_bulk_and_a_rerank_waits_for_room() -
     arrow = {each.name for each in rows(MUX) if each.arrow_field}
 
     assert arrow == {"EmbedArrow", "EmbedArrowStream", "EmbedSparseArrow"}
-    assert all(each.payload is Payload.WHOLE for each in rows(MUX) if each.name in arrow)
+    assert all(each.payload is PayloadSource.WHOLE for each in rows(MUX) if each.name in arrow)
     assert {each.name: each.lane for each in rows(MUX) if each.lane} == {
         **dict.fromkeys(arrow, Flag.BULK | Flag.WAIT),
         "Rerank": Flag.WAIT,

@@ -22,7 +22,7 @@ from teimgr.http_server import unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import Metrics
 from teimgr.routing.links import LinkLimits
-from teimgr.routing.router import Lease, Router, seen_by
+from teimgr.routing.router import Lease, Router, router_view
 from teimgr.wire.error_bodies import failure, refusal
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.http_frames import MAX_HEAD_BYTES, HeadTooLong, HttpReply, HttpRequest, read_reply, request_head
@@ -123,7 +123,7 @@ class Gateway:
 
     def _naming_of(self, request: Request) -> Naming:
         """The names that the caller of `request` may use."""
-        return self.naming.of(seen_by(caller_of(request.scope), self._router))
+        return self.naming.of(router_view(caller_of(request.scope), self._router))
 
     async def _call(self, lease: Lease, payload: bytearray) -> HttpReply:
         flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError, Unsupported
 from teimgr.mux.counters import CallRecord
-from teimgr.routing.links import Reply
+from teimgr.routing.links import WorkerReply
 from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Envelope, Target, read_envelope, read_target
-from teimgr.wire.rerank_stream import Pairs
-from teimgr.wire.rpc import SERVICE, Payload, Rpc
+from teimgr.wire.rerank_stream import PairCollector
+from teimgr.wire.rpc import SERVICE, PayloadSource, Rpc
 
 # Metadata that names the instance of a call whose messages have no target.
 INSTANCE_KEY = "x-teimgr-instance"
@@ -24,7 +24,7 @@ INSTANCE_KEY = "x-teimgr-instance"
 
 async def answer_one(
     rpc: Rpc, router: RouterView, message: bytes, named: Target | None, timeout_s: float | None, note: CallRecord
-) -> Reply:
+) -> WorkerReply:
     """The worker's answer to a unary message; `named` is whom it is for where it does not say so itself.
 
     Raises:
@@ -68,9 +68,9 @@ def open_message(rpc: Rpc, message: bytes) -> Envelope:
     if not rpc.has_target:
         return Envelope(None, message)
     envelope = read_envelope(message, rpc.inner_field)
-    if rpc.payload is Payload.INNER:
+    if rpc.payload is PayloadSource.INNER:
         return envelope
-    return Envelope(envelope.target, message if rpc.payload is Payload.WHOLE else b"")
+    return Envelope(envelope.target, message if rpc.payload is PayloadSource.WHOLE else b"")
 
 
 def lease_for(rpc: Rpc, router: RouterView, target: Target, message: bytes) -> Lease:
@@ -140,9 +140,9 @@ class Collection:
         self._target = named
         self._pause_s = pause_s
         self._note = note
-        self._pairs = Pairs(router.limits.max_message_bytes)
+        self._pairs = PairCollector(router.limits.max_message_bytes)
 
-    async def answer(self, messages: AsyncIterator[bytes], timeout_s: float | None) -> Reply:
+    async def answer(self, messages: AsyncIterator[bytes], timeout_s: float | None) -> WorkerReply:
         """The worker's one answer to all of `messages`; `timeout_s` is what is left of the caller's time.
 
         Raises:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.auth.policy import Policy
-from teimgr.directory import Snapshot
+from teimgr.directory import RoutingSnapshot
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES = 64 * 1024 * 1024
@@ -33,7 +33,7 @@ class MuxControl:
         orphan_grace_s: float,
         *,
         on_policy: Callable[[Policy], None],
-        on_snapshot: Callable[[Snapshot], None],
+        on_snapshot: Callable[[RoutingSnapshot], None],
         on_stop: Callable[[float], None],
         on_orphaned: Callable[[], None],
         stats: Callable[[], dict[str, Any]],
@@ -102,7 +102,7 @@ class MuxControl:
         if "policy" in message:  # before a snapshot, which opens the door
             self._on_policy(Policy.from_json(json.dumps(message["policy"])))
         if "snapshot" in message:
-            self._on_snapshot(Snapshot.from_json(json.dumps(message["snapshot"])))
+            self._on_snapshot(RoutingSnapshot.from_json(json.dumps(message["snapshot"])))
         if message.get("stats"):
             writer.write(json.dumps(self._stats()).encode() + b"\n")
             await writer.drain()

@@ -9,7 +9,7 @@ from typing import Any
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class Histogram:
+class LatencyHistogram:
     """How many calls took up to each of `BOUNDS_S` (not cumulative; the last bucket is for the rest), and their sum."""
 
     __slots__ = ("buckets", "sum_s")
@@ -36,7 +36,7 @@ class CallRecord:
         self.began_s = time.perf_counter()
 
 
-class Counters:
+class CallCounters:
     """Calls by method, instance and gRPC status; latency by method and instance.
 
     Only instances of the directory become labels: a call whose target was not found counts under the empty name.
@@ -46,7 +46,7 @@ class Counters:
         self.in_flight = 0
         self._calls: dict[tuple[str, str, str], int] = {}
         self._messages: dict[tuple[str, str], int] = {}
-        self._latency: dict[tuple[str, str], Histogram] = {}
+        self._latency: dict[tuple[str, str], LatencyHistogram] = {}
 
     def begin(self, method: str) -> CallRecord:
         """A call came in; `end` must follow."""
@@ -62,7 +62,7 @@ class Counters:
         self._messages[key] = self._messages.get(key, 0) + note.messages
         histogram = self._latency.get(key)
         if histogram is None:
-            histogram = self._latency[key] = Histogram()
+            histogram = self._latency[key] = LatencyHistogram()
         histogram.observe(time.perf_counter() - note.began_s)
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from teimgr.auth.callers import caller_of_call, grpc_status
 from teimgr.auth.policy import PolicyInForce, Right
 from teimgr.errors import TeimgrError
 from teimgr.mux.calls import INSTANCE_KEY, Collection, answer_one, named_target
-from teimgr.mux.counters import CallRecord, Counters
+from teimgr.mux.counters import CallCounters, CallRecord
 from teimgr.mux.stream_relay import StreamRelay
 from teimgr.observability import telemetry
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext
 from teimgr.observability.telemetry import Telemetry
-from teimgr.routing.links import Reply
-from teimgr.routing.router import Router, RouterView, seen_by
+from teimgr.routing.links import WorkerReply
+from teimgr.routing.router import Router, RouterView, router_view
 from teimgr.wire.element_types import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
@@ -55,7 +55,7 @@ class MuxHandlers:
     def __init__(
         self,
         router: Router,
-        counters: Counters,
+        counters: CallCounters,
         *,
         request_timeout_s: float,
         window: int,
@@ -101,7 +101,7 @@ class MuxHandlers:
             try:
                 caller = caller_of_call(self._policy.now, context)
                 caller.require(_NEEDED)
-                answer = await body(rpc, seen_by(caller, self._router), request, context, note)
+                answer = await body(rpc, router_view(caller, self._router), request, context, note)
                 status = grpc.StatusCode.OK
                 return answer
             except TeimgrError as error:
@@ -181,7 +181,7 @@ def _output_dtype(rpc: Rpc, context: Context) -> bytes:
     return b"" if word is None else output_dtype_field(str(word))
 
 
-async def _told(rpc: Rpc, reply: Reply, context: Context) -> bytes:
+async def _told(rpc: Rpc, reply: WorkerReply, context: Context) -> bytes:
     """The answer's bytes, once the initial metadata has said what they cost."""
     if rpc.tells_compute and reply.timings is not None:
         await context.send_initial_metadata(tuple(reply.timings.headers().items()))

@@ -23,10 +23,10 @@ import uvloop
 
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.config.mux import MuxConfig
-from teimgr.directory import Snapshot
+from teimgr.directory import RoutingSnapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.mux.control import MuxControl
-from teimgr.mux.counters import Counters
+from teimgr.mux.counters import CallCounters
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.services import Health, reflection_handlers
 from teimgr.mux.tls import GrpcCertificates
@@ -49,7 +49,7 @@ class Mux:
     def __init__(self, config: MuxConfig) -> None:
         self._config = config
         self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
-        self._counters = Counters()
+        self._counters = CallCounters()
         self._policy = PolicyInForce(Policy())
         self._telemetry = Telemetry.open(config.otel)
         self._health = Health(self._policy, *SERVICES)
@@ -165,7 +165,7 @@ class Mux:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)
         self._stop(_DRAIN_S)
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _take(self, snapshot: RoutingSnapshot) -> None:
         self._router.update(snapshot)
         self._health.update(snapshot)
         self._woken.set()
@@ -179,7 +179,7 @@ class Mux:
             "uptime_s": round(time.monotonic() - self._began_s, 3),
             "instances": len(self._router.snapshot.entries),
             "resident_bytes": resident_bytes(),
-            "links": self._router.figures(),
+            "links": self._router.link_stats(),
             **self._counters.to_dict(),
         }
 

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from teimgr.auth.callers import caller_of_call, grpc_status
 from teimgr.auth.policy import PolicyInForce, Right
-from teimgr.directory import Snapshot
+from teimgr.directory import RoutingSnapshot
 from teimgr.errors import TeimgrError
 from teimgr.spec import State
 from teimgr.wire import rpc
@@ -41,7 +41,7 @@ class Health:
         self._changed = asyncio.Event()
         self._stopped = False
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RoutingSnapshot) -> None:
         """Follow the directory."""
         if not self._stopped:
             instances = {e.name: _SERVING if e.state is State.RUNNING else _NOT_SERVING for e in snapshot.entries}

@@ -8,11 +8,11 @@ import contextlib
 from teimgr.errors import InvalidInput
 from teimgr.mux.calls import lease_for, method_of, open_message, target_of
 from teimgr.mux.counters import CallRecord
-from teimgr.routing.links import Call
+from teimgr.routing.links import PendingCall
 from teimgr.routing.router import Lease, RouterView
 from teimgr.wire.frames import Flag
 from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Slice, Target, without_fields
-from teimgr.wire.rerank_stream import Window
+from teimgr.wire.rerank_stream import StreamWindow
 from teimgr.wire.rpc import Rpc
 
 # Arrow batches are megabytes each: enough to keep a worker busy, few enough for memory to stay flat.
@@ -32,9 +32,9 @@ class StreamRelay:
         self._rpc = rpc
         self._router = router
         self._note = note
-        self._window = Window(min(window, _BATCH_WINDOW) if rpc.arrow_field else window)
-        self._answers: asyncio.Queue[Call | Exception | None] = asyncio.Queue()
-        self._current: Call | None = None
+        self._window = StreamWindow(min(window, _BATCH_WINDOW) if rpc.arrow_field else window)
+        self._answers: asyncio.Queue[PendingCall | Exception | None] = asyncio.Queue()
+        self._current: PendingCall | None = None
         self._target = named
         self._target_bytes: Slice | None = None
         self._lease: Lease | None = None
@@ -103,7 +103,7 @@ class StreamRelay:
             self._current.cancel()
         while not self._answers.empty():
             item = self._answers.get_nowait()
-            if isinstance(item, Call):
+            if isinstance(item, PendingCall):
                 item.cancel()
         self._leases.close()
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from teimgr import __version__
 from teimgr.clock import now_rfc3339
-from teimgr.directory import Directory, Endpoint
+from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
@@ -93,7 +93,7 @@ class Scraper:
         self._directory = directory
         self._limit_s = limit_s
         self._max_age_s = max_age_s
-        self._workers: dict[Endpoint, Replica] = {}
+        self._workers: dict[WorkerEndpoint, Replica] = {}
         self._reading = asyncio.Lock()
         self._page: Page = {}
         self._read_at = float("-inf")

@@ -63,7 +63,7 @@ class ByteBudget:
         return self.taken_bytes == 0 or self.taken_bytes + count <= self._limit_bytes
 
 
-class Traffic:
+class LinkStats:
     """Counters of one instance; its replicas come and go, these stay. Bytes are those of payloads."""
 
     __slots__ = ("connects", "expired", "losses", "received_bytes", "requests", "sent_bytes")
@@ -102,26 +102,26 @@ class LinkLimits:
     connect_timeout_s: float = 5.0
 
 
-class Reply(NamedTuple):
+class WorkerReply(NamedTuple):
     """A worker's answer. `timings` is None where the method has none."""
 
     payload: bytes
     timings: Timings | None
 
 
-class Call:
+class PendingCall:
     """One request in flight; await `answer`, and call `cancel` when nobody waits for it any more."""
 
     __slots__ = ("_timer", "answer", "context", "cost_bytes", "id", "link", "method")
 
-    def __init__(self, link: Link, id: int, method: Method, cost_bytes: int, timeout_s: float | None) -> None:
+    def __init__(self, link: WorkerLink, id: int, method: Method, cost_bytes: int, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         self.link = link
         self.id = id
         self.method = method
         self.cost_bytes = cost_bytes
         self.context = CURRENT.get()
-        self.answer: asyncio.Future[Reply] = loop.create_future()
+        self.answer: asyncio.Future[WorkerReply] = loop.create_future()
         self._timer = loop.call_later(timeout_s, self._expire) if timeout_s is not None else None
 
     def cancel(self) -> None:
@@ -130,7 +130,7 @@ class Call:
             self.link.send(FrameType.CANCEL, self.method, self.id)
             self.answer.cancel()
 
-    def finish(self, outcome: Reply | TeimgrError) -> None:
+    def finish(self, outcome: WorkerReply | TeimgrError) -> None:
         """The answer is here; called by the link, which has forgotten the call."""
         if self._timer is not None:
             self._timer.cancel()
@@ -154,7 +154,7 @@ class LinkOwner(Protocol):
     """Who has the link, and keeps the books over all of a worker's links."""
 
     instance: str
-    traffic: Traffic
+    traffic: LinkStats
 
     def call_ended(self, cost_bytes: int) -> None:
         """A call is answered, given up or failed; called once for each."""
@@ -166,7 +166,7 @@ class LinkOwner(Protocol):
         """What a caller is told when the link is gone."""
 
 
-class Link(FrameProtocol):
+class WorkerLink(FrameProtocol):
     """One connection and its calls. When it is lost, every call in flight fails and `owner` hears of it once."""
 
     def __init__(self, owner: LinkOwner, limits: LinkLimits) -> None:
@@ -176,7 +176,7 @@ class Link(FrameProtocol):
         self.closed = asyncio.get_running_loop().create_future()
         self._owner = owner
         self._limits = limits
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._last_id = 0
 
     @property
@@ -184,7 +184,9 @@ class Link(FrameProtocol):
         """Requests without an answer."""
         return len(self._calls)
 
-    def request(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None, cost_bytes: int) -> Call:
+    def request(
+        self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None, cost_bytes: int
+    ) -> PendingCall:
         """Send a request whose cost the budget has granted.
 
         Raises:
@@ -194,7 +196,7 @@ class Link(FrameProtocol):
             self.budget.give_back(cost_bytes)
             raise self._owner.unavailable()
         self._last_id += 1
-        call = Call(self, self._last_id, method, cost_bytes, timeout_s)
+        call = PendingCall(self, self._last_id, method, cost_bytes, timeout_s)
         self.traffic.requests += 1
         self.traffic.sent_bytes += len(payload)
         self._calls[call.id] = call
@@ -213,7 +215,7 @@ class Link(FrameProtocol):
         )
         return call
 
-    def forget(self, call: Call) -> bool:
+    def forget(self, call: PendingCall) -> bool:
         """Take the call off the books; False when it was not on them."""
         if self._calls.pop(call.id, None) is None:
             return False
@@ -237,7 +239,7 @@ class Link(FrameProtocol):
             call.context.on_stats(header.context, self._owner.instance)
         call.finish(self._outcome(header, payload))
 
-    def _outcome(self, header: Header, payload: bytes) -> Reply | TeimgrError:
+    def _outcome(self, header: Header, payload: bytes) -> WorkerReply | TeimgrError:
         if header.type == FrameType.ERROR:
             return unpack_error(payload)
         timings = None
@@ -246,7 +248,7 @@ class Link(FrameProtocol):
         limit = self._limits.max_reply_bytes or self._limits.max_message_bytes
         if len(payload) > limit:
             return too_large("Reply", len(payload), limit)
-        return Reply(payload, timings)
+        return WorkerReply(payload, timings)
 
     def link_lost(self, error: Exception | None) -> None:
         """Fail every call in flight."""

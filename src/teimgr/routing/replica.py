@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from teimgr.directory import Endpoint
+from teimgr.directory import WorkerEndpoint
 from teimgr.errors import DeadlineExceeded, Overloaded, Unavailable
-from teimgr.routing.links import CALL_BYTES, Call, Link, LinkLimits, Traffic, too_large
+from teimgr.routing.links import CALL_BYTES, LinkLimits, LinkStats, PendingCall, WorkerLink, too_large
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.stream import Payload
 
@@ -23,9 +23,11 @@ class Replica:
     found its worker alive. A socket belongs to one incarnation, so what answers there is never another one.
     """
 
-    def __init__(self, instance: str, endpoint: Endpoint, limits: LinkLimits, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, instance: str, endpoint: WorkerEndpoint, limits: LinkLimits, traffic: LinkStats | None = None
+    ) -> None:
         self.endpoint = endpoint
-        self.traffic = traffic or Traffic()
+        self.traffic = traffic or LinkStats()
         self.outstanding_bytes = 0
         self.outstanding_calls = 0
         self.calls = 0
@@ -34,7 +36,7 @@ class Replica:
         self.retired = False
         self.instance = instance
         self._limits = limits
-        self._links: list[Link | None] = [None, None]
+        self._links: list[WorkerLink | None] = [None, None]
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
         self._search: asyncio.Task[None] | None = None
@@ -51,7 +53,7 @@ class Replica:
         searching = self._search is not None and not self._search.done()
         return not searching and all(link is None or link.closed.done() for link in self._links)
 
-    async def start(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> Call:
+    async def start(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> PendingCall:
         """Put a request on the link of its lane, waiting for the connection, and with `Flag.WAIT` for room.
 
         Raises:
@@ -135,7 +137,7 @@ class Replica:
 
     async def _when_ready(
         self, bulk: bool, cost: int, flags: Flag, timeout_s: float | None
-    ) -> tuple[Link, float | None]:
+    ) -> tuple[WorkerLink, float | None]:
         """The connected link with `cost` granted, and what is left of the time."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -152,7 +154,7 @@ class Replica:
             raise DeadlineExceeded from None
         return link, None if timeout_s is None else timeout_s - (loop.time() - began)
 
-    async def _connect(self, bulk: bool) -> Link:
+    async def _connect(self, bulk: bool) -> WorkerLink:
         limit_s = self._limits.connect_timeout_s
         try:
             async with asyncio.timeout(limit_s), self._connecting:
@@ -160,7 +162,7 @@ class Replica:
         except TimeoutError:
             raise Unavailable(f"Failed to connect to backend: no answer within {limit_s:g} s") from None
 
-    async def _open(self, bulk: bool) -> Link:
+    async def _open(self, bulk: bool) -> WorkerLink:
         if self.lost:
             raise self.unavailable()
         try:
@@ -173,9 +175,9 @@ class Replica:
             link.abort()
         return link
 
-    async def _new_link(self) -> Link:
+    async def _new_link(self) -> WorkerLink:
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_unix_connection(lambda: Link(self, self._limits), self.endpoint.socket)
+        _, link = await loop.create_unix_connection(lambda: WorkerLink(self, self._limits), self.endpoint.socket)
         self._connected_at = loop.time()
         self.traffic.connects += 1
         return link

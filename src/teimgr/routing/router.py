@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from teimgr.auth.policy import Caller
-from teimgr.directory import Endpoint, Entry, Snapshot
+from teimgr.directory import RouteEntry, RoutingSnapshot, WorkerEndpoint
 from teimgr.errors import (
     AmbiguousInstance,
     Code,
@@ -20,7 +20,7 @@ from teimgr.errors import (
     Unavailable,
     error_from_code,
 )
-from teimgr.routing.links import Call, LinkLimits, Reply, Traffic
+from teimgr.routing.links import LinkLimits, LinkStats, PendingCall, WorkerReply
 from teimgr.routing.replica import Replica
 from teimgr.spec import State
 from teimgr.wire.frames import Flag, Method
@@ -50,13 +50,13 @@ class Lease:
 
     async def start(
         self, method: Method, payload: Payload, *, flags: Flag = Flag.NONE, timeout_s: float | None = None
-    ) -> Call:
+    ) -> PendingCall:
         """Put a request on its way; returns as soon as it is on the link. Errors as `call`, less the worker's own."""
         return await self._replica.start(method, payload, flags, timeout_s)
 
     async def call(
         self, method: Method, payload: Payload, *, flags: Flag = Flag.NONE, timeout_s: float | None = None
-    ) -> Reply:
+    ) -> WorkerReply:
         """The worker's answer. Cancelling the await cancels the work.
 
         Raises:
@@ -84,7 +84,7 @@ class _Instance:
 
     __slots__ = ("entry", "replicas")
 
-    def __init__(self, entry: Entry, replicas: tuple[Replica, ...]) -> None:
+    def __init__(self, entry: RouteEntry, replicas: tuple[Replica, ...]) -> None:
         self.entry = entry
         self.replicas = replicas
 
@@ -112,13 +112,13 @@ class Router:
 
     def __init__(self, limits: LinkLimits | None = None) -> None:
         self.limits = limits or LinkLimits()
-        self.snapshot = Snapshot()
+        self.snapshot = RoutingSnapshot()
         self._by_name: dict[str, _Instance] = {}
         self._in_order: list[_Instance] = []
         self._retired: set[Replica] = set()
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, LinkStats] = {}
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RoutingSnapshot) -> None:
         """Take `snapshot` for the truth. Workers not in it answer what is in flight, then lose their links."""
         known = {replica.endpoint: replica for instance in self._in_order for replica in instance.replicas}
         self._in_order = [_Instance(entry, self._replicas(entry, known)) for entry in snapshot.entries]
@@ -152,7 +152,7 @@ class Router:
             instance = self._at(target.instance_index or 0)
         return _least_busy((instance.entry.name, replica) for replica in instance.usable())
 
-    def figures(self) -> list[dict[str, Any]]:
+    def link_stats(self) -> list[dict[str, Any]]:
         """What went over the links of each instance and what is under way, for JSON."""
         return [
             {
@@ -174,12 +174,12 @@ class Router:
 
     async def close(self) -> None:
         """Close every link at once; calls in flight fail as unavailable."""
-        self.update(Snapshot())
+        self.update(RoutingSnapshot())
         await asyncio.gather(*(replica.close() for replica in self._retired))
 
-    def _replicas(self, entry: Entry, known: dict[Endpoint, Replica]) -> tuple[Replica, ...]:
+    def _replicas(self, entry: RouteEntry, known: dict[WorkerEndpoint, Replica]) -> tuple[Replica, ...]:
         """The entry's replicas; those already there are taken out of `known`."""
-        traffic = self._traffic.setdefault(entry.name, Traffic())
+        traffic = self._traffic.setdefault(entry.name, LinkStats())
         return tuple(
             known.pop(endpoint) if endpoint in known else Replica(entry.name, endpoint, self.limits, traffic)
             for endpoint in entry.endpoints
@@ -211,7 +211,7 @@ class Router:
         return found
 
 
-def only_running(snapshot: Snapshot) -> Target:
+def only_running(snapshot: RoutingSnapshot) -> Target:
     """As `Router.only_running`, of any snapshot."""
     names = [entry.name for entry in snapshot.entries if entry.state is State.RUNNING]
     if len(names) == 1:
@@ -259,7 +259,7 @@ class RouterView(Protocol):
         """Bounds of every link."""
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RoutingSnapshot:
         """The instances there are."""
 
     def lease(self, target: Target) -> Lease:
@@ -269,7 +269,7 @@ class RouterView(Protocol):
         """As `Router.only_running`."""
 
 
-def seen_by(caller: Caller, router: Router) -> RouterView:
+def router_view(caller: Caller, router: Router) -> RouterView:
     """`router` as `caller` may use it."""
     return _Part(caller, router) if caller.is_restricted else router
 
@@ -286,8 +286,10 @@ class _Part:
         return self._router.limits
 
     @property
-    def snapshot(self) -> Snapshot:
-        return Snapshot(tuple(entry for entry in self._router.snapshot.entries if self._caller.covers(entry.name)))
+    def snapshot(self) -> RoutingSnapshot:
+        return RoutingSnapshot(
+            tuple(entry for entry in self._router.snapshot.entries if self._caller.covers(entry.name))
+        )
 
     def lease(self, target: Target) -> Lease:
         """As `Router.lease`.

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from teimgr.directory import Directory, Endpoint
+from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.launch.control_link import ControlLink
 from teimgr.wire.frames import Method
@@ -65,7 +65,7 @@ class LiveProbe:
         entries = [entry for entry in self._directory.snapshot().entries if entry.name == name]
         return list(await asyncio.gather(*(self._one(each) for entry in entries for each in entry.endpoints)))
 
-    async def _one(self, endpoint: Endpoint) -> Proof:
+    async def _one(self, endpoint: WorkerEndpoint) -> Proof:
         begun, problem = time.monotonic(), None
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -24,7 +24,7 @@ from typing import Any
 
 from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
-from teimgr.directory import Entry
+from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.base import Adopted
 from teimgr.placement.planner import worker_spec
@@ -389,7 +389,7 @@ class Instance:
             return
         endpoints = (each.endpoint for each in self._crew)
         model = next((each.model for each in self._crew if each.model), None)
-        entry = Entry(
+        entry = RouteEntry(
             name=self.spec.name,
             model_id=self.spec.model_id,
             state=self.state,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from teimgr.clock import rfc3339
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory, Endpoint
+from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.base import Adopted, Launcher
 from teimgr.spec import InstanceSpec, ModelInfo, State, WorkerSpec, WorkerView
@@ -177,12 +177,12 @@ class Supervisor:
         return self._threads if self._attempt and self._attempt.handle else None
 
     @property
-    def endpoint(self) -> Endpoint | None:
+    def endpoint(self) -> WorkerEndpoint | None:
         """Where its worker answers, while it serves."""
         handle = self._attempt.handle if self._attempt else None
         if handle is None or self._life.phase is not Phase.RUNNING:
             return None
-        return Endpoint(str(handle.socket), handle.incarnation)
+        return WorkerEndpoint(str(handle.socket), handle.incarnation)
 
     def view(self, role: str) -> WorkerView:
         """A snapshot for display."""

@@ -14,7 +14,7 @@ FEW = 4
 HELD_BYTES = 64 * 1024 * 1024
 
 
-class Window:
+class StreamWindow:
     """How many messages of one stream may be in flight: `limit`, fewer while the answers are large.
 
     For one task that enters.
@@ -52,7 +52,7 @@ _REQUEST = b"\x0a"
 MAX_PAIRS = 100_000
 
 
-class Pairs:
+class PairCollector:
     """`tei.v1.RerankStreamRequest` messages on their way to be one `teimgr.v1.RerankPairs` of at most `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:

@@ -77,7 +77,7 @@ class Shape(Enum):
     CLIENT_STREAM = "client stream"
 
 
-class Payload(Enum):
+class PayloadSource(Enum):
     """What of a message the worker gets."""
 
     INNER = "the bytes of its field `request`"
@@ -111,7 +111,7 @@ class Rpc:
     shape: Shape
     method: Method | None
     has_target: bool
-    payload: Payload
+    payload: PayloadSource
     inner_field: int
     arrow_field: int
     missing: str
@@ -155,11 +155,11 @@ def _method_name(subject: str, shape: Shape, is_arrow: bool) -> str:
     return (f"{subject}_arrow" if is_arrow and not subject.endswith("arrow") else subject).upper()
 
 
-def _payload(message: Descriptor) -> Payload:
+def _payload(message: Descriptor) -> PayloadSource:
     if "request" in message.fields_by_name:
-        return Payload.INNER
+        return PayloadSource.INNER
     says_only_whom = "target" in message.fields_by_name and len(message.fields) == 1
-    return Payload.NOTHING if says_only_whom else Payload.WHOLE
+    return PayloadSource.NOTHING if says_only_whom else PayloadSource.WHOLE
 
 
 def _lane(subject: str, is_arrow: bool) -> Flag:

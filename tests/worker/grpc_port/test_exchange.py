@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from teimgr.errors import InvalidInput, Unavailable
-from teimgr.worker.grpc_port.exchange import Inbox
+from teimgr.worker.grpc_port.exchange import ReceiveBuffer
 
 
 async def test_reads_do_not_care_how_the_bytes_came() -> None:
-    inbox = Inbox(lambda size: None)
+    inbox = ReceiveBuffer(lambda size: None)
     for part in (b"ab", b"", b"cdef"):
         inbox.add(part, len(part))
     inbox.eof()
@@ -24,7 +24,7 @@ async def test_reads_do_not_care_how_the_bytes_came() -> None:
 
 async def test_the_client_may_send_more_only_when_somebody_waits() -> None:
     allowed: list[int] = []
-    inbox = Inbox(allowed.append)
+    inbox = ReceiveBuffer(allowed.append)
     inbox.add(b"x" * 100, 110)
     await inbox.read(60)
     assert sum(allowed) == 0
@@ -40,7 +40,7 @@ async def test_the_client_may_send_more_only_when_somebody_waits() -> None:
 
 
 async def test_an_end_inside_a_message_is_invalid() -> None:
-    inbox = Inbox(lambda size: None)
+    inbox = ReceiveBuffer(lambda size: None)
     inbox.add(b"abc", 3)
     inbox.eof()
 
@@ -49,7 +49,7 @@ async def test_an_end_inside_a_message_is_invalid() -> None:
 
 
 async def test_what_was_sent_before_a_failure_is_still_read() -> None:
-    inbox = Inbox(lambda size: None)
+    inbox = ReceiveBuffer(lambda size: None)
     inbox.add(b"abc", 3)
     inbox.fail(Unavailable("stopping"))
 

@@ -8,7 +8,7 @@ import time
 from teimgr.engine.job import Lane
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unsupported
 from teimgr.wire.frames import Flag
-from teimgr.wire.rerank_stream import Pairs, Window
+from teimgr.wire.rerank_stream import PairCollector, StreamWindow
 from teimgr.wire.rpc import Rpc, Shape
 from teimgr.worker.calls import MethodCall, Reply
 from teimgr.worker.dispatcher import Dispatcher
@@ -85,7 +85,7 @@ class Calls:
 
     async def _collected(self, rpc: Rpc, exchange: RpcStream) -> None:
         deadline = deadline_of(exchange)
-        pairs = Pairs(self._desk.spec.max_message_bytes)
+        pairs = PairCollector(self._desk.spec.max_message_bytes)
         is_empty = True
         while (message := await _next_of(exchange)) is not None:
             pairs.add(message)
@@ -114,7 +114,7 @@ class BidiCall:
         self._rpc = rpc
         self._exchange = exchange
         self._deadline = deadline_of(exchange)
-        self._window = Window(WINDOW)
+        self._window = StreamWindow(WINDOW)
         self._answers: asyncio.Queue[GrpcCall | Exception | None] = asyncio.Queue()
         self._unanswered: set[GrpcCall] = set()
 

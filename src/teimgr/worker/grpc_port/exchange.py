@@ -13,7 +13,7 @@ from teimgr.observability.request_context import REQUEST_ID, RequestContext
 from teimgr.wire.status import OK
 
 
-class Inbox:
+class ReceiveBuffer:
     """Bytes in the order they came, with HTTP/2's flow control: the client may send more once somebody waits for it.
 
     It stands in for the buffer that grpclib gives a stream, which keeps an object per DATA frame and takes an empty one
@@ -87,7 +87,7 @@ _CODE_KEY = "x-teimgr-code"
 class RpcStream:
     """One RPC. A client that goes away cancels the task that serves it; no method has to look for that."""
 
-    def __init__(self, stream: Stream, inbox: Inbox, headers: Headers, max_message_bytes: int) -> None:
+    def __init__(self, stream: Stream, inbox: ReceiveBuffer, headers: Headers, max_message_bytes: int) -> None:
         self.metadata = dict(headers)
         self.path = self.metadata.get(":path", "")
         self.context = RequestContext.from_headers(self.metadata)
@@ -186,7 +186,7 @@ class RpcStream:
 _HEAD: Headers = ((":status", "200"), ("content-type", "application/grpc"))
 
 
-class Refusal(Exception):
+class RpcStatusError(Exception):
     """End the call with the gRPC status of that number and this sentence."""
 
     def __init__(self, status: int, message: str) -> None:

@@ -15,7 +15,7 @@ from teimgr.wire.status import STATUS, UNAUTHENTICATED, UNIMPLEMENTED
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.grpc_port.calls import Calls
 from teimgr.worker.grpc_port.connection import Connection
-from teimgr.worker.grpc_port.exchange import Refusal, RpcStream
+from teimgr.worker.grpc_port.exchange import RpcStatusError, RpcStream
 from teimgr.worker.grpc_port.services import Answer, Health, answers, reflection_services
 from teimgr.worker.methods import Service
 
@@ -55,7 +55,7 @@ class GrpcPort:
             await exchange.finish()
         except TeimgrError as error:
             await exchange.finish(STATUS[error.code].grpc, error.message, error.code.name)
-        except Refusal as refusal:
+        except RpcStatusError as refusal:
             await exchange.finish(refusal.status, refusal.message)
         except ProtocolError:
             raise  # of a client that left
@@ -80,7 +80,7 @@ class GrpcPort:
         elif exchange.path in self._open:
             await self._open[exchange.path](exchange)
         else:
-            raise Refusal(UNIMPLEMENTED, "Method not found")
+            raise RpcStatusError(UNIMPLEMENTED, "Method not found")
 
     def _check_key(self, exchange: RpcStream) -> None:
         key = self._desk.spec.api_key
@@ -88,4 +88,4 @@ class GrpcPort:
             return
         given = exchange.metadata.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise Refusal(UNAUTHENTICATED, "No valid auth token")
+            raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")

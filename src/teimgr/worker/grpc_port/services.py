@@ -19,7 +19,7 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.rpc import SymbolPool, as_proto, service_names
 from teimgr.wire.status import NOT_FOUND
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.grpc_port.exchange import Refusal, RpcStream
+from teimgr.worker.grpc_port.exchange import RpcStatusError, RpcStream
 
 Answer = Callable[[RpcStream], Awaitable[None]]
 
@@ -129,7 +129,7 @@ class Health(HealthBase):
 
     def _status(self, service: str) -> HealthCheckResponse.ServingStatus.ValueType:
         if service not in _ALWAYS and service not in _KINDS:
-            raise Refusal(NOT_FOUND, "service not registered")
+            raise RpcStatusError(NOT_FOUND, "service not registered")
         if self._stopping.is_set():
             return HealthCheckResponse.NOT_SERVING
         if service in _ALWAYS:
