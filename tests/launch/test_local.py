@@ -17,11 +17,11 @@ from tests.support.fleet import LIMIT_S, RESIDENT, children, eventually, local_l
 
 from teimgr.errors import Code, InvalidConfig
 from teimgr.launch import local
-from teimgr.launch.base import LastWords, LaunchFailed
 from teimgr.launch.control_link import ControlLink, identify
+from teimgr.launch.launcher import ExitReport, LaunchFailed
 from teimgr.launch.local import LocalLauncher
 from teimgr.launch.log_files import last_complaint, last_line, open_log, shrink
-from teimgr.launch.run_files import Process, RunFile, boot_id, look_up, open_pidfd
+from teimgr.launch.run_files import ProcessId, RunFile, boot_id, look_up, open_pidfd
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 
@@ -66,7 +66,7 @@ async def test_an_exit_is_told_with_its_status_and_the_last_line_of_the_log(laun
 
     exit = await handle.wait()
 
-    assert (exit.status, exit.words, exit.log_tail) == (7, None, "leaving at once")
+    assert (exit.status, exit.report, exit.log_tail) == (7, None, "leaving at once")
 
 
 async def test_an_exception_in_a_worker_is_status_1_with_a_traceback(launcher: LocalLauncher) -> None:
@@ -85,7 +85,7 @@ async def test_a_signal_is_told_as_a_negative_status(launcher: LocalLauncher) ->
 async def test_last_words_are_read_and_nothing_is_left(launcher: LocalLauncher, folder: Path) -> None:
     exit = await (await launcher.launch(spec("fail-permanent=11"))).wait()
 
-    assert exit.words == LastWords(Code.MODEL_NOT_FOUND, "scripted failure", permanent=True)
+    assert exit.report == ExitReport(Code.MODEL_NOT_FOUND, "scripted failure", permanent=True)
     assert left_over(folder) == set()
 
 
@@ -476,7 +476,7 @@ def test_a_number_given_away_again_is_another_process() -> None:
     me = look_up(os.getpid())
     assert me is not None
 
-    assert open_pidfd(Process(me.pid, me.start_time + 1)) is None
+    assert open_pidfd(ProcessId(me.pid, me.start_time + 1)) is None
     pidfd = open_pidfd(me)
     assert pidfd is not None
     os.close(pidfd)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from teimgr.errors import InvalidConfig
-from teimgr.launch.base import LaunchFailed, TorchBuild
+from teimgr.launch.launcher import LaunchFailed
+from teimgr.launch.nursery import TorchBuild
 from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.placement.preflight import Preflight, problems, runs_on
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr.launch.base import Exit, LastWords
+from teimgr.launch.launcher import Exit, ExitReport
 from teimgr.spec import State
-from teimgr.supervision.lifecycle import LAST_WORDS_LIMIT_S, TRANSITIONS, CommandRefused, Life, Phase, Policy
+from teimgr.supervision.lifecycle import LAST_WORDS_LIMIT_S, TRANSITIONS, CommandRefused, Life, Phase, RestartPolicy
 from teimgr.supervision.lifecycle_events import (
     Adopt,
     Command,
@@ -16,7 +16,7 @@ from teimgr.supervision.lifecycle_events import (
     Effect,
     Event,
     Exited,
-    Failure,
+    FailureCause,
     Gone,
     HandOver,
     Kill,
@@ -37,9 +37,11 @@ from teimgr.supervision.lifecycle_events import (
     explain,
 )
 
-POLICY = Policy(startup_timeout_s=60, max_probe_failures=3, backoff_s=1.0, backoff_max_s=10.0, stable_after_s=30.0)
+POLICY = RestartPolicy(
+    startup_timeout_s=60, max_probe_failures=3, backoff_s=1.0, backoff_max_s=10.0, stable_after_s=30.0
+)
 KILLED = Exited(Exit(-9))
-HOPELESS = Exited(Exit(3, LastWords(11, "no such model", permanent=True)))
+HOPELESS = Exited(Exit(3, ExitReport(11, "no such model", permanent=True)))
 
 
 def after(*events: Event | tuple[float, Event], life: Life | None = None) -> tuple[Life, list[Effect]]:
@@ -201,7 +203,7 @@ def test_a_user_may_start_a_failed_instance_again() -> None:
 
 
 def test_words_on_the_link_count_when_the_exit_has_none() -> None:
-    life, _ = after(Start(), WorkerFailed(Failure("gated", permanent=True)))
+    life, _ = after(Start(), WorkerFailed(FailureCause("gated", permanent=True)))
     assert (life.phase, life.wake_at) == (Phase.STARTING, LAST_WORDS_LIMIT_S)
 
     life, _ = after(KILLED, life=life)
@@ -209,7 +211,7 @@ def test_words_on_the_link_count_when_the_exit_has_none() -> None:
 
 
 def test_a_failed_worker_that_does_not_exit_is_killed() -> None:
-    life, effects = after(Start(), WorkerFailed(Failure("gated")), (LAST_WORDS_LIMIT_S, Tick()))
+    life, effects = after(Start(), WorkerFailed(FailureCause("gated")), (LAST_WORDS_LIMIT_S, Tick()))
 
     assert effects == [Kill()]
     assert after(KILLED, life=life)[0].phase is Phase.WAITING
@@ -267,7 +269,7 @@ def test_one_good_probe_clears_the_count() -> None:
 
 @pytest.mark.clause("M5.4-zero")
 def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
-    life, _ = after(Start(), WorkerReady(), life=Life(policy=Policy(max_probe_failures=0)))
+    life, _ = after(Start(), WorkerReady(), life=Life(policy=RestartPolicy(max_probe_failures=0)))
     life, effects = after(*[ProbeFailed("x")] * 50, life=life)
 
     assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 50, [])
@@ -286,8 +288,8 @@ _COMMANDS: st.SearchStrategy[Event] = st.sampled_from([Start(), Stop(), Restart(
 _NEWS: st.SearchStrategy[Event] = st.sampled_from(
     [
         WorkerReady(),
-        WorkerFailed(Failure("x")),
-        WorkerFailed(Failure("x", permanent=True)),
+        WorkerFailed(FailureCause("x")),
+        WorkerFailed(FailureCause("x", permanent=True)),
         WorkerDownloading(),
         WorkerDraining(),
         ProbeOk(),
@@ -339,7 +341,7 @@ def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[flo
         (Exit(-11), "the worker was killed by SIGSEGV"),
         (Exit(-40), "the worker was killed by signal 40"),
         (Exit(None), "the worker ended"),
-        (Exit(3, LastWords(6, "bad flag", True), "noise"), "bad flag"),
+        (Exit(3, ExitReport(6, "bad flag", True), "noise"), "bad flag"),
     ],
 )
 def test_an_exit_is_explained_by_words_then_status_then_log(exit: Exit, message: str) -> None:

@@ -10,10 +10,10 @@ import pytest
 from tests.support.fleet import LIMIT_S
 
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
-from teimgr.launch.base import Adopted, Exit, LastWords, LaunchFailed
+from teimgr.launch.launcher import Adopted, Exit, ExitReport, LaunchFailed
 from teimgr.spec import WorkerSpec
 from teimgr.supervision.lifecycle_events import Exited, News
-from teimgr.supervision.worker_run import Attempt, ProbePlan
+from teimgr.supervision.worker_run import ProbePlan, WorkerRun
 
 SPEC = WorkerSpec(name="a", model_id="m")
 
@@ -69,7 +69,7 @@ async def plan() -> WorkerSpec:
     return SPEC
 
 
-async def exit_of(attempt: Attempt, news: list[News]) -> Exit:
+async def exit_of(attempt: WorkerRun, news: list[News]) -> Exit:
     await asyncio.wait_for(attempt.run(), LIMIT_S)
     assert isinstance(news[-1], Exited)
     return news[-1].exit
@@ -79,13 +79,13 @@ async def test_a_process_that_nothing_ends_is_given_up_with_words() -> None:
     news: list[News] = []
     launcher = Launcher(Handle(immortal=True))
     launcher.allowed.set()
-    attempt = Attempt(launcher, plan, ProbePlan(), news.append)
+    attempt = WorkerRun(launcher, plan, ProbePlan(), news.append)
     attempt.set_threads(2)
     asyncio.get_running_loop().call_later(0.01, attempt.end, 0.0)
 
     exit = await exit_of(attempt, news)
 
-    assert exit.words == LastWords(Code.INTERNAL_ERROR, "process 1 is still there", permanent=True)
+    assert exit.report == ExitReport(Code.INTERNAL_ERROR, "process 1 is still there", permanent=True)
 
 
 async def test_a_launch_that_fails_may_be_tried_again() -> None:
@@ -93,9 +93,9 @@ async def test_a_launch_that_fails_may_be_tried_again() -> None:
     launcher = Launcher()
     launcher.allowed.set()
 
-    exit = await exit_of(Attempt(launcher, plan, ProbePlan(), news.append), news)
+    exit = await exit_of(WorkerRun(launcher, plan, ProbePlan(), news.append), news)
 
-    assert exit.words == LastWords(Code.INTERNAL_ERROR, "no process for us", permanent=False)
+    assert exit.report == ExitReport(Code.INTERNAL_ERROR, "no process for us", permanent=False)
 
 
 @pytest.mark.parametrize(("error", "permanent"), [(InvalidGpuId(1, []), True), (Unavailable("driver is busy"), False)])
@@ -105,15 +105,15 @@ async def test_a_plan_that_fails_is_permanent_when_it_would_fail_again(error: Te
     async def fail() -> WorkerSpec:
         raise error
 
-    exit = await exit_of(Attempt(Launcher(), fail, ProbePlan(), news.append), news)
+    exit = await exit_of(WorkerRun(Launcher(), fail, ProbePlan(), news.append), news)
 
-    assert exit.words == LastWords(error.code, error.message, permanent)
+    assert exit.report == ExitReport(error.code, error.message, permanent)
 
 
 @pytest.mark.parametrize("early", [True, False])
 async def test_an_end_before_the_process_exists_cancels_the_launch(early: bool) -> None:
     news: list[News] = []
-    attempt = Attempt(Launcher(Handle()), plan, ProbePlan(), news.append)
+    attempt = WorkerRun(Launcher(Handle()), plan, ProbePlan(), news.append)
     if early:
         attempt.end(5.0)
     else:
@@ -121,8 +121,8 @@ async def test_an_end_before_the_process_exists_cancels_the_launch(early: bool) 
 
     exit = await exit_of(attempt, news)
 
-    assert exit.words is not None
-    assert exit.words.message == "stopped before it was launched"
+    assert exit.report is not None
+    assert exit.report.message == "stopped before it was launched"
 
 
 async def test_an_end_after_the_process_is_gone_does_nothing() -> None:
@@ -130,7 +130,7 @@ async def test_an_end_after_the_process_is_gone_does_nothing() -> None:
     handle = Handle()
     launcher = Launcher(handle)
     launcher.allowed.set()
-    attempt = Attempt(launcher, plan, ProbePlan(), news.append)
+    attempt = WorkerRun(launcher, plan, ProbePlan(), news.append)
     handle.ended.set_result(Exit(0))
 
     assert await exit_of(attempt, news) == Exit(0)
@@ -144,9 +144,9 @@ async def test_a_defect_in_a_launch_ends_the_attempt_and_may_be_tried_again() ->
     async def fail() -> WorkerSpec:
         raise FileNotFoundError("run/nursery.log")
 
-    exit = await exit_of(Attempt(Launcher(), fail, ProbePlan(), news.append), news)
+    exit = await exit_of(WorkerRun(Launcher(), fail, ProbePlan(), news.append), news)
 
-    assert exit.words == LastWords(Code.INTERNAL_ERROR, "FileNotFoundError: run/nursery.log", permanent=False)
+    assert exit.report == ExitReport(Code.INTERNAL_ERROR, "FileNotFoundError: run/nursery.log", permanent=False)
 
 
 async def test_a_defect_beside_a_live_worker_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ async def test_a_defect_beside_a_live_worker_ends_the_worker(monkeypatch: pytest
     handle = Handle()
     launcher = Launcher(handle)
     launcher.allowed.set()
-    attempt = Attempt(launcher, plan, ProbePlan(), news.append)
+    attempt = WorkerRun(launcher, plan, ProbePlan(), news.append)
 
     async def fail() -> None:
         raise ValueError("a defect")
@@ -162,8 +162,8 @@ async def test_a_defect_beside_a_live_worker_ends_the_worker(monkeypatch: pytest
     monkeypatch.setattr(attempt, "_keep_probing", fail)
     exit = await exit_of(attempt, news)
 
-    assert exit.words is not None
-    assert (exit.words.permanent, handle.stops) == (False, [0])
+    assert exit.report is not None
+    assert (exit.report.permanent, handle.stops) == (False, [0])
     attempt.end(1.0)
 
 
@@ -172,7 +172,7 @@ async def test_a_cancelled_attempt_leaves_the_process_alone() -> None:
     handle = Handle()
     launcher = Launcher(handle)
     launcher.allowed.set()
-    attempt = Attempt(launcher, plan, ProbePlan(), news.append)
+    attempt = WorkerRun(launcher, plan, ProbePlan(), news.append)
     running = asyncio.create_task(attempt.run())
     await asyncio.sleep(0.01)
     running.cancel()

@@ -18,7 +18,7 @@ from teimgr.errors import (
     PortConflict,
 )
 from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, UpdateView, check_name
-from teimgr.supervision.instance import changed
+from teimgr.supervision.instance import with_changes
 
 CREATED_AT = "2026-03-04T12:00:00.123456Z"
 
@@ -72,7 +72,7 @@ class Fleet:
     ) -> InstanceView:
         view = self.get(name)
         update = UpdateView(state="done" if wait else "rolling", changes=tuple(sorted(changes)))
-        return self.put(replace(view, spec=changed(view.spec, changes), update=update))
+        return self.put(replace(view, spec=with_changes(view.spec, changes), update=update))
 
     async def delete(self, name: str) -> InstanceView:
         view = self.get(name)

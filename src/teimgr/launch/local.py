@@ -17,12 +17,12 @@ from weakref import WeakValueDictionary
 
 from teimgr.errors import InvalidConfig
 from teimgr.launch import nursery
-from teimgr.launch.base import Adopted, LaunchFailed
 from teimgr.launch.control_link import WorkerStatus, identify
+from teimgr.launch.launcher import Adopted, LaunchFailed
 from teimgr.launch.log_files import open_log, shrink
 from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
-from teimgr.launch.process_handle import LocalHandle
+from teimgr.launch.process_handle import LocalWorker
 from teimgr.launch.run_files import (
     RunFile,
     WorkerPaths,
@@ -105,7 +105,7 @@ class LocalLauncher:
         self._log_dir = options.log_dir.absolute()
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
-        self._handles: set[LocalHandle] = set()
+        self._handles: set[LocalWorker] = set()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lock: int | None = None
         self._log_keeper: asyncio.Task[None] | None = None
@@ -125,7 +125,7 @@ class LocalLauncher:
         except LaunchFailed as error:
             log.error("nursery not started; every launch tries again", extra={"reason": str(error)})
 
-    async def launch(self, spec: WorkerSpec) -> LocalHandle:
+    async def launch(self, spec: WorkerSpec) -> LocalWorker:
         """Wait for the nursery, which may take seconds; then make the worker, which takes an instant."""
         await self.nursery.ready()
         making = asyncio.ensure_future(self._make(spec))
@@ -135,7 +135,7 @@ class LocalLauncher:
             await self._unmake(making)
             raise
 
-    async def _make(self, spec: WorkerSpec) -> LocalHandle:
+    async def _make(self, spec: WorkerSpec) -> LocalWorker:
         async with self._turns.setdefault(spec.name, asyncio.Lock()):  # the first binds the ports, the others share
             ports = await self._shared_ports(spec)
             with ExitStack() as held:
@@ -154,7 +154,7 @@ class LocalLauncher:
                 return ports
         return {}
 
-    async def _make_once(self, spec: WorkerSpec, ports: Mapping[int, int]) -> LocalHandle:
+    async def _make_once(self, spec: WorkerSpec, ports: Mapping[int, int]) -> LocalWorker:
         """Bind the socket, fork, hand the sockets over."""
         traces = WorkerPaths(self._run_dir, new_incarnation())
         request = {"incarnation": traces.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
@@ -171,9 +171,9 @@ class LocalLauncher:
         except LaunchFailed:
             await self._unmake_unanswered(traces)
             raise
-        return self._keep(LocalHandle(spec, traces, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
+        return self._keep(LocalWorker(spec, traces, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
 
-    async def _unmake(self, making: asyncio.Future[LocalHandle]) -> None:
+    async def _unmake(self, making: asyncio.Future[LocalWorker]) -> None:
         with suppress(LaunchFailed):
             await (await making).stop(0)
 
@@ -218,7 +218,7 @@ class LocalLauncher:
             os.close(self._lock)
             self._lock = None
 
-    def _find(self, traces: WorkerPaths) -> LocalHandle | None:
+    def _find(self, traces: WorkerPaths) -> LocalWorker | None:
         """The live worker that `traces` speak of; an unreadable spec gives one that nobody will want."""
         found = RunFile.read(traces.run_file)
         process = found.process if found else None
@@ -227,9 +227,9 @@ class LocalLauncher:
             return None
         spec = found.worker_spec() or WorkerSpec(name=found.instance, model_id="")
         path = self.log_path(found.instance)
-        return self._keep(LocalHandle(spec, traces, process.pid, pidfd, process.started_at, path, None))
+        return self._keep(LocalWorker(spec, traces, process.pid, pidfd, process.started_at, path, None))
 
-    def _keep(self, handle: LocalHandle) -> LocalHandle:
+    def _keep(self, handle: LocalWorker) -> LocalWorker:
         self._handles.add(handle)
         handle.on_gone(self._handles.discard)
         return handle
@@ -256,14 +256,14 @@ def _best_of_each(found: Iterable[Adopted]) -> list[Adopted]:
     return list(best.values())
 
 
-async def _ask_identity(handle: LocalHandle) -> WorkerStatus | None:
+async def _ask_identity(handle: LocalWorker) -> WorkerStatus | None:
     """What the process says on its socket, when it says that it is the one of the run file."""
     status = await identify(handle.socket, IDENTITY_LIMIT_S)
     expected = (handle.incarnation, handle.spec.hash)
     return status if status is not None and (status.incarnation, status.spec_hash) == expected else None
 
 
-async def _end_leftover(handle: LocalHandle) -> None:
+async def _end_leftover(handle: LocalWorker) -> None:
     log.info("ending a worker of an earlier daemon", extra={"instance": handle.spec.name, "pid": handle.pid})
     try:
         await handle.stop(LEFTOVER_GRACE_S)

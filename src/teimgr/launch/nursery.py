@@ -34,12 +34,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from teimgr.launch.base import TorchBuild
 from teimgr.launch.run_files import RunFile, WorkerPaths, boot_id, look_up, thread_count
 from teimgr.spec import WorkerSpec
 
@@ -287,3 +286,24 @@ def _name_process(name: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """A build of torch. `cuda` is None for one that is for the CPU alone; `archs` are such as `sm_90`, `compute_90`."""
+
+    version: str = ""
+    cuda: str | None = None
+    archs: tuple[str, ...] = ()
+
+    @classmethod
+    def imported(cls) -> TorchBuild:
+        """That of this process; an empty one where torch is not imported.
+
+        The list is the one that was compiled in: asking for it does not wake the driver, which no fork would survive.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return cls()
+        flags = getattr(torch._C, "_cuda_getArchFlags", None)
+        return cls(str(torch.__version__), torch.version.cuda, tuple((flags() or "").split()) if flags else ())

@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from teimgr.files import write_atomically
-from teimgr.launch.base import KILL_LIMIT_S, Exit, LaunchFailed
+from teimgr.launch.launcher import KILL_LIMIT_S, Exit, LaunchFailed
 from teimgr.launch.log_files import last_complaint
-from teimgr.launch.run_files import Process, WorkerPaths, boot_id, look_up, open_pidfd
+from teimgr.launch.run_files import ProcessId, WorkerPaths, boot_id, look_up, open_pidfd
 from teimgr.spec import WorkerSpec
 
 _STATUS_LIMIT_S = 2.0
 
 
-class LocalHandle:
+class LocalWorker:
     """`WorkerHandle` of a process on this host; `status` is absent for an adopted one, which is not our child."""
 
     def __init__(
@@ -64,7 +64,7 @@ class LocalHandle:
                 raise LaunchFailed(f"process {self.pid} is still there {KILL_LIMIT_S:g} s after SIGKILL")
         return await self.wait()
 
-    def on_gone(self, call: Callable[[LocalHandle], None]) -> None:
+    def on_gone(self, call: Callable[[LocalWorker], None]) -> None:
         """Call this once when the process is gone, or released."""
         self._exit.add_done_callback(lambda _: call(self))
 
@@ -169,7 +169,7 @@ class MuxProcess:
         """The process of a run file, None when it has ended."""
         if found.boot_id != boot_id():
             return None
-        pidfd = open_pidfd(Process(found.pid, found.start_time))
+        pidfd = open_pidfd(ProcessId(found.pid, found.start_time))
         return None if pidfd is None else cls(found.pid, pidfd)
 
     def run_file(self, config_hash: str) -> MuxRunFile | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from teimgr.errors import Code, InvalidConfig
 from teimgr.files import write_atomically
-from teimgr.launch.base import LastWords
+from teimgr.launch.launcher import ExitReport
 from teimgr.spec import WorkerSpec
 
 # Fields of /proc/<pid>/stat after the parenthesised name, counted from 0 (proc_pid_stat(5) counts from 1, name is 2).
@@ -53,9 +53,9 @@ class RunFile:
     spec: str
 
     @property
-    def process(self) -> Process | None:
+    def process(self) -> ProcessId | None:
         """The process, when it was of this boot."""
-        return Process(self.pid, self.start_time) if self.boot_id == boot_id() else None
+        return ProcessId(self.pid, self.start_time) if self.boot_id == boot_id() else None
 
     def write(self, path: Path) -> None:
         """Write it, whole or not at all."""
@@ -100,12 +100,12 @@ class WorkerPaths:
         """What a worker that failed for a reason it knows leaves behind."""
         return self.folder / f"{self.incarnation}.exit"
 
-    def read_last_words(self) -> LastWords | None:
+    def read_last_words(self) -> ExitReport | None:
         """The last words, when the worker left any that can be understood."""
         try:
             said = json.loads(self.last_words.read_text())
             code = int(said["code"] or Code.INTERNAL_ERROR)
-            return LastWords(code, str(said["reason"] or "no reason given"), bool(said["permanent"]))
+            return ExitReport(code, str(said["reason"] or "no reason given"), bool(said["permanent"]))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -159,7 +159,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessId:
     """One process for good: its number may be given away again, the pair with `start_time` is not.
 
     `start_time` is clock ticks since the boot named by `boot_id()`.
@@ -174,17 +174,17 @@ class Process:
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + self.start_time / _TICKS_PER_S
 
 
-def look_up(pid: int) -> Process | None:
+def look_up(pid: int) -> ProcessId | None:
     """The process that has this number now; None when there is none, or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat.rpartition(")")[2].split()  # the name may hold spaces and parentheses of its own
-    return None if fields[_STATE] in "ZX" else Process(pid, int(fields[_START_TIME]))
+    return None if fields[_STATE] in "ZX" else ProcessId(pid, int(fields[_START_TIME]))
 
 
-def open_pidfd(process: Process) -> int | None:
+def open_pidfd(process: ProcessId) -> int | None:
     """A descriptor that becomes readable when `process` ends; None when it has ended, whoever has its number now."""
     try:
         pidfd = os.pidfd_open(process.pid)

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 from teimgr.errors import InvalidConfig
-from teimgr.launch.base import LaunchFailed, TorchBuild
+from teimgr.launch.launcher import LaunchFailed
+from teimgr.launch.nursery import TorchBuild
 from teimgr.placement.gpus import Gpu, GpuInventory
 
 log = logging.getLogger(__name__)

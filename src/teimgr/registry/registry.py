@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
-from teimgr.launch.base import Launcher
+from teimgr.launch.launcher import Launcher
 from teimgr.placement.gpus import GpuInventory
-from teimgr.placement.placement import place, usable_cores
-from teimgr.placement.planner import worker_spec
+from teimgr.placement.planner import place, usable_cores, worker_spec
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download, Fetched, Observable, Progress

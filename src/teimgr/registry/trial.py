@@ -18,8 +18,8 @@ import orjson
 import pynvml
 
 from teimgr.errors import TeimgrError
-from teimgr.launch.base import Exit, Launcher, LaunchFailed, WorkerHandle
 from teimgr.launch.control_link import ControlLink, WorkerStatus
+from teimgr.launch.launcher import Exit, Launcher, LaunchFailed, WorkerHandle
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, split_timings
@@ -289,7 +289,7 @@ async def _memory(link: ControlLink, handle: WorkerHandle) -> Memory:
 
 
 def _why(exit: Exit) -> str:
-    if exit.words is not None:
-        return exit.words.message
+    if exit.report is not None:
+        return exit.report.message
     said = f": {exit.log_tail}" if exit.log_tail else ""
     return f"the worker's process ended with status {exit.status}{said}"

@@ -26,7 +26,7 @@ from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
-from teimgr.launch.base import Adopted
+from teimgr.launch.launcher import Adopted
 from teimgr.placement.planner import worker_spec
 from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView, WorkerSpec
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Retire, Start, Stop
@@ -41,7 +41,7 @@ class Reach(Enum):
     REPLACE = "every worker gives way to another"
 
 
-def changed(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
+def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
     """`spec` with `changes`; a key that is None goes back to its default."""
     blank = InstanceSpec(name=spec.name, model_id=spec.model_id)
     values = {key: getattr(blank, key) if value is None else value for key, value in changes.items()}
@@ -72,7 +72,7 @@ Save = Callable[[], Awaitable[None]]
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
 
 
-class Instance:
+class ManagedInstance:
     """The owner of one name. `plan` says what each worker is told, `save` has the disk say what is wanted."""
 
     def __init__(self, spec: InstanceSpec, replicas: int, plan: Plan, save: Save, around: SupervisorContext) -> None:
@@ -218,8 +218,8 @@ class Instance:
     ) -> None:
         """Begin to be what `make` says of the present spec: another one, its replicas, and how far that reaches.
 
-        With `recreate` the old workers end before the new ones start. `changed` waits for the end of it; what no worker
-        has to start for is over when this returns.
+        With `recreate` the old workers end before the new ones start. `update_finished` waits for the end; what
+        needs no new worker is over when this returns.
 
         Raises:
             InstanceNotFound: it is being deleted.
@@ -238,7 +238,7 @@ class Instance:
             if reach is Reach.IN_PLACE or not self.spec.wanted_running:
                 await asyncio.wait({self._updating})
 
-    async def changed(self) -> None:
+    async def update_finished(self) -> None:
         """Return when no change is under way.
 
         Raises:
@@ -261,7 +261,7 @@ class Instance:
             self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
             facts = {"instance": self.spec.name, "state": state, "changes": self._update.changes, "reason": reason}
             log.log(logging.INFO if state == "done" else logging.WARNING, "update", extra=facts)
-            self._changed()
+            self._on_state_changed()
 
     async def _carry_out(self, spec: InstanceSpec, replicas: int, reach: Reach, *, recreate: bool) -> None:
         if reach is Reach.REPLACE:
@@ -364,7 +364,7 @@ class Instance:
     # Supervisors
 
     def _recruit(self, spec: InstanceSpec, numbers: Iterable[int]) -> list[Supervisor]:
-        return [Supervisor(spec, number, self._plan, self._around, self._changed) for number in numbers]
+        return [Supervisor(spec, number, self._plan, self._around, self._on_state_changed) for number in numbers]
 
     def _supervise(self, supervisor: Supervisor, adopted: Adopted | None) -> None:
         name = f"supervisor of {self.spec.name}, replica {supervisor.number}"
@@ -379,10 +379,10 @@ class Instance:
             log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
         self._news.set()
 
-    def _changed(self) -> None:
+    def _on_state_changed(self) -> None:
         self._news.set()
         self._publish()
-        self._around.changed()
+        self._around.on_fleet_changed()
 
     def _publish(self) -> None:
         if self._forgotten:

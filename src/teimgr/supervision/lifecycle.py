@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import assert_never
 
-from teimgr.launch.base import Exit
+from teimgr.launch.launcher import Exit
 from teimgr.spec import State
 from teimgr.supervision.lifecycle_events import (
     Adopt,
@@ -23,7 +23,7 @@ from teimgr.supervision.lifecycle_events import (
     Effect,
     Event,
     Exited,
-    Failure,
+    FailureCause,
     Gone,
     HandOver,
     Kill,
@@ -88,7 +88,7 @@ class CommandRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class RestartPolicy:
     """The numbers of supervision. `max_probe_failures` 0: a failed probe never leads to a restart."""
 
     startup_timeout_s: float = 300.0
@@ -111,10 +111,10 @@ class Life:
     there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between.
     """
 
-    policy: Policy
+    policy: RestartPolicy
     phase: Phase = Phase.STOPPED
     deleted: bool = False
-    verdict: Failure | None = None
+    verdict: FailureCause | None = None
     reason: str | None = None
     restarts: int = 0
     streak: int = 0
@@ -123,7 +123,7 @@ class Life:
     wake_at: float | None = None
 
     @classmethod
-    def failed(cls, policy: Policy, reason: str) -> Life:
+    def failed(cls, policy: RestartPolicy, reason: str) -> Life:
         """The life of a replica that cannot even be tried; a user may start it once the reason is mended."""
         return cls(policy=policy, phase=Phase.FAILED, reason=reason)
 
@@ -221,7 +221,7 @@ class Life:
             return self
         return replace(self, phase=Phase.RUNNING, ready_at=now, wake_at=None, reason=None)
 
-    def _doomed(self, failure: Failure, now: float) -> tuple[Life, list[Effect]]:
+    def _doomed(self, failure: FailureCause, now: float) -> tuple[Life, list[Effect]]:
         if self.is_ending:
             return self, []
         life = replace(self, verdict=failure, reason=failure.message)
@@ -232,7 +232,7 @@ class Life:
     def _draining(self) -> tuple[Life, list[Effect]]:
         if self.is_ending:
             return self, []
-        verdict = Failure("the worker was told to end by somebody else")
+        verdict = FailureCause("the worker was told to end by somebody else")
         life = replace(self, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message, wake_at=None)
         return life, [Terminate()]
 
@@ -247,7 +247,7 @@ class Life:
         life = replace(self, probe_failures=self.probe_failures + 1)
         if not 0 < self.policy.max_probe_failures <= life.probe_failures:
             return life, []
-        verdict = Failure(f"{life.probe_failures} health probes in a row failed: {reason}")
+        verdict = FailureCause(f"{life.probe_failures} health probes in a row failed: {reason}")
         # No grace: a worker that does not answer probes will not finish calls either.
         return replace(life, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message), [Kill()]
 
@@ -273,7 +273,7 @@ class Life:
             return self, []
         if self.phase is Phase.WAITING:
             return self._launch(now, again=True)
-        verdict = self.verdict or Failure(f"not ready within {self.policy.startup_timeout_s:g} s", permanent=True)
+        verdict = self.verdict or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", permanent=True)
         return replace(self, verdict=verdict, reason=verdict.message, wake_at=None), [Kill()]
 
 

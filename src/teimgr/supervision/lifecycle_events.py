@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from teimgr.launch.base import Exit
+from teimgr.launch.launcher import Exit
 
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
@@ -46,7 +46,7 @@ class Retire:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailureCause:
     """Why a worker is of no use. A `permanent` one would come again with every new worker."""
 
     message: str
@@ -62,7 +62,7 @@ class WorkerReady:
 class WorkerFailed:
     """The worker gave up, and will exit."""
 
-    failure: Failure
+    failure: FailureCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,14 @@ class Gone:
 Effect = Launch | Terminate | HandOver | Kill | Gone
 
 
-def explain(exit: Exit) -> Failure:
+def explain(exit: Exit) -> FailureCause:
     """Why a worker that nobody ended has ended: its own words, else what the kernel and its log say."""
-    if exit.words is not None:
-        return Failure(exit.words.message, exit.words.permanent)
+    if exit.report is not None:
+        return FailureCause(exit.report.message, exit.report.permanent)
     if exit.status is None:
         how = "the worker ended"
     elif exit.status < 0:
         how = f"the worker was killed by {_SIGNALS.get(-exit.status, f'signal {-exit.status}')}"
     else:
         how = f"the worker exited with status {exit.status}"
-    return Failure(f"{how}; its log ends: {exit.log_tail}" if exit.log_tail else how)
+    return FailureCause(f"{how}; its log ends: {exit.log_tail}" if exit.log_tail else how)

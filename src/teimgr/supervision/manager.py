@@ -8,38 +8,25 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
-from teimgr.launch.base import Adopted, Launcher
+from teimgr.launch.launcher import Adopted, Launcher
+from teimgr.observability.metrics import Metrics
 from teimgr.placement.gpus import GpuInventory
-from teimgr.placement.placement import place, usable_cores
-from teimgr.placement.planner import Others, Planner, with_batch_tokens, worker_spec
+from teimgr.placement.planner import Others, Planner, place, usable_cores, with_batch_tokens, worker_spec
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
-from teimgr.supervision.instance import Instance, Reach, changed, reach
+from teimgr.supervision.instance import ManagedInstance, Reach, reach, with_changes
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Start, Stop
 from teimgr.supervision.store import Store, wanted_at_boot
-from teimgr.supervision.supervisor import ControlMetrics, Supervisor, SupervisorContext, policy_of
+from teimgr.supervision.supervisor import Supervisor, SupervisorContext, policy_of
 from teimgr.supervision.validation import InstanceValidator, check_fields, check_model
 from teimgr.supervision.worker_run import ProbePlan
 
 log = logging.getLogger(__name__)
-
-
-class Metrics(ControlMetrics, Protocol):
-    """What the manager counts."""
-
-    def instance_created(self, spec: InstanceSpec) -> None:
-        """A user created an instance."""
-
-    def instance_deleted(self, name: str) -> None:
-        """A user deleted an instance."""
-
-    def fleet(self, views: Iterable[InstanceView]) -> None:
-        """These are all the instances there are now."""
 
 
 class Manager:
@@ -68,7 +55,7 @@ class Manager:
         self._metrics = metrics
         self._planner = Planner(settings, gpus, cores or usable_cores())
         self._admission = InstanceValidator(settings)
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, ManagedInstance] = {}
         self._saving = asyncio.Lock()
         self._alarms: dict[str, str] = {}
         self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib  # a reload of the configuration changes it
@@ -82,7 +69,7 @@ class Manager:
             policy=policy_of(settings),
             probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
             grace_s=settings.graceful_shutdown_timeout_secs,
-            changed=self._changed,
+            on_fleet_changed=self._on_fleet_changed,
         )
 
     # The daemon's life
@@ -174,7 +161,7 @@ class Manager:
         """
         await self.booted.wait()
         instance = self._find(name)
-        wanted = changed(instance.spec, changes)
+        wanted = with_changes(instance.spec, changes)
         check_fields(wanted)
         await asyncio.to_thread(check_model, worker_spec(wanted, self._settings, gpu_uuid=None, threads=1))
         place(wanted, await self._planner.look())
@@ -183,7 +170,7 @@ class Manager:
             changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
 
         def make(present: InstanceSpec) -> tuple[InstanceSpec, int, Reach]:
-            spec = changed(present, changes)
+            spec = with_changes(present, changes)
             return spec, self._planner.replicas(spec), reach(present, spec, self._settings)
 
         await instance.change(make, tuple(sorted(changes)), recreate=recreate)
@@ -251,7 +238,7 @@ class Manager:
         """
         return self._shown(self._find(name))
 
-    def _shown(self, instance: Instance) -> InstanceView:
+    def _shown(self, instance: ManagedInstance) -> InstanceView:
         """Its view; until the boot is over nobody knows that an instance that is wanted has no worker."""
         view = self._with_cards(instance.view())
         if self.booted.is_set() or not view.spec.wanted_running or view.state is not State.STOPPED:
@@ -264,7 +251,7 @@ class Manager:
 
     # Instances
 
-    def _find(self, name: str) -> Instance:
+    def _find(self, name: str) -> ManagedInstance:
         try:
             return self._instances[name]
         except KeyError:
@@ -273,8 +260,8 @@ class Manager:
     def _specs(self) -> Sequence[InstanceSpec]:
         return [instance.spec for instance in self._instances.values()]
 
-    def _enlist(self, spec: InstanceSpec) -> Instance:
-        instance = Instance(spec, self._planner.replicas(spec), self._plan, self._save, self._around)
+    def _enlist(self, spec: InstanceSpec) -> ManagedInstance:
+        instance = ManagedInstance(spec, self._planner.replicas(spec), self._plan, self._save, self._around)
         self._instances[spec.name] = instance
         return instance
 
@@ -290,12 +277,12 @@ class Manager:
             return spec.name
         return None
 
-    def _forget(self, instance: Instance) -> None:
+    def _forget(self, instance: ManagedInstance) -> None:
         name = instance.spec.name
         if self._instances.get(name) is instance:
             del self._instances[name]
             instance.forget()
-            self._changed()
+            self._on_fleet_changed()
 
     async def _command(self, name: str, command: Command) -> InstanceView:
         await self.booted.wait()
@@ -304,12 +291,12 @@ class Manager:
         await self._save()
         return self._with_cards(await instance.settle())
 
-    async def _after_change(self, instance: Instance, wait: bool) -> InstanceView:
+    async def _after_change(self, instance: ManagedInstance, wait: bool) -> InstanceView:
         if wait:
-            await instance.changed()
+            await instance.update_finished()
         return self._shown(instance)
 
-    async def _halt(self, instance: Instance, at_once: bool) -> None:
+    async def _halt(self, instance: ManagedInstance, at_once: bool) -> None:
         """Stop one for the daemon's sake, wanted or not."""
         if at_once:
             instance.hurry()
@@ -368,7 +355,7 @@ class Manager:
             log.error("state alarm", extra={"reason": text})
             self._alarms[kind] = "; ".join(filter(None, (self._alarms.get(kind), text))) if kind == "load" else text
 
-    def _changed(self) -> None:
+    def _on_fleet_changed(self) -> None:
         """Some instance is not what it was: figures, and perhaps everybody's share of the CPU."""
         views = self.list()
         self._metrics.fleet(views)

@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol
 
 from teimgr.clock import rfc3339
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
-from teimgr.launch.base import Adopted, Launcher
+from teimgr.launch.launcher import Adopted, Launcher
+from teimgr.observability.metrics import Metrics
 from teimgr.spec import InstanceSpec, ModelInfo, State, WorkerSpec, WorkerView
-from teimgr.supervision.lifecycle import CommandRefused, Life, Phase, Policy
+from teimgr.supervision.lifecycle import CommandRefused, Life, Phase, RestartPolicy
 from teimgr.supervision.lifecycle_events import (
     Adopt,
     Command,
@@ -40,20 +40,7 @@ from teimgr.supervision.lifecycle_events import (
     Tick,
     WorkerReady,
 )
-from teimgr.supervision.worker_run import Attempt, ProbePlan
-
-
-class ControlMetrics(Protocol):
-    """What supervision counts."""
-
-    def instance_restarted(self, name: str) -> None:
-        """The daemon, not a user, decided to restart an instance."""
-
-    def health_check_failed(self, name: str) -> None:
-        """A probe failed."""
-
-    def worker_started(self, name: str, seconds: float) -> None:
-        """A worker proved that it is ready, `seconds` after its launch."""
+from teimgr.supervision.worker_run import ProbePlan, WorkerRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +49,16 @@ class SupervisorContext:
 
     launcher: Launcher
     directory: Directory
-    metrics: ControlMetrics
-    policy: Policy
+    metrics: Metrics
+    policy: RestartPolicy
     probes: ProbePlan
     grace_s: float
-    changed: Callable[[], None]
+    on_fleet_changed: Callable[[], None]
 
 
-def policy_of(settings: Settings) -> Policy:
+def policy_of(settings: Settings) -> RestartPolicy:
     """The numbers of supervision that the settings say."""
-    return Policy(
+    return RestartPolicy(
         startup_timeout_s=settings.startup_timeout_secs,
         max_probe_failures=settings.max_failures_before_restart,
         backoff_s=settings.restart_backoff_secs,
@@ -91,8 +78,8 @@ class _Ask:
 class Supervisor:
     """The owner of one replica, the `number`-th of an instance as `spec` has it.
 
-    `plan` says, at each launch, what the worker is to be told; `changed` hears, in the loop, that something is not what
-    it was. `gpu` is the card that the present worker was or the next one is to be placed on. `started` is set once
+    `plan` says, at each launch, what the worker is to be told; `on_state_changed` is called in the loop at
+    every change of state. `gpu` is the card that the present worker was or the next one is to be placed on. `started` is set once
     `run` has taken over, an adopted worker included.
     """
 
@@ -102,19 +89,19 @@ class Supervisor:
         number: int,
         plan: Callable[[Supervisor], Awaitable[WorkerSpec]],
         around: SupervisorContext,
-        changed: Callable[[], None],
+        on_state_changed: Callable[[], None],
     ) -> None:
         self.spec = spec
         self.number = number
         self.gpu: str | None = None
         self._plan = plan
         self._around = around
-        self._changed = changed
+        self._on_state_changed = on_state_changed
         self._life = Life(policy=self._policy())
         # Not bounded by a number: each event is handled at once, and its senders are few.
         self._mailbox: asyncio.Queue[_Ask | News] = asyncio.Queue()
         self._settled = asyncio.Condition()
-        self._attempt: Attempt | None = None
+        self._attempt: WorkerRun | None = None
         self._attempts: asyncio.TaskGroup | None = None
         self._threads: int | None = None
         self._model: ModelInfo | None = None
@@ -310,7 +297,7 @@ class Supervisor:
         self._life, effects = before.step(event, self._now())
         if before.phase is not self._life.phase:
             self._turned(before.phase)
-        self._changed()
+        self._on_state_changed()
         for effect in effects:
             self._carry_out(effect)
 
@@ -349,7 +336,7 @@ class Supervisor:
         assert self._attempts is not None
         around = self._around
         plan = partial(self._plan, self)
-        self._attempt = Attempt(around.launcher, plan, around.probes, self._mailbox.put_nowait, adopted)
+        self._attempt = WorkerRun(around.launcher, plan, around.probes, self._mailbox.put_nowait, adopted)
         if self._threads is not None:
             self._attempt.set_threads(self._threads)
         self._attempts.create_task(self._attempt.run(), name=f"attempt of {self.spec.name}")
@@ -358,7 +345,7 @@ class Supervisor:
         if self._attempt is not None:
             self._attempt.end(grace_s, handover=handover)
 
-    def _policy(self) -> Policy:
+    def _policy(self) -> RestartPolicy:
         timeout_s = self.spec.startup_timeout_secs or self._around.policy.startup_timeout_s
         return replace(self._around.policy, startup_timeout_s=timeout_s)
 

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from teimgr.errors import Code, Refused, TeimgrError
-from teimgr.launch.base import Adopted, Exit, LastWords, Launcher, LaunchFailed, WorkerHandle
 from teimgr.launch.control_link import ControlLink, WorkerStatus
+from teimgr.launch.launcher import Adopted, Exit, ExitReport, Launcher, LaunchFailed, WorkerHandle
 from teimgr.spec import WorkerSpec
 from teimgr.supervision.health import Prober
 from teimgr.supervision.lifecycle_events import (
     Exited,
-    Failure,
+    FailureCause,
     News,
     ProbeFailed,
     ProbeOk,
@@ -41,7 +41,7 @@ class ProbePlan:
     timeout_s: float = 10.0
 
 
-class Attempt:
+class WorkerRun:
     """Owns the worker's handle, its control link, its probes and the ladder that ends it.
 
     `post` hears what happens, in the event loop; `Exited` is the last of it. `plan` says what to launch.
@@ -82,9 +82,9 @@ class Attempt:
         try:
             exit = await self._live()
         except LaunchFailed as error:
-            exit = Exit(None, LastWords(Code.INTERNAL_ERROR, str(error), permanent=False))
+            exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
         except TeimgrError as error:
-            exit = Exit(None, LastWords(error.code, error.message, permanent=isinstance(error, Refused)))
+            exit = Exit(None, ExitReport(error.code, error.message, permanent=isinstance(error, Refused)))
         except Exception as error:  # a defect; without an end told, no command would work any more
             log.exception("attempt ended by a defect")
             exit = await self._abandoned(error)
@@ -128,12 +128,12 @@ class Attempt:
 
     async def _abandoned(self, defect: Exception) -> Exit:
         """The end of a worker that cannot be attended to any more: no other may start beside it."""
-        words = LastWords(Code.INTERNAL_ERROR, f"{type(defect).__name__}: {defect}", permanent=False)
+        words = ExitReport(Code.INTERNAL_ERROR, f"{type(defect).__name__}: {defect}", permanent=False)
         try:
             if self.handle is not None:
                 await self.handle.stop(0)
         except LaunchFailed as error:
-            words = LastWords(Code.INTERNAL_ERROR, str(error), permanent=True)
+            words = ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)
         except Exception:  # whatever was wrong before is still wrong
             log.exception("worker not seen out", extra={"instance": self.handle.spec.name if self.handle else None})
         return Exit(None, words)
@@ -178,7 +178,7 @@ class Attempt:
         except LaunchFailed as error:
             log.error("worker does not die", extra={"instance": handle.spec.name, "reason": str(error)})
             if not self._stuck.done():
-                self._stuck.set_result(Exit(None, LastWords(Code.INTERNAL_ERROR, str(error), permanent=True)))
+                self._stuck.set_result(Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)))
 
     # The link
 
@@ -214,7 +214,7 @@ class Attempt:
                 self._ready.set()
                 self._post(WorkerReady())
             case "failed":
-                self._post(WorkerFailed(Failure(status.reason or "the worker failed", status.permanent)))
+                self._post(WorkerFailed(FailureCause(status.reason or "the worker failed", status.permanent)))
             case "downloading":
                 self._post(WorkerDownloading())
             case "draining":

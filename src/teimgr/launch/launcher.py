@@ -6,36 +6,13 @@ cluster manager and stand-ins in tests are the same to it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from teimgr.launch.control_link import WorkerStatus
 from teimgr.spec import WorkerSpec
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBuild:
-    """A build of torch. `cuda` is None for one that is for the CPU alone; `archs` are such as `sm_90`, `compute_90`."""
-
-    version: str = ""
-    cuda: str | None = None
-    archs: tuple[str, ...] = ()
-
-    @classmethod
-    def imported(cls) -> TorchBuild:
-        """That of this process; an empty one where torch is not imported.
-
-        The list is the one that was compiled in: asking for it does not wake the driver, which no fork would survive.
-        """
-        torch: Any = sys.modules.get("torch")
-        if torch is None:
-            return cls()
-        flags = getattr(torch._C, "_cuda_getArchFlags", None)
-        return cls(str(torch.__version__), torch.version.cuda, tuple((flags() or "").split()) if flags else ())
-
 
 KILL_LIMIT_S = 10.0
 """How long a process may take to vanish after SIGKILL before we call it stuck."""
@@ -46,7 +23,7 @@ class LaunchFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class ExitReport:
     """What a worker said of its own end. `code` is a number of `errors.Code`.
 
     `permanent` means that starting it again with the same spec ends in the same way.
@@ -66,7 +43,7 @@ class Exit:
     """
 
     status: int | None
-    words: LastWords | None = None
+    report: ExitReport | None = None
     log_tail: str = ""
 
 
