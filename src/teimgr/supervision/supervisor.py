@@ -79,8 +79,8 @@ class Supervisor:
     """The owner of one replica, the `number`-th of an instance as `spec` has it.
 
     `plan` says, at each launch, what the worker is to be told; `on_state_changed` is called in the loop at
-    every change of state. `gpu` is the card that the present worker was or the next one is to be placed on. `started` is set once
-    `run` has taken over, an adopted worker included.
+    every change of state. `gpu` is the card that the present worker was or the next one is to be placed on. `started`
+    is set once `run` has taken over, an adopted worker included.
     """
 
     def __init__(
