@@ -7,7 +7,7 @@ import pytest
 
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import InvalidInput
-from teimgr.worker.calls import Call, Reply
+from teimgr.worker.calls import CallReply, WorkerCall
 from teimgr.worker.dispatcher import Submission, parts_of
 
 CUT = InferOptions(frozenset({Output.SCORES}), truncate=True)
@@ -23,8 +23,8 @@ def finish(job: Job, scores: list[float], each_ns: int) -> None:
 
 
 def work(options: list[InferOptions]) -> Submission:
-    call = Call(1, Lane.BULK, deadline=7.0)
-    return Submission(call, parts_of(PAIRS, options), lambda job: Reply(b""))
+    call = WorkerCall(1, Lane.BULK, deadline=7.0)
+    return Submission(call, parts_of(PAIRS, options), lambda job: CallReply(b""))
 
 
 def test_inputs_with_the_same_options_are_one_job_in_their_order() -> None:

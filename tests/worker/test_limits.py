@@ -6,7 +6,7 @@ import pytest
 
 from teimgr.engine.job import Lane
 from teimgr.errors import Overloaded
-from teimgr.worker.calls import Call
+from teimgr.worker.calls import WorkerCall
 from teimgr.worker.limits import CallLimiter
 
 
@@ -17,14 +17,14 @@ class Door:
         self.admission = CallLimiter(
             max_calls=calls, max_bytes=size_bytes, max_waiting=waiting, max_waiting_bytes=waiting_bytes
         )
-        self.proceeded: list[Call] = []
+        self.proceeded: list[WorkerCall] = []
 
-    def enter(self, size_bytes: int = 1, may_wait: bool = False) -> Call:
-        call = Call(size_bytes, Lane.INTERACTIVE, may_wait=may_wait)
+    def enter(self, size_bytes: int = 1, may_wait: bool = False) -> WorkerCall:
+        call = WorkerCall(size_bytes, Lane.INTERACTIVE, may_wait=may_wait)
         self.admission.enter(call, lambda: self.proceeded.append(call))
         return call
 
-    def waits(self, call: Call) -> bool:
+    def waits(self, call: WorkerCall) -> bool:
         return call in self.admission and call not in self.proceeded
 
 
@@ -146,14 +146,14 @@ def test_room_of_the_line_comes_back() -> None:
 def test_a_long_line_of_calls_that_fail_at_once_is_worked_off() -> None:
     """Each leaves while it is being let in, which must not nest."""
     admission = CallLimiter(max_calls=1, max_bytes=100, max_waiting=5000, max_waiting_bytes=5000)
-    calls = [Call(1, Lane.BULK, may_wait=True) for _ in range(5000)]
-    left: list[Call] = []
+    calls = [WorkerCall(1, Lane.BULK, may_wait=True) for _ in range(5000)]
+    left: list[WorkerCall] = []
 
-    def fail(call: Call) -> None:
+    def fail(call: WorkerCall) -> None:
         left.append(call)
         admission.leave(call)
 
-    first = Call(1, Lane.BULK)
+    first = WorkerCall(1, Lane.BULK)
     admission.enter(first, lambda: None)
     for call in calls:
         admission.enter(call, lambda call=call: fail(call))

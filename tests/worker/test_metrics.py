@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.errors import EmptyInput, InferenceFailed, InvalidInput, Overloaded
-from teimgr.worker.calls import Call
+from teimgr.worker.calls import WorkerCall
 from teimgr.worker.metrics import TeiMetrics
 
 PARTS = ("", "_tokenization", "_queue", "_inference")
@@ -53,7 +53,7 @@ def metrics() -> TeiMetrics:
     metrics.attach(stats, max_input_length=512)
     for texts in (1, 4):
         metrics.received(texts)
-        metrics.finished(done(texts, 8 * texts), Call(1, Lane.INTERACTIVE), None)
+        metrics.finished(done(texts, 8 * texts), WorkerCall(1, Lane.INTERACTIVE), None)
     return metrics
 
 
@@ -118,7 +118,7 @@ def test_scores_are_predictions_and_all_else_embeddings() -> None:
     metrics = TeiMetrics()
     for output in Output:
         metrics.received(2)
-        metrics.finished(done(2, output=output), Call(1, Lane.INTERACTIVE), None)
+        metrics.finished(done(2, output=output), WorkerCall(1, Lane.INTERACTIVE), None)
 
     families = parsed(metrics)
 
@@ -134,7 +134,7 @@ def test_scores_are_predictions_and_all_else_embeddings() -> None:
 def test_a_message_of_a_stream_is_no_request_but_has_durations() -> None:
     metrics = TeiMetrics()
 
-    metrics.finished(done(), Call(1, Lane.BULK, may_wait=True), None)
+    metrics.finished(done(), WorkerCall(1, Lane.BULK, may_wait=True), None)
 
     families = parsed(metrics)
     assert "te_request_success" not in families
@@ -173,7 +173,7 @@ def test_rows_that_failed_count_apart() -> None:
     job.errors = {1: InvalidInput("too long")}
 
     metrics.received(3)
-    metrics.finished(job, Call(1, Lane.BULK), None)
+    metrics.finished(job, WorkerCall(1, Lane.BULK), None)
 
     families = parsed(metrics)
     assert values(families["te_request_failure"], "err") == {"tokenization": 1}
@@ -185,7 +185,7 @@ def test_a_reply_that_could_not_be_made_is_a_failure() -> None:
     metrics = TeiMetrics()
 
     metrics.received(1)
-    metrics.finished(done(), Call(1, Lane.BULK), InferenceFailed("no"))
+    metrics.finished(done(), WorkerCall(1, Lane.BULK), InferenceFailed("no"))
 
     assert values(parsed(metrics)["te_request_failure"], "err") == {"inference": 1}
     assert "te_request_success" not in parsed(metrics)

@@ -9,7 +9,7 @@ import pytest
 
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.spec import ModelInfo
-from teimgr.worker.calls import Call
+from teimgr.worker.calls import WorkerCall
 from teimgr.worker.limits import ResultBudget, most_token_bytes
 
 
@@ -18,10 +18,10 @@ class Hall:
 
     def __init__(self, max_bytes: int = 100) -> None:
         self.room = ResultBudget(max_bytes)
-        self.inside: list[Call] = []
+        self.inside: list[WorkerCall] = []
 
-    def enter(self, size_bytes: int, then: Callable[[Call], None] = lambda call: None) -> Call:
-        call = Call(1, Lane.BULK)
+    def enter(self, size_bytes: int, then: Callable[[WorkerCall], None] = lambda call: None) -> WorkerCall:
+        call = WorkerCall(1, Lane.BULK)
 
         def proceed() -> None:
             self.inside.append(call)

@@ -13,7 +13,7 @@ from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 
 
-class Reply(NamedTuple):
+class CallReply(NamedTuple):
     """The bytes a caller gets, and what they cost where the surface says so."""
 
     payload: bytes
@@ -23,10 +23,10 @@ class Reply(NamedTuple):
 class Unwritten(NamedTuple):
     """A reply so large that other answers need not wait for it: `write` makes it, on a thread of its own."""
 
-    write: Callable[[], Reply]
+    write: Callable[[], CallReply]
 
 
-class Call:
+class WorkerCall:
     """What a caller is owed. `deadline` is a `time.monotonic` value or None; `size_bytes` is that of its request.
 
     `may_wait` says whether it stands in line when the worker is full instead of being refused; `streamed` that it is a
@@ -45,7 +45,7 @@ class Call:
         self.context = CURRENT.get()
         self.output_dtype = "f32"
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: CallReply) -> None:
         """Answer it."""
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class Call:
         return Timings(job.chars, job.tokens, total_ns, job.tokenization_ns, job.queue_ns, job.inference_ns)
 
 
-class MethodCall(Call):
+class MethodCall(WorkerCall):
     """A call of a method of `wire/frames.py`; `payload` is its message, `size_bytes` long."""
 
     __slots__ = ("method", "payload")
@@ -114,7 +114,7 @@ class LinkCall(MethodCall):
         self.unanswered = unanswered
         unanswered[header.id] = self
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: CallReply) -> None:
         """Send it, the timings block in front where there is one."""
         payload, flags = reply.payload, Flag.NONE
         if reply.timings is not None:

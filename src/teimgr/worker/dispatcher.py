@@ -16,11 +16,11 @@ from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.worker.calls import Call, Reply, Unwritten
+from teimgr.worker.calls import CallReply, Unwritten, WorkerCall
 from teimgr.worker.limits import CallLimiter, ResultBudget, most_token_bytes
 from teimgr.worker.metrics import TeiMetrics
 
-Encode = Callable[[Job], Reply | Unwritten]
+Encode = Callable[[Job], CallReply | Unwritten]
 
 
 class Part(NamedTuple):
@@ -39,7 +39,7 @@ class Submission:
 
     __slots__ = ("_parts", "_unfinished", "call", "encode", "jobs")
 
-    def __init__(self, call: Call, parts: Sequence[Part], encode: Encode) -> None:
+    def __init__(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
         self.call = call
         self.encode = encode
         self.jobs = [Job(part.inputs, part.options, call.lane, call.deadline, context=self) for part in parts]
@@ -96,13 +96,13 @@ _MAX_PAYLOADS = 8
 _MAX_WAITING = 65536
 
 ResultT = TypeVar("ResultT")
-Outcome = tuple[Call, Job, Reply | Unwritten | TeimgrError]
+Outcome = tuple[WorkerCall, Job, CallReply | Unwritten | TeimgrError]
 
 
 class Dispatcher:
     """Where calls wait for the engine's answer. Loop thread, except `deliver`.
 
-    Until `attach` gives it the engine, and after `close_door`, calls are UNAVAILABLE.
+    Until `attach` gives it the engine, and after `stop_accepting`, calls are UNAVAILABLE.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -119,10 +119,10 @@ class Dispatcher:
             max_waiting_bytes=self.max_bytes,
         )
         self._room = ResultBudget(self.max_bytes)
-        self._work: dict[Call, Submission] = {}
+        self._work: dict[WorkerCall, Submission] = {}
         self._codec = ThreadPoolExecutor(2, "codec")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attended: dict[Call, asyncio.Task[None]] = {}
+        self._attended: dict[WorkerCall, asyncio.Task[None]] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -147,7 +147,7 @@ class Dispatcher:
         """Calls not answered yet."""
         return len(self._admission) + len(self._attended)
 
-    def enter(self, call: Call, proceed: Callable[[], None]) -> None:
+    def enter(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
         """Let `call` in, then `proceed`; whatever goes wrong on the way answers it, here too."""
         self._empty.clear()
         try:
@@ -159,12 +159,12 @@ class Dispatcher:
             call.fail(error)
             self._note_if_empty()
 
-    def enter_async(self, call: Call, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def enter_async(self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """As `enter`, for what has to await something first."""
         self.enter(call, lambda: self._spawn(call, proceed()))
 
-    def attend(self, call: Call, answering: Coroutine[Any, Any, None]) -> None:
-        """Let a coroutine answer `call`, with calls of its own at the desk; who cancels `call` cancels it.
+    def attend(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
+        """Let a coroutine answer `call`, with calls of its own at the dispatcher; who cancels `call` cancels it.
 
         It takes no room by itself. A draining worker waits for it.
         """
@@ -172,7 +172,7 @@ class Dispatcher:
         task = self._attended[call] = self._loop.create_task(answering)
         task.add_done_callback(lambda _: self._attended_to(call))
 
-    def serve(self, call: Call, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
+    def serve(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
         """The whole way of a call whose inputs are known: counted, weighed against the model, let in, inferred.
 
         Raises:
@@ -183,14 +183,14 @@ class Dispatcher:
         self.engine.check(options)
         self.enter(call, lambda: self.infer(call, inputs, options, encode))
 
-    def infer(self, call: Call, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
+    def infer(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
         """Give the inputs of an admitted call to the engine; `encode` runs on the finisher thread.
 
         A call that was cancelled since it came in is left alone.
         """
         self._submit(Submission(call, [Part(range(len(inputs)), inputs, options)], encode))
 
-    def infer_parts(self, call: Call, parts: Sequence[Part], encode: Encode) -> None:
+    def infer_parts(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
         """As `infer`, for scores, where inputs differ in their options; `encode` gets all in their rows again."""
         self._submit(Submission(call, parts, encode))
 
@@ -203,7 +203,7 @@ class Dispatcher:
         outcomes = [outcome for job in jobs if (outcome := _encoded(job)) is not None]
         self._loop.call_soon_threadsafe(self._answer_all, outcomes)
 
-    def answer(self, call: Call, outcome: Reply | TeimgrError) -> bool:
+    def answer(self, call: WorkerCall, outcome: CallReply | TeimgrError) -> bool:
         """Answer `call`; False when it was answered or cancelled before."""
         if not self._leave(call):
             return False
@@ -213,7 +213,7 @@ class Dispatcher:
             call.reply(outcome)
         return True
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: WorkerCall) -> None:
         """The caller went away: what has not started will not."""
         if (work := self._work.get(call)) is not None:
             work.cancel()
@@ -222,7 +222,7 @@ class Dispatcher:
         if self._leave(call):
             self.metrics.dropped()
 
-    def close_door(self) -> None:
+    def stop_accepting(self) -> None:
         """Refuse new calls; those inside and in line go on."""
         self._closed = True
 
@@ -249,14 +249,14 @@ class Dispatcher:
         for job in work.jobs:
             self.engine.submit(job)
 
-    def _leave(self, call: Call) -> bool:
+    def _leave(self, call: WorkerCall) -> bool:
         self._work.pop(call, None)
         self._room.leave(call)
         left = self._admission.leave(call)
         self._note_if_empty()
         return left
 
-    def _attended_to(self, call: Call) -> None:
+    def _attended_to(self, call: WorkerCall) -> None:
         del self._attended[call]
         self._note_if_empty()
 
@@ -271,43 +271,43 @@ class Dispatcher:
             else:
                 self._finish(call, job, outcome)
 
-    async def _write(self, call: Call, job: Job, unwritten: Unwritten) -> None:
+    async def _write(self, call: WorkerCall, job: Job, unwritten: Unwritten) -> None:
         """The call stays inside: its answer takes more memory now than ever before."""
         if call in self._admission:
             self._finish(call, job, await self.off_loop(unwritten.write))
 
-    def _finish(self, call: Call, job: Job, outcome: Reply | TeimgrError) -> None:
+    def _finish(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
         call.add_stats(job)
         if self.answer(call, outcome):
             self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
             if log.isEnabledFor(logging.DEBUG):
                 self._say(call, job, outcome)
 
-    def _say(self, call: Call, job: Job, outcome: Reply | TeimgrError) -> None:
+    def _say(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
         facts: dict[str, object] = {"instance": self.spec.name, "rows": len(job.inputs), "tokens": job.tokens}
         facts["rows_failed"] = len(job.errors)
         code = {"code": outcome.code.name} if isinstance(outcome, TeimgrError) else {}
         with use_context(call.context):
             log.debug("call answered", extra=facts | code)
 
-    def _guarded(self, call: Call, proceed: Callable[[], None]) -> None:
+    def _guarded(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
         try:
             proceed()
         except Exception as error:
             self._fail(call, error)
 
-    def _spawn(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(self._guarded_async(call, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded_async(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded_async(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except Exception as error:
             self._fail(call, error)
 
-    def _fail(self, call: Call, error: Exception) -> None:
+    def _fail(self, call: WorkerCall, error: Exception) -> None:
         """It came to nothing between the door and the engine, or in the midst of being handed over."""
         if (work := self._work.get(call)) is not None:
             work.cancel()

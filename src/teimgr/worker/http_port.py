@@ -158,14 +158,14 @@ _TEXT = "text/plain; charset=utf-8"
 class Routes:
     """What each route answers; `post` makes an endpoint of one of TEI's."""
 
-    def __init__(self, desk: Dispatcher, exchange: HttpInference) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher, exchange: HttpInference) -> None:
+        self._dispatcher = dispatcher
         self._exchange = exchange
 
     async def health(self, request: Request) -> Response:
         """200 with an empty body once the known text went through the device."""
         try:
-            await asyncio.to_thread(self._desk.engine.prove, _HEALTH_TIMEOUT_S)
+            await asyncio.to_thread(self._dispatcher.engine.prove, _HEALTH_TIMEOUT_S)
         except Unavailable:
             return response(failure(TEI, Unavailable("unhealthy")))
         return Response()
@@ -176,7 +176,7 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         """The `te_*` metrics."""
-        return Response(self._desk.metrics.render(), media_type=_TEXT)
+        return Response(self._dispatcher.metrics.render(), media_type=_TEXT)
 
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document."""
@@ -192,7 +192,7 @@ class Routes:
 
         async def endpoint(request: Request) -> Response:
             try:
-                asked = await read(request, self._desk.spec.payload_limit_bytes)
+                asked = await read(request, self._dispatcher.spec.payload_limit_bytes)
                 return response(await unless_hung_up(route(self._exchange, asked, CallOptions()), request.receive))
             except TeimgrError as error:
                 return response(failure(dialect, error))
@@ -206,9 +206,9 @@ class Routes:
         return endpoint
 
 
-def create_app(desk: Dispatcher) -> ASGIApp:
-    """The instance port of a desk that has its engine."""
-    routes = Routes(desk, HttpInference(desk))
+def create_app(dispatcher: Dispatcher) -> ASGIApp:
+    """The instance port of a dispatcher that has its engine."""
+    routes = Routes(dispatcher, HttpInference(dispatcher))
     app = Starlette(
         routes=[
             *(Route(path, routes.health) for path in ("/", "/health", "/ping")),
@@ -222,8 +222,8 @@ def create_app(desk: Dispatcher) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    guarded = app if desk.spec.api_key is None else ApiKey(app, desk.spec.api_key)
-    return RequestContextMiddleware(Cors(guarded, desk.spec.cors_allow_origin))
+    guarded = app if dispatcher.spec.api_key is None else ApiKey(app, dispatcher.spec.api_key)
+    return RequestContextMiddleware(Cors(guarded, dispatcher.spec.cors_allow_origin))
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from teimgr.engine.job import Input, Output, characters
 from teimgr.errors import Overloaded
 from teimgr.spec import ModelInfo
-from teimgr.worker.calls import Call
+from teimgr.worker.calls import WorkerCall
 
 
 class CallLimiter:
@@ -23,19 +23,19 @@ class CallLimiter:
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
-        self._inside: set[Call] = set()
+        self._inside: set[WorkerCall] = set()
         self._inside_bytes = 0
-        self._line: dict[Call, Callable[[], None]] = {}  # in order of arrival
+        self._line: dict[WorkerCall, Callable[[], None]] = {}  # in order of arrival
         self._line_bytes = 0
         self._letting_in = False
 
     def __len__(self) -> int:
         return len(self._inside) + len(self._line)
 
-    def __contains__(self, call: Call) -> bool:
+    def __contains__(self, call: WorkerCall) -> bool:
         return call in self._inside or call in self._line
 
-    def enter(self, call: Call, proceed: Callable[[], None]) -> None:
+    def enter(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
         """Let `call` in and `proceed` with it, now or when there is room.
 
         Raises:
@@ -49,7 +49,7 @@ class CallLimiter:
         else:
             raise Overloaded
 
-    def leave(self, call: Call) -> bool:
+    def leave(self, call: WorkerCall) -> bool:
         """`call` is answered or given up; False when it had left already."""
         if call in self._line:
             self._pop_from_line(call)
@@ -61,17 +61,17 @@ class CallLimiter:
         self._let_in_next()
         return True
 
-    def _has_room(self, call: Call) -> bool:
+    def _has_room(self, call: WorkerCall) -> bool:
         if not self._inside:
             return True
         return len(self._inside) < self._max_calls and self._inside_bytes + call.size_bytes <= self._max_bytes
 
-    def _line_has_room(self, call: Call) -> bool:
+    def _line_has_room(self, call: WorkerCall) -> bool:
         if not self._line:
             return True
         return len(self._line) < self._max_waiting and self._line_bytes + call.size_bytes <= self._max_waiting_bytes
 
-    def _let_in(self, call: Call, proceed: Callable[[], None]) -> None:
+    def _let_in(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
         self._inside.add(call)
         self._inside_bytes += call.size_bytes
         proceed()
@@ -90,7 +90,7 @@ class CallLimiter:
         finally:
             self._letting_in = False
 
-    def _pop_from_line(self, call: Call) -> Callable[[], None]:
+    def _pop_from_line(self, call: WorkerCall) -> Callable[[], None]:
         self._line_bytes -= call.size_bytes
         return self._line.pop(call)
 
@@ -128,11 +128,11 @@ class ResultBudget:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._held_bytes = 0
-        self._inside: dict[Call, int] = {}
-        self._line: dict[Call, tuple[int, Callable[[], None]]] = {}  # in order of arrival
+        self._inside: dict[WorkerCall, int] = {}
+        self._line: dict[WorkerCall, tuple[int, Callable[[], None]]] = {}  # in order of arrival
         self._letting_in = False
 
-    def enter(self, call: Call, size_bytes: int, proceed: Callable[[], None]) -> None:
+    def enter(self, call: WorkerCall, size_bytes: int, proceed: Callable[[], None]) -> None:
         """`proceed`, which may not raise, now or when there is room for `size_bytes` of results."""
         if not size_bytes:
             proceed()
@@ -140,7 +140,7 @@ class ResultBudget:
         self._line[call] = size_bytes, proceed
         self._let_in()
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: WorkerCall) -> None:
         """`call` is answered or given up; one that never entered is no fault."""
         self._line.pop(call, None)
         self._held_bytes -= self._inside.pop(call, 0)

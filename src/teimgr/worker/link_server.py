@@ -35,11 +35,11 @@ class Links:
     `ports` are the sockets that a worker of the same instance may have copies of, by number.
     """
 
-    def __init__(self, desk: Dispatcher, service: Service, controls: dict[Method, Control]) -> None:
-        self.desk = desk
+    def __init__(self, dispatcher: Dispatcher, service: Service, controls: dict[Method, Control]) -> None:
+        self.dispatcher = dispatcher
         self.service = service
         self.controls = controls
-        self.max_frame_bytes = desk.spec.max_message_bytes + FRAME_SLACK_BYTES
+        self.max_frame_bytes = dispatcher.spec.max_message_bytes + FRAME_SLACK_BYTES
         self.open: set[Link] = set()
         self.ports: dict[int, socket.socket] = {}
         self.has_shared_ports = False
@@ -154,7 +154,7 @@ class Link(FrameProtocol):
     def _cancel(self, id: int) -> None:
         call = self._unanswered.pop(id, None)
         if call is not None:
-            self._links.desk.cancel(call)
+            self._links.dispatcher.cancel(call)
 
     def _share_ports(self, header: Header) -> None:
         """Answer on the connection's own socket: descriptors travel beside bytes, and a transport sends bytes alone.

@@ -15,7 +15,7 @@ from teimgr.observability import catalogue, exposition
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, Sample
 from teimgr.wire.frames import Timings
-from teimgr.worker.calls import Call
+from teimgr.worker.calls import WorkerCall
 
 _FAILURES = {
     Code.EMPTY_INPUT: "tokenization",
@@ -123,7 +123,7 @@ class TeiMetrics:
         """A call about so many inputs came, and is no message of a stream."""
         self._requests[_method(inputs)] += 1
 
-    def finished(self, job: Job, call: Call, error: TeimgrError | None) -> None:
+    def finished(self, job: Job, call: WorkerCall, error: TeimgrError | None) -> None:
         """A call's inputs came back from the engine; `error` is what the whole call is answered with, if anything."""
         count = len(job.inputs)
         served = count - len(job.errors)

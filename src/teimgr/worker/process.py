@@ -120,9 +120,9 @@ class Worker:
         self.incarnation = incarnation
         self.run_dir = run_dir
         self._shared = shared
-        self._desk = Dispatcher(spec)
-        self._service = Service(self._desk)
-        self._links = Links(self._desk, self._service, self._controls())
+        self._dispatcher = Dispatcher(spec)
+        self._service = Service(self._dispatcher)
+        self._links = Links(self._dispatcher, self._service, self._controls())
         self._stop = asyncio.Event()
         self._others_serve = False
         self._signalled = False
@@ -148,7 +148,7 @@ class Worker:
             return self._give_up(Internal(f"{type(error).__name__}: {error}"))
         finally:
             server.close()
-            self._desk.close()
+            self._dispatcher.close()
             await self._links.close(0.0 if self._hurry.is_set() else _LINKS_CLOSE_S)
 
     async def _load_and_serve(self) -> int:
@@ -163,10 +163,10 @@ class Worker:
             engine = await self._load()
             if engine is None:
                 return EXIT_DONE
-            metrics = metrics_app(self._desk.metrics)
+            metrics = metrics_app(self._dispatcher.metrics)
             listeners = [await listening.enter_async_context(serving(metrics, sock)) for sock in scraped]
             grpc = self._grpc_port()
-            async with serving(create_app(self._desk), port, grpc.protocol) as instance_port:
+            async with serving(create_app(self._dispatcher), port, grpc.protocol) as instance_port:
                 self._announce("ready")
                 log.info("worker ready", extra=self._named | engine.info.to_dict())
                 await self._until_stopped()
@@ -186,7 +186,7 @@ class Worker:
         """Imported here, so that the nursery does without it."""
         from teimgr.worker.grpc_port.port import GrpcPort
 
-        return GrpcPort(self._desk, self._service)
+        return GrpcPort(self._dispatcher, self._service)
 
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was told to stop meanwhile."""
@@ -201,7 +201,7 @@ class Worker:
             return None
         self._engine = loading.result()
         self._engine.set_threads(self._threads)  # it may have been told another number since
-        self._desk.attach(self._engine)
+        self._dispatcher.attach(self._engine)
         return self._engine
 
     async def _fetched(self, fetching: asyncio.Future[hub.ModelSource]) -> bool:
@@ -229,11 +229,11 @@ class Worker:
             threads=self._threads,
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
-            max_queued_tokens=self._desk.max_bytes,  # the desk bounds what is inside; a token has a byte or more
+            max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher is the bound: a token has a byte or more
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
         )
-        return Engine.load(options, self._desk.deliver)
+        return Engine.load(options, self._dispatcher.deliver)
 
     async def _until_stopped(self) -> None:
         """Wait for a word to stop, or for the daemon to stay away for too long."""
@@ -264,9 +264,9 @@ class Worker:
 
     async def _drain_calls(self) -> None:
         """Refuse new calls, finish those that came, at most for the grace, or until somebody insists."""
-        self._desk.close_door()
+        self._dispatcher.stop_accepting()
         self._announce("draining")
-        await _any_of(self._desk.drained(self._grace_s), self._hurry.wait())
+        await _any_of(self._dispatcher.drained(self._grace_s), self._hurry.wait())
 
     def _on_signal(self) -> None:
         """The first signal asks for an orderly end, a second one ends the waiting."""
@@ -319,15 +319,15 @@ class Worker:
         }
 
     async def _probe(self, _: bytes, limit_s: float) -> bytes:
-        await asyncio.to_thread(self._desk.engine.prove, limit_s)
+        await asyncio.to_thread(self._dispatcher.engine.prove, limit_s)
         return b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:
         figures = asdict(self._engine.stats()) if self._engine else {}
-        return json.dumps({"calls": self._desk.calls, **figures}).encode()
+        return json.dumps({"calls": self._dispatcher.calls, **figures}).encode()
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
-        page = self._desk.metrics.page() | await asyncio.to_thread(process_page, self._desk.calls)
+        page = self._dispatcher.metrics.page() | await asyncio.to_thread(process_page, self._dispatcher.calls)
         if self._engine is not None:
             page |= engine_page(self._engine.stats())
         return json.dumps(pack(page)).encode()
@@ -344,7 +344,7 @@ class Worker:
         self._grace_s = float(asked["grace_s"])
         self._others_serve = bool(asked.get("handover"))
         if not self._others_serve:
-            self._desk.close_door()  # before the answer: who has it knows that nothing more is let in
+            self._dispatcher.stop_accepting()  # before the answer: who has it knows that nothing more is let in
         self._stop.set()
         return b""
 

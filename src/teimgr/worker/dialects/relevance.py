@@ -70,7 +70,7 @@ async def relevance(
         for texts, names, role in sides
     ]
     of_queries, of_documents = await exchange.jobs(asked, terms)
-    scores = await exchange.desk.off_loop(_compared, model.kind, of_queries, of_documents)
+    scores = await exchange.dispatcher.off_loop(_compared, model.kind, of_queries, of_documents)
     return Relevance(scores, (of_queries, of_documents))
 
 

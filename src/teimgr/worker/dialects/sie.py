@@ -105,7 +105,7 @@ async def _encode(exchange: HttpInference, request: HttpRequest, terms: CallOpti
     began = time.monotonic()
     asked = await _read(exchange, request, EncodeRequest)
     [job] = await exchange.jobs([partial(_inference, asked, asked.params or EncodeParams())], terms)
-    return await exchange.desk.off_loop(_encoded, exchange.served, request, asked, job, began)
+    return await exchange.dispatcher.off_loop(_encoded, exchange.served, request, asked, job, began)
 
 
 async def _score(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
@@ -235,7 +235,7 @@ async def _read(exchange: HttpInference, request: HttpRequest, kind: type[BodyT]
     if media_type(request.headers.get("content-type", "")) not in _MSGPACK_TYPES:
         return await read(exchange, request, kind)
     if len(request.body) > LARGE_BODY_BYTES:
-        return await exchange.desk.off_loop(_unpacked, kind, request)
+        return await exchange.dispatcher.off_loop(_unpacked, kind, request)
     return _unpacked(kind, request)
 
 

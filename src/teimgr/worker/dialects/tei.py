@@ -152,11 +152,13 @@ def tokenizer(kind: type[TokenizerRequest]) -> HttpHandler:
 
     async def answer(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
         asked = await _read(exchange, request, kind)
-        desk = exchange.desk
+        dispatcher = exchange.dispatcher
         try:
-            return json_reply(await desk.off_loop(asked.answer, desk.engine, desk.spec.max_client_batch_size))
+            return json_reply(
+                await dispatcher.off_loop(asked.answer, dispatcher.engine, dispatcher.spec.max_client_batch_size)
+            )
         except TeimgrError as error:
-            desk.metrics.failed(error)
+            dispatcher.metrics.failed(error)
             raise
 
     return answer
@@ -188,7 +190,7 @@ async def _read(exchange: HttpInference, request: HttpRequest, kind: type[BodyT]
     """
     expect_json(request.headers.get("content-type", ""))
     if len(request.body) > LARGE_BODY_BYTES:
-        return await exchange.desk.off_loop(parse, kind, request.body)
+        return await exchange.dispatcher.off_loop(parse, kind, request.body)
     return parse(kind, request.body)
 
 

@@ -121,7 +121,7 @@ async def _score(exchange: HttpInference, request: HttpRequest, terms: CallOptio
     queries, documents = asked.sides()
     limit = asked.limit(exchange.served)
     if limit is not None:
-        documents = await exchange.desk.off_loop(_fit_pairs, exchange, queries, documents, limit, asked.left)
+        documents = await exchange.dispatcher.off_loop(_fit_pairs, exchange, queries, documents, limit, asked.left)
     found = await relevance(
         exchange,
         queries,
@@ -204,7 +204,7 @@ async def _prepared(exchange: HttpInference, asked: Truncating, inputs: list[Eng
     limit = asked.limit(exchange.served)
     if limit is None:
         return inputs
-    return await exchange.desk.off_loop(lambda: [_fit(exchange, one, limit, asked.left) for one in inputs])
+    return await exchange.dispatcher.off_loop(lambda: [_fit(exchange, one, limit, asked.left) for one in inputs])
 
 
 def _fit(exchange: HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
@@ -213,7 +213,7 @@ def _fit(exchange: HttpInference, one: EngineInput, limit: int, left: bool) -> E
         return one[-limit:] if left else one[:limit]
     if not isinstance(one, str) or not one:
         return one
-    engine = exchange.desk.engine
+    engine = exchange.dispatcher.engine
     text = engine.cut(one, limit, left=left)
     over = len(engine.tokenize(text, True, None)) - limit
     if over >= limit:
@@ -225,7 +225,7 @@ def _fit_pairs(
     exchange: HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
 ) -> list[str]:
     """Documents cut so that each has at most `limit` tokens together with its query."""
-    engine = exchange.desk.engine
+    engine = exchange.dispatcher.engine
     taken = [len(engine.tokenize(query, True, None)) + _PAIR_TOKENS for query in queries]
     rooms = [limit - taken[min(row, len(taken) - 1)] for row in range(len(documents))]
     if min(rooms) < 1:

@@ -10,7 +10,7 @@ from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unsupport
 from teimgr.wire.frames import Flag
 from teimgr.wire.rerank_stream import PairCollector, StreamWindow
 from teimgr.wire.rpc import Rpc, Shape
-from teimgr.worker.calls import MethodCall, Reply
+from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.grpc_port.exchange import RpcStream
 from teimgr.worker.methods import Service
@@ -29,9 +29,9 @@ class GrpcCall(MethodCall):
     def __init__(self, method: int, payload: bytes, flags: Flag, deadline: float | None) -> None:
         lane = Lane.BULK if flags & Flag.BULK else Lane.INTERACTIVE
         super().__init__(method, payload, lane, deadline, bool(flags & Flag.WAIT))
-        self.answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: CallReply) -> None:
         """Let the handler go on."""
         if not self.answer.done():
             self.answer.set_result(reply)
@@ -47,8 +47,8 @@ class GrpcCall(MethodCall):
 class Calls:
     """Carries out RPCs of the table, one `answer` each."""
 
-    def __init__(self, desk: Dispatcher, service: Service) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher, service: Service) -> None:
+        self._dispatcher = dispatcher
         self._service = service
 
     async def answer(self, rpc: Rpc, exchange: RpcStream) -> None:
@@ -74,7 +74,7 @@ class Calls:
 
     def cancel(self, call: GrpcCall) -> None:
         """Nobody waits for it; an answered call is left as it is."""
-        self._desk.cancel(call)
+        self._dispatcher.cancel(call)
 
     async def _unary(self, rpc: Rpc, exchange: RpcStream) -> None:
         deadline = deadline_of(exchange)
@@ -85,7 +85,7 @@ class Calls:
 
     async def _collected(self, rpc: Rpc, exchange: RpcStream) -> None:
         deadline = deadline_of(exchange)
-        pairs = PairCollector(self._desk.spec.max_message_bytes)
+        pairs = PairCollector(self._dispatcher.spec.max_message_bytes)
         is_empty = True
         while (message := await _next_of(exchange)) is not None:
             pairs.add(message)

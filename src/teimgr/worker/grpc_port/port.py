@@ -23,22 +23,22 @@ _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKA
 
 
 class GrpcPort:
-    """`tei.v1`, health and reflection over one desk. `protocol` makes the protocol of a connection that was accepted.
+    """`tei.v1`, health and reflection over one dispatcher. `protocol` makes the protocol of an accepted connection.
 
     Health and reflection are open; everything else asks for the API key where the instance has one.
     """
 
-    def __init__(self, desk: Dispatcher, service: Service) -> None:
-        self._desk = desk
-        self._calls = Calls(desk, service)
+    def __init__(self, dispatcher: Dispatcher, service: Service) -> None:
+        self._dispatcher = dispatcher
+        self._calls = Calls(dispatcher, service)
         self._stopping = asyncio.Event()
         self._open: dict[str, Answer] = {}
-        for each in (Health(desk, self._stopping), *reflection_services()):
+        for each in (Health(dispatcher, self._stopping), *reflection_services()):
             self._open |= answers(each)
 
     def protocol(self, books: ServerState) -> Connection:
         """For `listening.serving`."""
-        return Connection(self._serve, self._desk.spec.max_message_bytes, books)
+        return Connection(self._serve, self._dispatcher.spec.max_message_bytes, books)
 
     def stop(self) -> None:
         """The worker is to end: whoever watches its health hears it."""
@@ -83,7 +83,7 @@ class GrpcPort:
             raise RpcStatusError(UNIMPLEMENTED, "Method not found")
 
     def _check_key(self, exchange: RpcStream) -> None:
-        key = self._desk.spec.api_key
+        key = self._dispatcher.spec.api_key
         if key is None:
             return
         given = exchange.metadata.get("authorization", "")

@@ -97,8 +97,8 @@ _KINDS = {
 class Health(HealthBase):
     """Check and Watch. `stopping` is set when the worker is to end, and ends every Watch with NOT_SERVING."""
 
-    def __init__(self, desk: Dispatcher, stopping: asyncio.Event) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher, stopping: asyncio.Event) -> None:
+        self._dispatcher = dispatcher
         self._stopping = stopping
 
     async def Check(self, stream: Any) -> None:  # noqa: N802  the service's name
@@ -134,7 +134,7 @@ class Health(HealthBase):
             return HealthCheckResponse.NOT_SERVING
         if service in _ALWAYS:
             return HealthCheckResponse.SERVING
-        engine = self._desk.engine
+        engine = self._dispatcher.engine
         serves = engine.info.kind in _KINDS[service] and engine.stats().healthy
         return HealthCheckResponse.SERVING if serves else HealthCheckResponse.NOT_SERVING
 

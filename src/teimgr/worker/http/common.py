@@ -75,10 +75,10 @@ def text_of_parts(parts: list[Any]) -> str | None:
 
 async def shortened(exchange: HttpInference, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
     """The texts cut to `limit` tokens, at the head where `left`; as they are where the model takes no more anyway."""
-    engine = exchange.desk.engine
+    engine = exchange.dispatcher.engine
     if limit is None or limit >= engine.info.max_input_length:
         return texts
-    return await exchange.desk.off_loop(lambda: [engine.cut(text, limit, left=left) for text in texts])
+    return await exchange.dispatcher.off_loop(lambda: [engine.cut(text, limit, left=left) for text in texts])
 
 
 def need_texts(texts: Sequence[object], field: str) -> None:
@@ -132,7 +132,7 @@ async def read(exchange: HttpInference, request: HttpRequest, kind: type[BodyT])
     """
     check_content_type(request)
     if len(request.body) > LARGE_BODY_BYTES:
-        return await exchange.desk.off_loop(_parse, kind, request.body)
+        return await exchange.dispatcher.off_loop(_parse, kind, request.body)
     return _parse(kind, request.body)
 
 

@@ -1,4 +1,4 @@
-"""The way of inference over HTTP, whichever door it came in by: inferences at the desk, and their answers written."""
+"""Inference over HTTP, on the instance port and behind the gateway: calls to the dispatcher, and their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.worker.calls import Call, Reply, Unwritten, raise_first
+from teimgr.worker.calls import CallReply, Unwritten, WorkerCall, raise_first
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http import answers
 from teimgr.worker.http.bodies import Body
@@ -94,7 +94,7 @@ _LARGE_ANSWER = 2**16
 Asking = Callable[[ServedModel], Inference]
 
 
-class HttpCall(Call):
+class HttpCall(WorkerCall):
     """An inference that an HTTP request asks for, answered through a future.
 
     `late` is the finished job of a call whose answer is made by whoever asked.
@@ -104,10 +104,10 @@ class HttpCall(Call):
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None) -> None:
         super().__init__(size_bytes, lane, deadline)
-        self.future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
         self.late: Job | None = None
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: CallReply) -> None:
         """Let the handler go on."""
         if not self.future.done():
             self.future.set_result(reply)
@@ -130,19 +130,19 @@ class CallOptions(NamedTuple):
     deadline: float | None = None
 
 
-Encode = Callable[[HttpCall, Inference, Job], Reply | Unwritten]
+Encode = Callable[[HttpCall, Inference, Job], CallReply | Unwritten]
 
 
 class HttpInference:
-    """Asks the desk on behalf of HTTP clients."""
+    """Asks the dispatcher on behalf of HTTP clients."""
 
-    def __init__(self, desk: Dispatcher) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     @property
-    def desk(self) -> Dispatcher:
+    def dispatcher(self) -> Dispatcher:
         """Where it asks."""
-        return self._desk
+        return self._dispatcher
 
     @property
     def served(self) -> ServedModel:
@@ -151,9 +151,9 @@ class HttpInference:
         Raises:
             Unavailable: the model is still loading.
         """
-        return ServedModel(self._desk.engine.info, self._desk.spec)
+        return ServedModel(self._dispatcher.engine.info, self._dispatcher.spec)
 
-    async def infer(self, asked: Sequence[Asking], terms: CallOptions) -> list[Reply]:
+    async def infer(self, asked: Sequence[Asking], terms: CallOptions) -> list[CallReply]:
         """The replies to `asked`, in order; cancelling the await gives them up.
 
         Raises:
@@ -173,18 +173,18 @@ class HttpInference:
     def _entered(
         self, asked: Sequence[Asking], terms: CallOptions, encode: Encode
     ) -> Iterator[list[tuple[Inference, HttpCall]]]:
-        """The inferences at the desk; those that are unanswered when the block ends are given up."""
+        """The inferences at the dispatcher; those that are unanswered when the block ends are given up."""
         inferences = [self._inference(one) for one in asked]
         entered = [(inference, self._enter(inference, terms, encode)) for inference in inferences]
         try:
             yield entered
         finally:
             for _, call in entered:
-                self._desk.cancel(call)
+                self._dispatcher.cancel(call)
                 call.forget()
 
     def _inference(self, asked: Asking) -> Inference:
-        metrics = self._desk.metrics
+        metrics = self._dispatcher.metrics
         try:
             inference = asked(self.served)
         except TeimgrError as error:
@@ -202,26 +202,26 @@ class HttpInference:
         lane = Lane.INTERACTIVE if len(inputs) <= _INTERACTIVE_INPUTS else Lane.BULK
         call = HttpCall(inference.size_bytes, Lane.BULK if terms.lane is Lane.BULK else lane, terms.deadline)
         kept = partial(encode, call, inference)
-        self._desk.enter(call, lambda: self._desk.infer(call, inputs, inference.options, kept))
+        self._dispatcher.enter(call, lambda: self._dispatcher.infer(call, inputs, inference.options, kept))
         return call
 
 
-def _reply(call: HttpCall, inference: Inference, job: Job) -> Reply | Unwritten:
+def _reply(call: HttpCall, inference: Inference, job: Job) -> CallReply | Unwritten:
     """Finisher thread: the answer, unless it is a large one."""
     raise_first(job)
     written = partial(_written, call, inference, job)
     return Unwritten(written) if answers.values(job) > _LARGE_ANSWER else written()
 
 
-def _written(call: HttpCall, inference: Inference, job: Job) -> Reply:
-    return Reply(inference.answer(job), call.timings(job))
+def _written(call: HttpCall, inference: Inference, job: Job) -> CallReply:
+    return CallReply(inference.answer(job), call.timings(job))
 
 
-def _kept(call: HttpCall, inference: Inference, job: Job) -> Reply:
+def _kept(call: HttpCall, inference: Inference, job: Job) -> CallReply:
     """Finisher thread: nothing is written yet."""
     raise_first(job)
     call.late = job
-    return Reply(b"", call.timings(job))
+    return CallReply(b"", call.timings(job))
 
 
 HttpHandler = Callable[[HttpInference, HttpRequest, CallOptions], Coroutine[Any, Any, HttpReply]]

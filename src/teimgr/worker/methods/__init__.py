@@ -13,16 +13,16 @@ from teimgr.worker.methods.scoring import ScoringCalls
 
 
 class Service:
-    """Turns calls by method, of a link or of the instance port's gRPC, into work at the desk."""
+    """Turns calls by method, of a link or of the instance port's gRPC, into work at the dispatcher."""
 
-    def __init__(self, desk: Dispatcher) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._handlers: dict[int, Handler] = {
-            **PlainCalls(desk).handlers,
-            **EmbeddingCalls(desk).handlers,
-            **ScoringCalls(desk).handlers,
-            **ArrowCalls(desk).handlers,
-            **DialectCalls(desk).handlers,
+            **PlainCalls(dispatcher).handlers,
+            **EmbeddingCalls(dispatcher).handlers,
+            **ScoringCalls(dispatcher).handlers,
+            **ArrowCalls(dispatcher).handlers,
+            **DialectCalls(dispatcher).handlers,
         }
 
     def handle(self, call: MethodCall) -> None:
@@ -31,11 +31,11 @@ class Service:
         try:
             self._handlers.get(call.method, _unknown)(call)
         except TeimgrError as error:
-            self._desk.metrics.failed(error)
+            self._dispatcher.metrics.failed(error)
             call.fail(error)
         except Exception as error:
             defect = masked(error)
-            self._desk.metrics.failed(defect)
+            self._dispatcher.metrics.failed(defect)
             call.fail(defect)
         finally:
             CURRENT.reset(token)

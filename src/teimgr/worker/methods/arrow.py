@@ -15,7 +15,7 @@ from teimgr.wire.arrow_tables import write_sparse, write_table, write_vectors
 from teimgr.wire.element_types import Precision
 from teimgr.wire.frames import Method
 from teimgr.wire.replies import arrow_response
-from teimgr.worker.calls import Handler, MethodCall, Reply
+from teimgr.worker.calls import CallReply, Handler, MethodCall
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.limits import most_token_bytes
 from teimgr.worker.methods import arrow_requests, arrow_results, messages
@@ -38,9 +38,9 @@ class Asked(NamedTuple):
 class ArrowCalls:
     """What a worker does with each Arrow frame; `handlers` is the table."""
 
-    def __init__(self, desk: Dispatcher) -> None:
-        self._desk = desk
-        self._limit_bytes = desk.spec.max_message_bytes
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._limit_bytes = dispatcher.spec.max_message_bytes
         self.handlers: dict[int, Handler] = {
             Method.EMBED_ARROW: self._embed,
             Method.EMBED_SPARSE_ARROW: self._embed_sparse,
@@ -49,7 +49,7 @@ class ArrowCalls:
 
     def _embed(self, call: MethodCall) -> None:
         message = messages.parse(multiplexer_pb2.EmbedArrowRequest, call.payload)
-        form = arrow_requests.embed_form(message, self._desk.spec.arrow_output_dtype)
+        form = arrow_requests.embed_form(message, self._dispatcher.spec.arrow_output_dtype)
         options = arrow_requests.embed_options(message)
 
         def read() -> Asked:
@@ -74,7 +74,7 @@ class ArrowCalls:
 
     def _infer(self, call: MethodCall) -> None:
         message = messages.parse(arrow_pb2.ArrowRequest, call.payload)
-        options = arrow_requests.infer_options(message, self._desk.engine.info)
+        options = arrow_requests.infer_options(message, self._dispatcher.engine.info)
         form = arrow_requests.infer_form(message, options)
         table = arrow_requests.infer_table(message, arrow_results.names(options.outputs))
         self._enter(call, options, form, lambda: self._read_table(message.arrow_ipc, table, options, form))
@@ -87,20 +87,20 @@ class ArrowCalls:
         call.streamed = False  # a table is a request of its own, of a stream too
 
         async def run() -> None:
-            self._desk.engine.check(options)
-            asked = await self._desk.off_loop(read)
+            self._dispatcher.engine.check(options)
+            asked = await self._dispatcher.off_loop(read)
             encode = partial(self._reply, asked, form)
             if asked.inputs and not noop:
-                self._desk.metrics.received(len(asked.inputs))
-                self._desk.infer(call, asked.inputs, options, encode)
+                self._dispatcher.metrics.received(len(asked.inputs))
+                self._dispatcher.infer(call, asked.inputs, options, encode)
             else:
-                job = arrow_results.answer_unrun(self._desk.engine.info, Job(asked.inputs, options, Lane.BULK))
-                self._desk.answer(call, await self._desk.off_loop(encode, job))
+                job = arrow_results.answer_unrun(self._dispatcher.engine.info, Job(asked.inputs, options, Lane.BULK))
+                self._dispatcher.answer(call, await self._dispatcher.off_loop(encode, job))
 
-        self._desk.enter_async(call, run)
+        self._dispatcher.enter_async(call, run)
 
     def _read_table(self, ipc: bytes, table: Table, options: InferOptions, form: Form) -> Asked:
-        model = self._desk.engine.info
+        model = self._dispatcher.engine.info
         batches = read_inputs(
             ipc,
             self._limit_bytes * _MAX_INFLATION,
@@ -119,7 +119,7 @@ class ArrowCalls:
 
     def _check_rows(self, options: InferOptions, form: Form) -> Callable[[int], None]:
         """What refuses a number of rows whose results cannot be sent back, however small they turn out."""
-        row_bytes = arrow_results.least_row_bytes(self._desk.engine.info, options, form)
+        row_bytes = arrow_results.least_row_bytes(self._dispatcher.engine.info, options, form)
         return lambda rows: self._check_size(rows * row_bytes)
 
     def _check_held(self, held_bytes: int) -> None:
@@ -137,11 +137,11 @@ class ArrowCalls:
                 "send fewer rows per batch"
             )
 
-    def _reply(self, asked: Asked, form: Form, job: Job) -> Reply:
-        self._check_size(arrow_results.ragged_bytes(self._desk.engine.info, form, job))
+    def _reply(self, asked: Asked, form: Form, job: Job) -> CallReply:
+        self._check_size(arrow_results.ragged_bytes(self._dispatcher.engine.info, form, job))
         reply = arrow_response(asked.write(job))
         self._check_size(len(reply))
-        return Reply(reply)
+        return CallReply(reply)
 
 
 def _input(item: RowInput) -> Input:

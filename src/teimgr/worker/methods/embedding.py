@@ -9,7 +9,7 @@ from teimgr.engine.job import Job, Output
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.frames import Method
 from teimgr.wire.replies import embed_all_response, embed_response, embed_sparse_response
-from teimgr.worker.calls import Call, Handler, MethodCall, Reply, raise_first, within
+from teimgr.worker.calls import CallReply, Handler, MethodCall, WorkerCall, raise_first, within
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.methods import messages
 from teimgr.worker.scores import output_per_token
@@ -18,8 +18,8 @@ from teimgr.worker.scores import output_per_token
 class EmbeddingCalls:
     """What a worker does with each of them; `handlers` is the table."""
 
-    def __init__(self, desk: Dispatcher) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self.handlers: dict[int, Handler] = {
             Method.EMBED: self._embed,
             Method.EMBED_SPARSE: self._embed_sparse,
@@ -28,47 +28,49 @@ class EmbeddingCalls:
 
     def _embed(self, call: MethodCall) -> None:
         message = messages.parse(tei_pb2.EmbedRequest, call.payload)
-        self._desk.serve(call, [message.inputs], messages.embed_options(message), partial(_dense, call))
+        self._dispatcher.serve(call, [message.inputs], messages.embed_options(message), partial(_dense, call))
 
     def _embed_sparse(self, call: MethodCall) -> None:
         message = messages.parse(tei_pb2.EmbedSparseRequest, call.payload)
         options = messages.text_options(message, Output.SPARSE)
-        self._desk.serve(call, [message.inputs], options, partial(_sparse, call, self._desk.spec.max_message_bytes))
+        self._dispatcher.serve(
+            call, [message.inputs], options, partial(_sparse, call, self._dispatcher.spec.max_message_bytes)
+        )
 
     def _embed_all(self, call: MethodCall) -> None:
         message = messages.parse(tei_pb2.EmbedAllRequest, call.payload)
-        output = output_per_token(self._desk.engine.info)
+        output = output_per_token(self._dispatcher.engine.info)
         options = messages.text_options(message, output)
-        encode = partial(_per_token, call, output, self._desk.spec.max_message_bytes)
-        self._desk.serve(call, [message.inputs], options, encode)
+        encode = partial(_per_token, call, output, self._dispatcher.spec.max_message_bytes)
+        self._dispatcher.serve(call, [message.inputs], options, encode)
 
 
-def _dense(call: Call, job: Job) -> Reply:
+def _dense(call: WorkerCall, job: Job) -> CallReply:
     raise_first(job)
     timings = call.timings(job)
-    return Reply(embed_response(job.vectors[0], timings), timings)
+    return CallReply(embed_response(job.vectors[0], timings), timings)
 
 
-def _sparse(call: Call, limit_bytes: int, job: Job) -> Reply:
+def _sparse(call: WorkerCall, limit_bytes: int, job: Job) -> CallReply:
     raise_first(job)
     vector, timings = job.sparse[0], call.timings(job)
     assert vector is not None  # or there were an error
-    return Reply(within(embed_sparse_response(vector.indices, vector.values, timings), limit_bytes), timings)
+    return CallReply(within(embed_sparse_response(vector.indices, vector.values, timings), limit_bytes), timings)
 
 
-def _per_token(call: Call, output: Output, limit_bytes: int, job: Job) -> Reply:
+def _per_token(call: WorkerCall, output: Output, limit_bytes: int, job: Job) -> CallReply:
     raise_first(job)
     vectors = (job.multi_vectors if output is Output.MULTI_VECTOR else job.tokens_of)[0]
     assert vectors is not None  # or there were an error
     timings = call.timings(job)
-    return Reply(within(embed_all_response(vectors, timings), limit_bytes), timings)
+    return CallReply(within(embed_all_response(vectors, timings), limit_bytes), timings)
 
 
 class PlainCalls:
     """What a worker does with each of them; `handlers` is the table."""
 
-    def __init__(self, desk: Dispatcher) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self.handlers: dict[int, Handler] = {
             Method.INFO: self._info,
             Method.TOKENIZE: self._tokenize,
@@ -76,7 +78,7 @@ class PlainCalls:
         }
 
     def _info(self, call: MethodCall) -> None:
-        call.reply(Reply(messages.info_response(self._desk.engine.info, self._desk.spec)))
+        call.reply(CallReply(messages.info_response(self._dispatcher.engine.info, self._dispatcher.spec)))
 
     def _tokenize(self, call: MethodCall) -> None:
         """Absent flags are false here, unlike over HTTP."""
@@ -84,7 +86,7 @@ class PlainCalls:
         prompt_name = message.prompt_name if message.HasField("prompt_name") else None
 
         def work() -> bytes:
-            tokens = self._desk.engine.tokenize(message.inputs, message.add_special_tokens, prompt_name)
+            tokens = self._dispatcher.engine.tokenize(message.inputs, message.add_special_tokens, prompt_name)
             return messages.encode_response(tokens)
 
         self._aside(call, work)
@@ -93,7 +95,7 @@ class PlainCalls:
         message = messages.parse(tei_pb2.DecodeRequest, call.payload)
 
         def work() -> bytes:
-            text = self._desk.engine.decode(list(message.ids), message.skip_special_tokens)
+            text = self._dispatcher.engine.decode(list(message.ids), message.skip_special_tokens)
             return tei_pb2.DecodeResponse(text=text).SerializeToString()
 
         self._aside(call, work)
@@ -103,7 +105,7 @@ class PlainCalls:
         call.may_wait = True
 
         async def run() -> None:
-            payload = await self._desk.off_loop(work)
-            self._desk.answer(call, Reply(within(payload, self._desk.spec.max_message_bytes)))
+            payload = await self._dispatcher.off_loop(work)
+            self._dispatcher.answer(call, CallReply(within(payload, self._dispatcher.spec.max_message_bytes)))
 
-        self._desk.enter_async(call, run)
+        self._dispatcher.enter_async(call, run)

@@ -9,7 +9,7 @@ from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import refusal
 from teimgr.wire.frames import Method
 from teimgr.wire.http_frames import HttpReply, HttpRequest, pack_reply, read_request
-from teimgr.worker.calls import Handler, MethodCall, Reply
+from teimgr.worker.calls import CallReply, Handler, MethodCall
 from teimgr.worker.dialects import cohere, infinity, openai, sie, tei, vllm
 from teimgr.worker.dialects.tei import refused
 from teimgr.worker.dispatcher import Dispatcher, masked
@@ -36,9 +36,9 @@ ROUTES: Mapping[str, Mapping[tuple[str, str], HttpHandler]] = {
 class DialectCalls:
     """`handlers` is the table. A failure goes back as an error: whoever speaks HTTP says it in the dialect's words."""
 
-    def __init__(self, desk: Dispatcher) -> None:
-        self._desk = desk
-        self._exchange = HttpInference(desk)
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._exchange = HttpInference(dispatcher)
         self.handlers: dict[int, Handler] = {Method.HTTP: self._http}
 
     def _http(self, call: MethodCall) -> None:
@@ -46,12 +46,12 @@ class DialectCalls:
             request = read_request(call.payload)
         except ValueError as error:
             raise InvalidInput(f"malformed HTTP frame: {error}") from error
-        self._desk.attend(call, self._answer(call, request))
+        self._dispatcher.attend(call, self._answer(call, request))
 
     async def _answer(self, call: MethodCall, request: HttpRequest) -> None:
         try:
             reply = await self._route(request, CallOptions(call.lane, call.deadline))
-            call.reply(Reply(pack_reply(reply)))
+            call.reply(CallReply(pack_reply(reply)))
         except TeimgrError as error:
             call.fail(error)
         except Exception as error:
