@@ -91,7 +91,7 @@ async def test_errors_are_the_ones_the_daemon_named(client: AsyncClient) -> None
 
 async def test_an_error_that_is_not_the_daemons_keeps_its_status_and_text(client: AsyncClient) -> None:
     with pytest.raises(Refused, match="HTTP 405"):
-        await client._rest.call("PUT", "/instances", timeout_s=5)
+        await client._http.call("PUT", "/instances", timeout_s=5)
 
 
 async def test_logs_are_sliced(client: AsyncClient) -> None:

@@ -11,8 +11,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from teimgr.client.endpoints import Endpoint, Tls
 from teimgr.client.grpc_channel import Calls
+from teimgr.client.http_channel import HttpChannel
 from teimgr.client.inference import Inference
-from teimgr.client.rest import Lifecycle, Rest
+from teimgr.client.rest import Lifecycle
 from teimgr.client.scoring import Scoring, Tables
 
 API = "http://127.0.0.1:9000"
@@ -39,16 +40,16 @@ class AsyncClient(Lifecycle, Inference, Scoring, Tables):
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         tls = tls or Tls()
-        self._rest = Rest(Endpoint.parse(api), tls, api_key)
+        self._http = HttpChannel(Endpoint.parse(api), tls, api_key)
         self._calls = Calls(Endpoint.parse(grpc), tls, max_message_bytes, api_key)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
-        await self._rest.open()
+        await self._http.open()
         try:
             await self._calls.open()
         except BaseException:
-            await self._rest.close()
+            await self._http.close()
             raise
         return self
 
@@ -62,7 +63,7 @@ class AsyncClient(Lifecycle, Inference, Scoring, Tables):
         try:
             await self._calls.close()
         finally:
-            await self._rest.close()
+            await self._http.close()
 
 
 P = ParamSpec("P")
