@@ -1,0 +1,1 @@
+"""Figures of the code base's structure: `python -m tests.house [--root CHECKOUT] [--paths]`."""

@@ -1,0 +1,147 @@
+"""The files that one real call passes through, counted by tracing every process of a real daemon.
+
+A file counts when one of its functions runs, in any process, while the call is under way; generated code does not
+count. For the start of an instance only the daemon and the fork server count: what runs in the worker is the loading of
+its model, and what runs in the mux follows after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tests.support.daemon_process import free_ports
+
+_TRACE = Path(__file__).with_name("trace")
+_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+_LIMIT_S = 120.0
+_QUIET_S = 1.0
+EMBED, CREATE, EMBEDDINGS = 1, 2, 3
+NAMES = {EMBED: "gRPC Embed", CREATE: "POST /instances to running", EMBEDDINGS: "/v1/embeddings"}
+
+
+def trace(root: Path) -> dict[int, list[str]]:
+    """The files on each path, for the checkout at `root`.
+
+    Raises:
+        TimeoutError: the daemon or an instance did not come up.
+    """
+    with tempfile.TemporaryDirectory(prefix="tm") as name:
+        folder = Path(name)
+        window = folder / "window"
+        window.write_bytes(b"\0")
+        api, mux, instance, other = free_ports(4)
+        config = folder / "teimgr.toml"
+        config.write_text(
+            f"api_port = {api}\ngrpc_port = {mux}\nstate_file = '{folder}/state.toml'\n"
+            "health_check_interval_secs = 3600\n"
+        )
+        environ = os.environ | {
+            "PYTHONPATH": f"{_TRACE}:{root / 'src'}",
+            "TEIMGR_TRACE": str(folder),
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "teimgr", "serve", "-c", str(config)]
+        with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as daemon:
+            try:
+                rest = f"http://127.0.0.1:{api}"
+                _until(lambda: _get(f"{rest}/health") is not None)
+                _create(rest, "first", instance)
+                _embed(mux)
+                _embeddings(rest)  # connections, caches and lazy imports are there now
+                for number, call in (
+                    (EMBED, lambda: _embed(mux)),
+                    (EMBEDDINGS, lambda: _embeddings(rest)),
+                    (CREATE, lambda: _create(rest, "second", other)),
+                ):
+                    with _open(window, number):
+                        call()
+                found = {number: sorted(_files(folder, number)) for number in NAMES}
+            finally:
+                daemon.terminate()
+        return found
+
+
+@contextmanager
+def _open(window: Path, number: int) -> Iterator[None]:
+    time.sleep(_QUIET_S)  # what an earlier call left behind is over
+    with window.open("r+b") as file:
+        file.write(bytes([number]))
+    yield
+    time.sleep(_QUIET_S)
+    with window.open("r+b") as file:
+        file.write(b"\0")
+
+
+def _files(folder: Path, number: int) -> set[str]:
+    files: set[str] = set()
+    for path in folder.glob(f"{number}.*"):
+        if number != CREATE or not _is_of_the_data_plane(path.suffix[1:]):
+            files.update(line for line in path.read_text().split() if not line.startswith("pb/"))
+    return files
+
+
+def _is_of_the_data_plane(pid: str) -> bool:
+    """Whether a process is a worker (its name begins with `tei:`) or a mux."""
+    process = Path("/proc") / pid
+    return process.joinpath("comm").read_text().startswith("tei:") or "mux" in process.joinpath("cmdline").read_text()
+
+
+def _create(rest: str, name: str, port: int) -> None:
+    _post(f"{rest}/instances", {"name": name, "model_id": _MODEL, "port": port, "dtype": "float32"})
+    _until(
+        lambda: (_get(f"{rest}/instances/{name}") or {}).get("status") == "running" if name == "first" else _ready(port)
+    )
+
+
+def _ready(port: int) -> bool:
+    return _get(f"http://127.0.0.1:{port}/health") is not None
+
+
+def _embed(port: int) -> None:
+    from teimgr.pb.tei.v1 import tei_pb2
+    from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+
+    target = mux_pb2.Target(instance_name="first")
+    request = mux_pb2.EmbedRequest(target=target, request=tei_pb2.EmbedRequest(inputs="one text"))
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        embed = channel.unary_unary("/tei_multiplexer.v1.TeiMultiplexer/Embed", mux_pb2.EmbedRequest.SerializeToString)
+        embed(request, timeout=_LIMIT_S, wait_for_ready=True)
+
+
+def _embeddings(rest: str) -> None:
+    _post(f"{rest}/v1/embeddings", {"model": "first", "input": ["one text"]})
+
+
+def _post(url: str, body: dict[str, Any]) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_LIMIT_S):
+        pass
+
+
+def _get(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as reply:
+            body = reply.read()
+    except OSError:
+        return None
+    return json.loads(body) if body else {}
+
+
+def _until(holds: Any) -> None:
+    end = time.monotonic() + _LIMIT_S
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError("the daemon or its instance did not come up")
+        time.sleep(0.05)
