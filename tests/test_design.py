@@ -1,0 +1,35 @@
+"""DESIGN.md names files that exist, and its map has every package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "teimgr"
+DESIGN = (ROOT / "DESIGN.md").read_text()
+NAMED = sorted(set(re.findall(r"`([\w./-]+?(?:\.py|/))`", DESIGN)))
+
+
+def test_design_names_files() -> None:
+    assert len(NAMED) > 60
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_file_exists(name: str) -> None:
+    base = ROOT if name.startswith(("tests/", "bench/", "docs/")) else SOURCE
+    assert (base / name).exists() or (ROOT / name).exists()
+
+
+def test_every_package_and_module_of_the_top_level_is_on_the_map() -> None:
+    packages = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
+    modules = {path.name for path in SOURCE.glob("*.py") if not path.name.startswith("__")}
+    assert packages | modules <= set(NAMED)
+
+
+def test_every_command_of_a_process_is_a_module() -> None:
+    for module in re.findall(r"`python -m teimgr\.([\w.]+)`", DESIGN):
+        path = SOURCE.joinpath(*module.split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
