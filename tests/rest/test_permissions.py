@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from starlette.routing import Route
 from tests.support.memory_fleet import Fleet
 from tests.support.rest_listener import Front, listening
 
-from teimgr.auth.policy import Policy, PolicyInForce, digest, new_key
+from teimgr.auth.policy import NO_CERTIFICATE, Policy, PolicyInForce, digest, new_key
 from teimgr.config.auth import ApiKey, Auth, faults, policy_of
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
-from teimgr.errors import InvalidConfig
+from teimgr.errors import InvalidConfig, Unauthenticated
 from teimgr.gateway.gateway import Gateway
 from teimgr.gateway.paths import paths
 from teimgr.http_server import bind, serving
@@ -205,9 +205,10 @@ async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, ca
     settings = replace(settings, auth=AUTH)
     policy = PolicyInForce(policy_of(AUTH))
     rights = Rights(())
-    assert policy.now.caller(SECRETS["read"]) is not None
+    assert policy.now.authenticate(NO_CERTIFICATE, SECRETS["read"]).name == "read"
     policy.swap(policy_of(replace(AUTH, api_keys=KEYS[:1])))
-    assert policy.now.caller(SECRETS["read"]) is None
+    with pytest.raises(Unauthenticated):
+        policy.now.authenticate(NO_CERTIFICATE, SECRETS["read"])
     assert rights.of("GET", "/nowhere", policy.now).need.rights == frozenset()
     async with asking(settings) as front:
         await front.call("POST", "/instances", 201, json={"name": "a", "model_id": "tiny"}, **bearer("admin"))
@@ -233,7 +234,8 @@ def test_every_key_is_compared_whatever_was_found_before(monkeypatch: pytest.Mon
     policy = policy_of(AUTH)
     for key in (SECRETS["admin"], SECRETS["team"], "nobody's", None):
         compared.clear()
-        policy.caller(key)
+        with suppress(Unauthenticated):
+            policy.authenticate(NO_CERTIFICATE, key)
         assert len(compared) == len(KEYS)
 
 

@@ -1,25 +1,31 @@
-"""Who an HTTP request is from: what its connection and its headers say, put before the policy."""
+"""Authentication of HTTP requests and gRPC calls: extracts certificate and API key, and applies the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-import grpc
+from teimgr.auth.policy import (
+    ANONYMOUS,
+    NO_CERTIFICATE,
+    Caller,
+    CertificateNames,
+    InvalidKey,
+    Policy,
+    alternative_name,
+    key_in,
+    subject_attributes,
+)
+from teimgr.errors import Code, error_from_code
 
-from teimgr.auth.policy import ANYBODY, Caller, Certified, Policy, attributes, key_in, san
-from teimgr.errors import Code, TeimgrError, Unauthenticated, error_from_code
-from teimgr.wire.status import STATUS
-
-# ASGI's scope of a request, and where in it there is the caller once it was let in, and what its connection certified.
+# An ASGI scope, and its keys for the authenticated caller and for the connection's client certificate.
 Scope = MutableMapping[str, Any]
-CALLER, CERTIFIED = "teimgr.caller", "teimgr.certified"
+CALLER, CERTIFICATE = "teimgr.caller", "teimgr.certificate"
 
-NOT_LISTED = "the client certificate names nobody who is let in"
-_NOBODY = Certified()
-
-# How getpeercert() calls the attributes whose short names OpenSSL, and so gRPC, prints.
-_SHORT = {
+# TEI's text.
+_INVALID_KEY = "No valid auth token"
+# Attribute names of getpeercert() → the short names that OpenSSL, and so gRPC, prints.
+_SHORT_NAMES = {
     "commonName": "CN",
     "organizationName": "O",
     "organizationalUnitName": "OU",
@@ -32,76 +38,60 @@ _SHORT = {
     "givenName": "GN",
     "streetAddress": "street",
 }
+# Keys of gRPC's auth_context → kinds of alternative names.
+_GRPC_SANS = {"peer_dns": "DNS", "peer_ip": "IP", "peer_uri": "URI", "peer_email": "email"}
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Who asks, of a request that was let in; anybody where nobody is asked."""
-    caller: Caller = scope.get(CALLER, ANYBODY)
+    """The caller of an authenticated request; `ANONYMOUS` where authentication is off."""
+    caller: Caller = scope.get(CALLER, ANONYMOUS)
     return caller
 
 
-def caller_of_request(policy: Policy, scope: Scope) -> Caller:
-    """Who sends a request.
+def authenticate_request(policy: Policy, scope: Scope) -> Caller:
+    """Authenticate an HTTP request by its ASGI scope.
 
     Raises:
-        Unauthenticated: the certificate is none of those let in, or the key none of those known.
+        Unauthenticated: the certificate is not allowed, or the key is unknown.
     """
-    if not policy.certificates.admit(scope.get(CERTIFIED, _NOBODY)):
-        raise Unauthenticated(NOT_LISTED)
-    authorization, x_api_key = (_header(scope, name) for name in (b"authorization", b"x-api-key"))
-    caller = policy.caller(key_in(authorization, x_api_key))
-    if caller is None:
-        raise Unauthenticated("send a valid API key, `Authorization: Bearer KEY`")
-    return caller
-
-
-def certified_by_tls(certificate: Mapping[str, Any]) -> Certified:
-    """The names in a certificate as `SSLSocket.getpeercert()` gives it."""
-    pairs = (pair for relative in certificate.get("subject", ()) for pair in relative)
-    return Certified(
-        frozenset(f"{_SHORT.get(kind, kind)}={value}" for kind, value in pairs),
-        frozenset(san(kind, value) for kind, value in certificate.get("subjectAltName", ())),
+    headers = dict(reversed(scope["headers"]))  # the first of several
+    authorization, x_api_key = (
+        None if (value := headers.get(name)) is None else value.decode("latin-1")
+        for name in (b"authorization", b"x-api-key")
     )
+    return policy.authenticate(scope.get(CERTIFICATE, NO_CERTIFICATE), key_in(authorization, x_api_key))
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
-
-
-# TEI's words.
-_NO_KEY = "No valid auth token"
-_STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
-# gRPC has the alternative names by kind.
-_SANS = {"peer_dns": "DNS", "peer_ip": "IP", "peer_uri": "URI", "peer_email": "email"}
-
-
-def caller_of_call(policy: Policy, context: Any) -> Caller:
-    """Who makes a call, by its servicer context.
+def authenticate_call(policy: Policy, context: Any) -> Caller:
+    """Authenticate a gRPC call by its servicer context.
 
     Raises:
-        Unauthenticated: the certificate is none of those let in, or the key none of those known.
+        Unauthenticated: the certificate is not allowed, or the key is unknown.
     """
-    if policy.certificates.ask and not policy.certificates.admit(certified_by_grpc(context.auth_context())):
-        raise Unauthenticated(NOT_LISTED)
-    if policy.keys is None:
-        return ANYBODY
+    if policy.is_open:
+        return ANONYMOUS
+    certificate = certificate_from_grpc(context.auth_context()) if policy.certificates.required else NO_CERTIFICATE
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    caller = policy.caller(key_in(metadata.get("authorization"), metadata.get("x-api-key")))
-    if caller is None:
-        raise error_from_code(Code.UNAUTHENTICATED, _NO_KEY)
-    return caller
+    try:
+        return policy.authenticate(certificate, key_in(metadata.get("authorization"), metadata.get("x-api-key")))
+    except InvalidKey as error:
+        raise error_from_code(Code.UNAUTHENTICATED, _INVALID_KEY) from error
 
 
-def certified_by_grpc(facts: Mapping[str, Sequence[bytes]]) -> Certified:
-    """The names in a certificate as gRPC's `auth_context` gives it."""
-    subjects = (attributes(value.decode("utf-8", "replace")) for value in facts.get("x509_subject", ()))
-    sans = ((kind, value) for fact, kind in _SANS.items() for value in facts.get(fact, ()))
-    return Certified(
-        frozenset(part for subject in subjects for part in subject),
-        frozenset(san(kind, value.decode("utf-8", "replace")) for kind, value in sans),
+def certificate_from_tls(certificate: Mapping[str, Any]) -> CertificateNames:
+    """The names in a certificate as returned by `SSLSocket.getpeercert()`."""
+    pairs = (pair for relative in certificate.get("subject", ()) for pair in relative)
+    return CertificateNames(
+        frozenset(f"{_SHORT_NAMES.get(kind, kind)}={value}" for kind, value in pairs),
+        frozenset(alternative_name(kind, value) for kind, value in certificate.get("subjectAltName", ())),
     )
 
 
-def grpc_status(error: TeimgrError) -> grpc.StatusCode:
-    """What gRPC calls a failure."""
-    return _STATUS_BY_NUMBER[STATUS[error.code].grpc]
+def certificate_from_grpc(properties: Mapping[str, Sequence[bytes]]) -> CertificateNames:
+    """The names in a certificate as returned by gRPC's `ServicerContext.auth_context()`."""
+    subjects = (subject_attributes(value.decode("utf-8", "replace")) for value in properties.get("x509_subject", ()))
+    sans = ((kind, value) for key, kind in _GRPC_SANS.items() for value in properties.get(key, ()))
+    return CertificateNames(
+        frozenset(part for subject in subjects for part in subject),
+        frozenset(alternative_name(kind, value.decode("utf-8", "replace")) for kind, value in sans),
+    )

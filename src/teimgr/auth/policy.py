@@ -1,7 +1,7 @@
-"""Who may do what: rights, API keys, the names in certificates, and the policy that judges a caller by them.
+"""Authentication and authorisation policy: rights, API keys, client certificate rules.
 
-Nothing here knows a server or a transport, so that REST and gRPC judge by the same lines. No key is ever held: what is
-stored and compared is its SHA-256, which tells nothing of a random key.
+Transport-independent: REST and gRPC use the same `Policy`. Keys are stored and compared as SHA-256, which is enough for
+random keys.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from teimgr.errors import Forbidden
+from teimgr.errors import Forbidden, Unauthenticated
 
-# Fewer characters than that can be guessed from the SHA-256.
+# The SHA-256 of a shorter key can be reversed by trying.
 MIN_KEY_CHARS = 16
 _KEY_PREFIX = "teimgr_"
 _KEY_BYTES = 32
@@ -26,22 +26,22 @@ _KEY_BYTES = 32
 # A comma, semicolon or plus ends an attribute of a subject, unless it is escaped.
 _ATTRIBUTE = re.compile(r"(?:\\.|[^\\,;+])+", re.DOTALL)
 _ESCAPED = re.compile(rb"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
-# Kinds of alternative names as OpenSSL prints them, and what they are here.
+# Kinds of alternative names as OpenSSL prints them, and our name for each.
 _SAN_KINDS = ("DNS", "IP", "URI", "email")
 _SAN_ALIASES = {"IP Address": "IP"}
 
 
 class Right(str, Enum):
-    """What a caller may do; none includes another."""
+    """What a caller may do; no right includes another."""
 
     ADMIN = "admin"  # change the fleet, its models and its settings
-    INFERENCE = "inference"  # ask models
-    READ = "read"  # look at the fleet, its logs and its figures
+    INFERENCE = "inference"  # send inference requests
+    READ = "read"  # read the state of the fleet, its logs and its metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a request is from, as far as the proofs say. `instances` are names and globs; None means all there are."""
+    """An authenticated client. `instances` are names and globs; None means all instances."""
 
     name: str
     rights: frozenset[Right]
@@ -49,15 +49,14 @@ class Caller:
 
     @property
     def is_restricted(self) -> bool:
-        """Whether it is for some instances only."""
         return self.instances is not None
 
     def covers(self, instance: str) -> bool:
-        """Whether it is for the instance of this name."""
+        """Whether the caller may use the instance of this name."""
         return self.instances is None or any(fnmatchcase(instance, pattern) for pattern in self.instances)
 
     def require(self, rights: frozenset[Right]) -> None:
-        """Pass a caller who has one of `rights`; everybody where none is asked.
+        """Check that the caller has one of `rights`; an empty set requires none.
 
         Raises:
             Forbidden: it has none of them.
@@ -67,51 +66,62 @@ class Caller:
             raise Forbidden(f"The key '{self.name}' lacks the right {wanted}")
 
     def require_instance(self, instance: str) -> None:
-        """Pass a caller who is for this instance. Whether there is one is not told to others.
+        """Check that the caller may use this instance. The answer does not reveal whether the instance exists.
 
         Raises:
-            Forbidden: it is not.
+            Forbidden: it may not.
         """
         if not self.covers(instance):
             raise Forbidden(f"The key '{self.name}' is not for instance '{instance}'")
 
 
-ANYBODY = Caller("", frozenset(Right))
+ANONYMOUS = Caller("", frozenset(Right))
+"""The caller while authentication is off: all rights."""
+
+
+class InvalidKey(Unauthenticated):
+    """No API key was sent, or an unknown one."""
+
+    def __init__(self) -> None:
+        super().__init__("send a valid API key, `Authorization: Bearer KEY`")
 
 
 @dataclass(frozen=True, slots=True)
-class Certified:
-    """The names in a verified certificate: attributes of the subject, `CN=indexer`, and alternative names, `DNS:x`."""
+class CertificateNames:
+    """Names in a verified client certificate: subject attributes (`CN=indexer`) and alternative names (`DNS:x`)."""
 
     subject: frozenset[str] = frozenset()
     sans: frozenset[str] = frozenset()
 
 
+NO_CERTIFICATE = CertificateNames()
+
+
 @dataclass(frozen=True, slots=True)
 class CertificateRules:
-    """Which certificates are let in, of those that the handshake verified. An empty list asks for nothing."""
+    """Allow-lists for client certificates that the TLS handshake has verified. An empty list allows all."""
 
     subjects: tuple[str, ...] = ()
     sans: tuple[str, ...] = ()
 
     @property
-    def ask(self) -> bool:
-        """Whether they ask for anything."""
+    def required(self) -> bool:
+        """Whether a certificate must match a rule."""
         return bool(self.subjects or self.sans)
 
-    def admit(self, certified: Certified) -> bool:
-        """Whether one of `subjects` and one of `sans` fits.
+    def allow(self, certificate: CertificateNames) -> bool:
+        """Whether one of `subjects` and one of `sans` matches.
 
-        A subject fits when each of its attributes stands in the certificate's, whatever their order; `search` without a
-        type is any attribute's value. A name fits that is equal, with its kind (`DNS:x`) or without (`x`).
+        A subject matches when all its attributes are in the certificate's, in any order; an attribute without a type,
+        `search`, matches any attribute with that value. A name matches with its kind (`DNS:x`) or without (`x`).
         """
-        subject_fits = not self.subjects or any(_stands_in(wanted, certified.subject) for wanted in self.subjects)
-        return subject_fits and (not self.sans or any(_is_among(wanted, certified.sans) for wanted in self.sans))
+        subject_matches = not self.subjects or any(_has_subject(certificate, wanted) for wanted in self.subjects)
+        return subject_matches and (not self.sans or any(_has_san(certificate, wanted) for wanted in self.sans))
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One API key: the hex SHA-256 of it, and what it is good for."""
+    """One API key: its hex SHA-256, and the rights and instances that it is for."""
 
     name: str
     sha256: str
@@ -119,15 +129,15 @@ class Key:
     instances: tuple[str, ...] | None = None
 
     def caller(self) -> Caller:
-        """Who calls with it."""
         return Caller(self.name, frozenset(map(Right, self.rights)), self.instances)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Whom the listeners let in, and to what. `keys` is None where no key is asked; with an empty table nobody calls.
+    """Which callers the listeners accept. `keys` is None where no key is required; an empty tuple accepts no caller.
 
-    Where both are asked both are needed: the certificate says that the machine is one of ours, the key what it may do.
+    With both certificate rules and keys, both must hold: the certificate identifies the machine, the key its rights.
+    `is_certified` says that the handshake requires a certificate of our authority.
     """
 
     certificates: CertificateRules = CertificateRules()
@@ -136,54 +146,62 @@ class Policy:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may do everything."""
-        return self.keys is None and not self.certificates.ask
+        """Whether authentication is off."""
+        return self.keys is None and not self.certificates.required
 
-    def caller(self, key: str | None) -> Caller | None:
-        """Who calls with `key`; None for nobody we know.
+    def authenticate(self, certificate: CertificateNames, key: str | None) -> Caller:
+        """The caller with this client certificate and API key: the one decision for HTTP and gRPC.
 
-        Every key is compared, each in a time that does not depend on where it differs.
+        Every known key is compared, each in constant time.
+
+        Raises:
+            InvalidKey: the key is missing or unknown.
+            Unauthenticated: the certificate is not allowed.
         """
+        if not self.certificates.allow(certificate):
+            raise Unauthenticated("the client certificate names nobody who is let in")
         if self.keys is None:
-            return ANYBODY
+            return ANONYMOUS
         given = digest(key or "")
         found = [each for each in self.keys if hmac.compare_digest(given, each.sha256)]
-        return found[0].caller() if found and key else None
+        if not found or not key:
+            raise InvalidKey
+        return found[0].caller()
 
     def to_json(self) -> str:
-        """The policy as one line of JSON; there is no key in it."""
+        """The policy as one line of JSON, with the digests of the keys."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """The inverse."""
-        told = json.loads(text)
-        rules = CertificateRules(**{name: tuple(values) for name, values in told["certificates"].items()})
-        keys = None if told["keys"] is None else tuple(map(_key, told["keys"]))
-        return cls(rules, keys, told["is_certified"])
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        rules = CertificateRules(**{name: tuple(names) for name, names in values["certificates"].items()})
+        keys = None if values["keys"] is None else tuple(map(_key, values["keys"]))
+        return cls(rules, keys, values["is_certified"])
 
 
 class PolicyInForce:
-    """The policy of now: read at every request, replaced by whoever reads the configuration again."""
+    """The current policy: read at every request, replaced when the configuration is reloaded."""
 
     def __init__(self, policy: Policy) -> None:
         self.now = policy
         self._listeners: list[Callable[[], None]] = []
 
     def swap(self, policy: Policy) -> None:
-        """From now on `policy` holds; calls under way go on."""
+        """Replace the policy for new requests; requests in flight continue."""
         self.now = policy
         for listener in tuple(self._listeners):
             listener()
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call `listener` after each change; the result ends it."""
+        """Call `listener` after each change; the result unsubscribes."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """A new random API key."""
     return _KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
@@ -193,37 +211,38 @@ def digest(key: str) -> str:
 
 
 def key_in(authorization: str | None, x_api_key: str | None) -> str | None:
-    """The key in a request's headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
+    """The API key in a request's headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
     scheme, _, token = (authorization or "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     return x_api_key.strip() if x_api_key else None
 
 
-def attributes(subject: str) -> frozenset[str]:
-    """The attributes of a subject as text: `O=Search, CN=indexer`, or as RFC 2253 has it, `CN=indexer,O=Search`."""
+def subject_attributes(subject: str) -> frozenset[str]:
+    """The attributes of a subject written `O=Search, CN=indexer`, or as in RFC 2253 `CN=indexer,O=Search`."""
     found = (_unescaped(part.strip()) for part in _ATTRIBUTE.findall(subject))
     return frozenset(part for part in found if part)
 
 
-def san(kind: str, value: str) -> str:
-    """An alternative name with its kind, as the rules compare it."""
+def alternative_name(kind: str, value: str) -> str:
+    """A subject alternative name with its kind, `DNS:x`."""
     return f"{_SAN_ALIASES.get(kind, kind)}:{value}"
 
 
-def _stands_in(wanted: str, subject: frozenset[str]) -> bool:
-    # First as it stands: a value may have a comma in it that nobody escaped.
-    asked = {wanted.strip()} if wanted.strip() in subject else attributes(wanted)
+def _has_subject(certificate: CertificateNames, wanted: str) -> bool:
+    # First unparsed: a value may contain a comma that the configuration does not escape.
+    subject = certificate.subject
+    attributes = {wanted.strip()} if wanted.strip() in subject else subject_attributes(wanted)
     values = {attribute.partition("=")[2] for attribute in subject}
-    return bool(asked) and all(part in (subject if "=" in part else values) for part in asked)
+    return bool(attributes) and all(part in (subject if "=" in part else values) for part in attributes)
 
 
-def _is_among(wanted: str, sans: frozenset[str]) -> bool:
+def _has_san(certificate: CertificateNames, wanted: str) -> bool:
     kind, _, value = wanted.partition(":")
     kind = _SAN_ALIASES.get(kind, kind)
     if kind in _SAN_KINDS:
-        return f"{kind}:{value}" in sans
-    return any(name.partition(":")[2] == wanted for name in sans)
+        return f"{kind}:{value}" in certificate.sans
+    return any(name.partition(":")[2] == wanted for name in certificate.sans)
 
 
 def _unescaped(text: str) -> str:
@@ -235,8 +254,11 @@ def _unescaped(text: str) -> str:
     return _ESCAPED.sub(plain, text.encode()).decode("utf-8", "replace")
 
 
-def _key(told: dict[str, Sequence[str]]) -> Key:
-    instances = told["instances"]
+def _key(values: dict[str, Sequence[str]]) -> Key:
+    instances = values["instances"]
     return Key(
-        str(told["name"]), str(told["sha256"]), tuple(told["rights"]), None if instances is None else tuple(instances)
+        str(values["name"]),
+        str(values["sha256"]),
+        tuple(values["rights"]),
+        None if instances is None else tuple(instances),
     )

@@ -11,11 +11,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from teimgr.auth.callers import caller_of_call, grpc_status
+from teimgr.auth.callers import authenticate_call
 from teimgr.auth.policy import PolicyInForce, Right
 from teimgr.errors import TeimgrError
 from teimgr.mux.calls import INSTANCE_KEY, Collection, answer_one, named_target
 from teimgr.mux.counters import CallCounters, CallRecord
+from teimgr.mux.services import grpc_status
 from teimgr.mux.stream_relay import StreamRelay
 from teimgr.observability import telemetry
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext
@@ -99,7 +100,7 @@ class MuxHandlers:
             if said:  # trailers cost a call some percent: who does not ask for them gets them with failures alone
                 context.set_trailing_metadata(((REQUEST_ID, request_context.request_id),))
             try:
-                caller = caller_of_call(self._policy.now, context)
+                caller = authenticate_call(self._policy.now, context)
                 caller.require(_NEEDED)
                 answer = await body(rpc, router_view(caller, self._router), request, context, note)
                 status = grpc.StatusCode.OK

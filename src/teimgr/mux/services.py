@@ -12,18 +12,25 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from teimgr.auth.callers import caller_of_call, grpc_status
+from teimgr.auth.callers import authenticate_call
 from teimgr.auth.policy import PolicyInForce, Right
 from teimgr.directory import RoutingSnapshot
 from teimgr.errors import TeimgrError
 from teimgr.spec import State
 from teimgr.wire import rpc
 from teimgr.wire.rpc import SymbolPool, as_proto, service_names
+from teimgr.wire.status import STATUS
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+def grpc_status(error: TeimgrError) -> grpc.StatusCode:
+    """The gRPC status of a failure."""
+    return _STATUS_BY_NUMBER[STATUS[error.code].grpc]
 
 
 class Health:
@@ -82,7 +89,7 @@ class Health:
 
     async def _list(self, request: Any, context: Any) -> Any:
         try:
-            caller = caller_of_call(self._policy.now, context)
+            caller = authenticate_call(self._policy.now, context)
             caller.require(frozenset({Right.READ}))
         except TeimgrError as error:
             await context.abort(grpc_status(error), error.message)

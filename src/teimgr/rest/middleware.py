@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from teimgr.auth.callers import CALLER, caller_of_request
+from teimgr.auth.callers import CALLER, authenticate_request
 from teimgr.auth.policy import PolicyInForce
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.observability import telemetry
@@ -147,7 +147,7 @@ class Gate:
         found = self._rights.of(scope["method"], scope["path"], policy)
         if not found.need.is_public:
             try:
-                scope[CALLER] = caller = caller_of_request(policy, scope)
+                scope[CALLER] = caller = authenticate_request(policy, scope)
                 found.check(caller)
             except (Unauthenticated, Forbidden) as error:
                 return await _refused(error, found.template)(scope, receive, send)

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
-from teimgr.auth.callers import CERTIFIED, certified_by_tls
+from teimgr.auth.callers import CERTIFICATE, certificate_from_tls
 from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.http_server import AsgiApp, HttpProtocol, Listener, serving
 
@@ -24,12 +24,12 @@ class CertifiedProtocol(HttpProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Read the certificate, once for all requests."""
         super().connection_made(transport)
-        self._certified = certified_by_tls(transport.get_extra_info("peercert") or {})
+        self._certified = certificate_from_tls(transport.get_extra_info("peercert") or {})
 
     def on_message_begin(self) -> None:
         """Start a request's scope with it."""
         super().on_message_begin()
-        self.scope[CERTIFIED] = self._certified  # type: ignore[literal-required]
+        self.scope[CERTIFICATE] = self._certified  # type: ignore[literal-required]
 
 
 def uvicorn_options(context: ssl.SSLContext | None) -> dict[str, Any]:
