@@ -213,5 +213,5 @@ class Daemon:
 
     async def _hurry(self) -> None:
         log.warning("asked again: stopping without grace")
-        self.muxes.hurry()
+        self.muxes.force_stop()
         await self.manager.shutdown(at_once=True)

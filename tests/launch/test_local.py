@@ -21,7 +21,8 @@ from teimgr.launch.control_link import ControlLink, identify
 from teimgr.launch.launcher import ExitReport, LaunchFailed
 from teimgr.launch.local import LocalLauncher
 from teimgr.launch.log_files import last_complaint, last_line, open_log, shrink
-from teimgr.launch.run_files import ProcessId, RunFile, boot_id, look_up, open_pidfd
+from teimgr.launch.process_handle import ProcessId, boot_id, look_up, open_pidfd
+from teimgr.launch.run_dir import WorkerRunFile
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 
@@ -366,9 +367,11 @@ async def test_what_the_dead_left_is_removed_and_nothing_else(launcher: LocalLau
         (run / name).touch()
     me = look_up(os.getpid())
     assert me is not None
-    stranger = RunFile(me.pid, me.start_time - 1, boot_id(), "x", "00000000000a", "a", "h", spec().to_json())
+    stranger = WorkerRunFile(me.pid, me.start_time - 1, boot_id(), "x", "00000000000a", "a", "h", spec().to_json())
     stranger.write(run / "00000000000a.json")
-    RunFile(me.pid, me.start_time, "another boot", "x", "00000000000b", "a", "h", "{}").write(run / "00000000000b.json")
+    WorkerRunFile(me.pid, me.start_time, "another boot", "x", "00000000000b", "a", "h", "{}").write(
+        run / "00000000000b.json"
+    )
 
     assert await launcher.adopt(lambda found: True) == []
     assert left_over(folder) == {"mux-0.sock", "notes.json"}

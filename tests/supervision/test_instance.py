@@ -18,7 +18,7 @@ from tests.support.fleet import LIMIT_S, Fleet, eventually
 
 from teimgr.directory import RouteEntry, RoutingSnapshot
 from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
-from teimgr.launch.run_files import look_up
+from teimgr.launch.process_handle import look_up
 from teimgr.spec import InstanceSpec, InstanceView, State
 
 Fleets = Callable[..., Fleet]

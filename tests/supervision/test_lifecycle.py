@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from teimgr.launch.launcher import Exit, ExitReport
 from teimgr.spec import State
-from teimgr.supervision.lifecycle import LAST_WORDS_LIMIT_S, TRANSITIONS, CommandRefused, Life, Phase, RestartPolicy
+from teimgr.supervision.lifecycle import (
+    LAST_WORDS_LIMIT_S,
+    TRANSITIONS,
+    Backoff,
+    CommandRefused,
+    Life,
+    Phase,
+    RestartPolicy,
+)
 from teimgr.supervision.lifecycle_events import (
     Adopt,
     Command,
@@ -38,7 +46,7 @@ from teimgr.supervision.lifecycle_events import (
 )
 
 POLICY = RestartPolicy(
-    startup_timeout_s=60, max_probe_failures=3, backoff_s=1.0, backoff_max_s=10.0, stable_after_s=30.0
+    startup_timeout_s=60, max_probe_failures=3, backoff=Backoff(first_s=1.0, max_s=10.0, stable_after_s=30.0)
 )
 KILLED = Exited(Exit(-9))
 HOPELESS = Exited(Exit(3, ExitReport(11, "no such model", permanent=True)))

@@ -15,7 +15,7 @@ import pytest
 from tests.support.fleet import Fleet, eventually
 
 from teimgr.directory import RoutingSnapshot
-from teimgr.launch.run_files import look_up
+from teimgr.launch.process_handle import look_up
 from teimgr.spec import InstanceSpec, State
 
 Fleets = Callable[..., Fleet]

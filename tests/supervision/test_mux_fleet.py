@@ -13,9 +13,9 @@ import pytest
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import PortConflict
-from teimgr.launch.process_handle import MuxProcess, MuxRunFile
+from teimgr.launch.process_handle import ProcessHandle, look_up
 from teimgr.observability.metrics import Metrics
-from teimgr.supervision.muxes import Muxes
+from teimgr.supervision.muxes import Muxes, MuxRunFile
 
 LIMIT_S = 60.0
 
@@ -39,12 +39,12 @@ crashed: list[Muxes] = []
 def reaped() -> Iterator[None]:
     """What a crashed daemon started is still this process's child."""
     yield
-    for keeper in [keeper for muxes in crashed for keeper in muxes._keepers]:
-        assert keeper._process is not None
-        keeper._process.signal(signal.SIGKILL)
-        assert keeper._process._child is not None
-        keeper._process._child.wait(LIMIT_S)
-        keeper._process.close()
+    for supervisor in [supervisor for muxes in crashed for supervisor in muxes._supervisors]:
+        assert supervisor._process is not None
+        child = supervisor._process._child
+        assert child is not None
+        child.kill()
+        child.wait(LIMIT_S)
     crashed.clear()
 
 
@@ -67,10 +67,7 @@ async def fed(settings: Settings, stop: bool) -> list[int]:
 def pids(settings: Settings) -> list[int]:
     """Of those that live and have a run file."""
     files = [MuxRunFile.read(path) for path in sorted(settings.run_dir.glob("mux-*.run"))]
-    alive = [process for found in files if found and (process := MuxProcess.adopt(found))]
-    for process in alive:
-        process.close()
-    return [process.pid for process in alive]
+    return [found.pid for found in files if found and look_up(found.pid) == found.process]
 
 
 async def test_the_next_daemon_adopts_them_and_a_stop_ends_them(settings: Settings) -> None:
@@ -89,11 +86,11 @@ async def test_one_that_died_is_started_beside_those_that_listen(settings: Setti
     first = await fed(settings, stop=False)
     found = MuxRunFile.read(settings.run_dir / "mux-1.run")
     assert found is not None
-    process = MuxProcess.adopt(found)
+    process = ProcessHandle.adopt(found)
     assert process is not None
-    process.signal(signal.SIGKILL)
-    assert await process.gone_within(LIMIT_S)
-    process.close()
+    process.send_signal(signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        await process.wait()
 
     second = await fed(settings, stop=True)
 

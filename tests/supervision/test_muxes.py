@@ -14,10 +14,11 @@ import pytest
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry
-from teimgr.launch.process_handle import MuxRunFile
 from teimgr.observability.metrics import Metrics
 from teimgr.spec import State
-from teimgr.supervision.muxes import Backoff, MuxSupervisor, MuxTimeouts
+from teimgr.supervision.lifecycle import Backoff
+from teimgr.supervision.mux_link import MuxTimeouts
+from teimgr.supervision.muxes import MuxRunFile, MuxSupervisor
 
 LIMIT_S = 60.0
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")
@@ -41,49 +42,49 @@ class Watched(Metrics):
 
 
 class Heeded(MuxSupervisor):
-    """A keeper that says when an answer was missed."""
+    """A mux supervisor that records when an answer was late."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.missed = asyncio.Event()
 
-    def _miss_answer(self) -> None:
-        super()._miss_answer()
+    def _on_late(self) -> None:
+        super()._on_late()
         self.missed.set()
 
 
 class Kept:
-    """A keeper of a scripted mux, with little patience."""
+    """Supervises a scripted mux, with short timeouts."""
 
     def __init__(self, settings: Settings, how: str, alarm_after_s: float = LIMIT_S) -> None:
         self.metrics = Watched()
         self.directory = Directory()
-        self.keeper = Heeded(
+        self.supervisor = Heeded(
             0,
             settings,
             self.directory,
             self.metrics,
             command=(sys.executable, FAKE, how),
             # Only a mux that never answers may have the time run out.
-            patience=MuxTimeouts(
+            timeouts=MuxTimeouts(
                 connect_limit_s=0.1 if how == "absent" else LIMIT_S,
                 alarm_after_s=alarm_after_s,
                 answer_limit_s=0.1 if how == "mute" else LIMIT_S,
                 interval_s=0.05,
             ),
-            backoff=Backoff(first_s=0.01, max_s=0.02, settled_s=LIMIT_S),
+            backoff=Backoff(first_s=0.01, max_s=0.02, stable_after_s=LIMIT_S),
         )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
-        task = asyncio.create_task(self.keeper.run())
+        task = asyncio.create_task(self.supervisor.run())
         try:
             async with asyncio.timeout(LIMIT_S):
                 yield task
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await self.keeper.stop(0)
+            await self.supervisor.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,8 @@ async def test_a_mux_that_cannot_be_used_is_started_again_and_again(settings: Se
             await kept.metrics.lost.acquire()
 
         assert not task.done()
-        assert kept.keeper.alarm is not None
-        assert why in kept.keeper.alarm
+        assert kept.supervisor.alarm is not None
+        assert why in kept.supervisor.alarm
     assert [path.name for path in settings.run_dir.iterdir() if path.name.startswith("mux")] == []
 
 
@@ -116,15 +117,15 @@ async def test_a_mux_that_is_killed_is_back_and_the_alarm_goes(settings: Setting
         await kept.metrics.heard.acquire()
         first = MuxRunFile.read(settings.run_dir / "mux-0.run")
         assert first is not None
-        assert kept.keeper.alarm is None
-        kept.keeper._process.signal(9)  # type: ignore[union-attr]
+        assert kept.supervisor.alarm is None
+        kept.supervisor._process.send_signal(signal.SIGKILL)  # type: ignore[union-attr]
 
         await kept.metrics.lost.acquire()
-        assert kept.keeper.alarm is not None
+        assert kept.supervisor.alarm is not None
         kept.metrics.heard = asyncio.Semaphore(0)
         await kept.metrics.heard.acquire()
 
-        assert kept.keeper.alarm is None
+        assert kept.supervisor.alarm is None
         second = MuxRunFile.read(settings.run_dir / "mux-0.run")
         assert second is not None
         assert second.pid != first.pid
@@ -134,26 +135,26 @@ async def test_a_mux_that_hangs_is_an_alarm_until_it_answers_again(settings: Set
     kept = Kept(settings, "good", alarm_after_s=0.05)
     async with kept.running():
         await kept.metrics.heard.acquire()
-        kept.keeper.missed.clear()
-        process = kept.keeper._process
+        kept.supervisor.missed.clear()
+        process = kept.supervisor._process
         assert process is not None
 
-        process.signal(signal.SIGSTOP)
-        await kept.keeper.missed.wait()
-        assert "mux-0 has given no answer for 0.05 s" in (kept.keeper.alarm or "")
+        process.send_signal(signal.SIGSTOP)
+        await kept.supervisor.missed.wait()
+        assert "mux-0 has given no answer for 0.05 s" in (kept.supervisor.alarm or "")
         kept.metrics.heard = asyncio.Semaphore(0)
-        process.signal(signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
         await kept.metrics.heard.acquire()
 
-        assert kept.keeper.alarm is None
-        assert kept.keeper._process is process, "it was given the time"
+        assert kept.supervisor.alarm is None
+        assert kept.supervisor._process is process, "it was given the time"
 
 
 def test_a_mux_that_hangs_is_replaced_soon() -> None:
-    patience = MuxTimeouts()
+    timeouts = MuxTimeouts()
 
-    assert patience.alarm_after_s < patience.answer_limit_s
-    assert patience.interval_s + patience.answer_limit_s <= 15
+    assert timeouts.alarm_after_s < timeouts.answer_limit_s
+    assert timeouts.interval_s + timeouts.answer_limit_s <= 15
 
 
 async def test_a_folder_that_cannot_be_written_is_an_alarm_and_not_the_end(settings: Settings) -> None:
@@ -164,13 +165,13 @@ async def test_a_folder_that_cannot_be_written_is_an_alarm_and_not_the_end(setti
         for _ in range(2):
             await kept.metrics.lost.acquire()
         assert not task.done()
-        assert kept.keeper.alarm is not None
-        assert "Is a directory" in kept.keeper.alarm
+        assert kept.supervisor.alarm is not None
+        assert "Is a directory" in kept.supervisor.alarm
         in_the_way.rmdir()
 
         await kept.metrics.heard.acquire()
 
-        assert kept.keeper.alarm is None
+        assert kept.supervisor.alarm is None
 
 
 async def test_a_defect_of_ours_is_an_alarm_and_not_the_end(settings: Settings) -> None:
@@ -179,7 +180,7 @@ async def test_a_defect_of_ours_is_an_alarm_and_not_the_end(settings: Settings) 
     async with kept.running() as task:
         await kept.metrics.lost.acquire()
         assert not task.done()
-        assert "TypeError" in (kept.keeper.alarm or "")
+        assert "TypeError" in (kept.supervisor.alarm or "")
         kept.metrics.mux_stats = fine  # type: ignore[method-assign]
 
         await kept.metrics.heard.acquire()

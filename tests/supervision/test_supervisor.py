@@ -29,7 +29,7 @@ from teimgr.errors import (
     ValidationError,
 )
 from teimgr.launch.control_link import identify
-from teimgr.launch.run_files import look_up
+from teimgr.launch.process_handle import look_up
 from teimgr.spec import InstanceSpec, State
 
 Fleets = Callable[..., Fleet]

@@ -15,7 +15,7 @@ import pytest
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry, RoutingSnapshot
 from teimgr.launch.local import LocalLauncher, LocalOptions
-from teimgr.launch.run_files import look_up
+from teimgr.launch.process_handle import look_up
 from teimgr.observability.metrics import Metrics
 from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.spec import InstanceSpec, InstanceView

@@ -1,7 +1,7 @@
-"""The seam between wanting a worker and having one: launch, wait, stop.
+"""Protocols between supervision and worker processes: launch, wait, stop, adopt.
 
-Supervision knows workers only through these protocols, so that processes of this host, processes placed by a
-cluster manager and stand-ins in tests are the same to it.
+Supervision uses nothing else of a worker's process, so that other launchers (a cluster manager, stand-ins in tests) can
+take the place of the local one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from typing import Protocol
 from teimgr.launch.control_link import WorkerStatus
 from teimgr.spec import WorkerSpec
 
-KILL_LIMIT_S = 10.0
-"""How long a process may take to vanish after SIGKILL before we call it stuck."""
-
 
 class LaunchFailed(Exception):
-    """The worker's process could not be made; the text says why. Worth another try later."""
+    """A process could not be started, or not be ended; the text is the reason. May succeed later."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """What a worker said of its own end. `code` is a number of `errors.Code`.
+    """Why a worker ended, in its own words. `code` is a number of `errors.Code`.
 
-    `permanent` means that starting it again with the same spec ends in the same way.
+    `permanent`: another worker with the same spec would fail in the same way.
     """
 
     code: int
@@ -36,10 +33,10 @@ class ExitReport:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker's process ended.
+    """How a process ended.
 
-    `status` is the exit status, negative for a signal, None where nobody could collect it (an adopted process is
-    another's child). `log_tail` is the last line of its log where that may say more than a number does.
+    `status` is the exit status, negative for a signal, None where it is unknown (an adopted process is not our child).
+    `log_tail` is the last line of the worker's log where that may explain the exit.
     """
 
     status: int | None
@@ -48,7 +45,7 @@ class Exit:
 
 
 class WorkerHandle(Protocol):
-    """One process that was made for `spec`. `started_at` is seconds since the epoch."""
+    """A worker process that was started with `spec`. `started_at` is seconds since the epoch."""
 
     spec: WorkerSpec
     incarnation: str
@@ -57,49 +54,49 @@ class WorkerHandle(Protocol):
     started_at: float
 
     async def wait(self) -> Exit:
-        """Return when the process is gone and nothing of it is left on disk. Any number may wait."""
+        """Return when the process is gone and its files are removed. Any number may wait."""
 
     async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
-        """End the process and all it started; return when it is gone.
+        """End the process and all its children; return when it is gone.
 
-        The ladder: ask it by signal (not when `ask` is false, because it was asked over its link), wait `grace_s`,
-        kill the group, wait `KILL_LIMIT_S`. May be called again, with a shorter grace to hurry.
+        SIGTERM (unless `ask` is false, because it was asked over its link), `grace_s`, SIGKILL for its group. May be
+        called again with less grace to cut the first call short.
 
         Raises:
-            LaunchFailed: it is still there after all that.
+            LaunchFailed: it is still there some time after SIGKILL.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A worker of an earlier daemon, and what it said of itself just now."""
+    """A live worker of an earlier daemon, with the status it has just answered."""
 
     handle: WorkerHandle
     status: WorkerStatus
 
 
 class Launcher(Protocol):
-    """Makes workers, and finds those of a daemon that died."""
+    """Starts workers, and finds those of an earlier daemon."""
 
     async def start(self) -> None:
-        """Get ready, once; returns before slow preparations end.
+        """Prepare, once; returns before slow preparations end.
 
         Raises:
             InvalidConfig: the run directory cannot be used, or another daemon uses it.
         """
 
     async def launch(self, spec: WorkerSpec) -> WorkerHandle:
-        """A new process for `spec`, its socket already accepting connections. Cancelled, it leaves none behind.
+        """Start a worker; its socket already accepts connections. A cancelled launch leaves no process behind.
 
         Raises:
-            LaunchFailed: there is none.
+            LaunchFailed: it could not be started.
         """
 
     async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """The live workers of an earlier daemon whose spec `accepts`, at most one per replica of an instance.
 
-        All others are ended, and what dead ones left is removed.
+        All others are ended, and the files of dead ones removed.
         """
 
     async def close(self) -> None:
-        """Give up everything but the workers, which go on."""
+        """Release everything; the workers go on."""

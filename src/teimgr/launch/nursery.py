@@ -39,7 +39,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from teimgr.launch.run_files import RunFile, WorkerPaths, boot_id, look_up, thread_count
+from teimgr.launch.run_dir import WorkerPaths, WorkerRunFile
 from teimgr.spec import WorkerSpec
 
 MESSAGE_LIMIT_BYTES = 128 * 1024
@@ -65,6 +65,27 @@ _OOM_SCORE_ADJ = "300"
 
 Entry = Callable[[int, str, str, str, str], int]
 """Listener descriptor, incarnation, run directory, spec as JSON, shared ports as JSON → exit status."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """A build of torch. `cuda` is None for one that is for the CPU alone; `archs` are such as `sm_90`, `compute_90`."""
+
+    version: str = ""
+    cuda: str | None = None
+    archs: tuple[str, ...] = ()
+
+    @classmethod
+    def imported(cls) -> TorchBuild:
+        """That of this process; an empty one where torch is not imported.
+
+        The list is the one that was compiled in: asking for it does not wake the driver, which no fork would survive.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return cls()
+        flags = getattr(torch._C, "_cuda_getArchFlags", None)
+        return cls(str(torch.__version__), torch.version.cuda, tuple((flags() or "").split()) if flags else ())
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -108,7 +129,7 @@ class Nursery:
     def __init__(self, control: socket.socket, entry: Entry) -> None:
         self._control = control
         self._entry = entry
-        self._threads = thread_count()
+        self._threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208  names are enough
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}  # pidfd → pid
@@ -246,22 +267,19 @@ def start_afresh(entry: Entry, kept: Sequence[int], *told: str) -> NoReturn:
 
 
 def write_run_file(request: dict[str, Any], pid: int) -> None:
-    """Say in the run directory which process the worker is; nothing, when it has ended already."""
-    process = look_up(pid)
-    if process is None:
-        return
+    """Write the run file of the new worker, unless it has ended already."""
     spec = WorkerSpec.from_json(request["spec"])
-    traces = WorkerPaths(Path(request["run_dir"]), request["incarnation"])
-    RunFile(
-        pid=pid,
-        start_time=process.start_time,
-        boot_id=boot_id(),
-        socket=str(traces.socket),
-        incarnation=traces.incarnation,
+    paths = WorkerPaths(Path(request["run_dir"]), request["incarnation"])
+    run_file = WorkerRunFile.of(
+        pid,
+        socket=str(paths.socket),
+        incarnation=paths.incarnation,
         instance=spec.name,
         spec_hash=spec.hash,
         spec=request["spec"],
-    ).write(traces.run_file)
+    )
+    if run_file is not None:
+        run_file.write(paths.run_file)
 
 
 def _wire_streams(log: int) -> None:
@@ -286,24 +304,3 @@ def _name_process(name: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBuild:
-    """A build of torch. `cuda` is None for one that is for the CPU alone; `archs` are such as `sm_90`, `compute_90`."""
-
-    version: str = ""
-    cuda: str | None = None
-    archs: tuple[str, ...] = ()
-
-    @classmethod
-    def imported(cls) -> TorchBuild:
-        """That of this process; an empty one where torch is not imported.
-
-        The list is the one that was compiled in: asking for it does not wake the driver, which no fork would survive.
-        """
-        torch: Any = sys.modules.get("torch")
-        if torch is None:
-            return cls()
-        flags = getattr(torch._C, "_cuda_getArchFlags", None)
-        return cls(str(torch.__version__), torch.version.cuda, tuple((flags() or "").split()) if flags else ())

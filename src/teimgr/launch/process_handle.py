@@ -1,207 +1,212 @@
-"""One mux process: launched or adopted, known by a descriptor that no other process can take over."""
+"""Processes that outlive the daemon: their identity, their run file, and a handle to wait for, signal and stop one.
+
+A pid may be reused. A process is identified by pid and start time within one boot (`ProcessId`, `RunFile`), and held by
+a pidfd, which never refers to another process (`ProcessHandle`). Workers and muxes use the same classes.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Self
 
 from teimgr.files import write_atomically
-from teimgr.launch.launcher import KILL_LIMIT_S, Exit, LaunchFailed
-from teimgr.launch.log_files import last_complaint
-from teimgr.launch.run_files import ProcessId, WorkerPaths, boot_id, look_up, open_pidfd
-from teimgr.spec import WorkerSpec
+from teimgr.launch.launcher import Exit, LaunchFailed
 
-_STATUS_LIMIT_S = 2.0
+KILL_LIMIT_S = 10.0
+"""How long a process may take to vanish after SIGKILL before we call it stuck."""
 
-
-class LocalWorker:
-    """`WorkerHandle` of a process on this host; `status` is absent for an adopted one, which is not our child."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        traces: WorkerPaths,
-        pid: int,
-        pidfd: int,
-        started_at: float,
-        log_path: Path,
-        status: asyncio.Future[int | None] | None,
-    ) -> None:
-        self.spec = spec
-        self.incarnation = traces.incarnation
-        self.socket = traces.socket
-        self.pid = pid
-        self.started_at = started_at
-        self.log_path = log_path
-        self._traces = traces
-        self._pidfd = pidfd
-        self._status = status
-        self._ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(pidfd, self._ended.set)
-        self._exit = asyncio.create_task(self._conclude(), name=f"exit of worker {pid}")
-
-    async def wait(self) -> Exit:
-        """As the protocol says."""
-        return await asyncio.shield(self._exit)
-
-    async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
-        """As the protocol says."""
-        if ask and grace_s > 0 and not self._ended.is_set():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
-        if not await self._gone_within(grace_s):
-            self._kill()
-            if not await self._gone_within(KILL_LIMIT_S):
-                raise LaunchFailed(f"process {self.pid} is still there {KILL_LIMIT_S:g} s after SIGKILL")
-        return await self.wait()
-
-    def on_gone(self, call: Callable[[LocalWorker], None]) -> None:
-        """Call this once when the process is gone, or released."""
-        self._exit.add_done_callback(lambda _: call(self))
-
-    async def release(self) -> None:
-        """Forget the process; it goes on."""
-        self._exit.cancel()
-        await asyncio.wait({self._exit})
-
-    def _kill(self) -> None:
-        if self._ended.is_set():
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # a worker leads a group of its own
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # unless it is too young to have one
-
-    async def _gone_within(self, timeout_s: float) -> bool:
-        done, _ = await asyncio.wait({self._exit}, timeout=timeout_s)
-        return bool(done)
-
-    async def _conclude(self) -> Exit:
-        try:
-            await self._ended.wait()
-        finally:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-        exit = Exit(await self._exit_status(), self._traces.read_last_words(), last_complaint(self.log_path))
-        self._traces.remove()
-        return exit
-
-    async def _exit_status(self) -> int | None:
-        if self._status is not None:
-            done, _ = await asyncio.wait({self._status}, timeout=_STATUS_LIMIT_S)
-            if done and self._status.result() is not None:
-                return self._status.result()
-        return self._reap()
-
-    def _reap(self) -> int | None:
-        """The status where we have become the parent: the first process of a container inherits all orphans."""
-        try:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:
-            return None
-        return os.waitstatus_to_exitcode(status) if pid else None
-
-
-# glibc gives every buffer of some megabytes back to the kernel and faults it in again: raised thresholds make Arrow
-# calls of 10,000 texts 2.5 to 3.5 times as fast through a mux (DESIGN.md, decisions).
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
+# Fields of /proc/<pid>/stat after the parenthesised name, counted from 0 (proc_pid_stat(5) counts from 1, name is 2).
+_STATE, _START_TIME = 0, 19
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class MuxRunFile:
-    """Which process a mux is, and the hash of what it was told."""
+class ProcessId:
+    """A pid with the start time of its process, in clock ticks since boot: unique within one boot."""
+
+    pid: int
+    start_time: int
+
+    @property
+    def started_at(self) -> float:
+        """Seconds since the epoch."""
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + self.start_time / _TICKS_PER_S
+
+
+def look_up(pid: int) -> ProcessId | None:
+    """The process that has this pid now; None when there is none, or only a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name may itself hold spaces and parentheses
+    return None if fields[_STATE] in "ZX" else ProcessId(pid, int(fields[_START_TIME]))
+
+
+def open_pidfd(process: ProcessId) -> int | None:
+    """A descriptor that becomes readable when `process` ends; None when it has ended, even if its pid was reused."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    # The pidfd pins the pid's process: if the start time still matches now, it is the one that was meant.
+    if look_up(process.pid) == process:
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+@cache
+def boot_id() -> str:
+    """Changes with every boot of the kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A JSON file by which the next daemon finds a process to adopt; subclasses add what it was started with."""
 
     pid: int
     start_time: int
     boot_id: str
-    config_hash: str
 
     @classmethod
-    def read(cls, path: Path) -> MuxRunFile | None:
-        """What the file says; None when it says nothing that can be used."""
+    def of(cls, pid: int, **facts: str) -> Self | None:
+        """The run file of a live process; None when it has ended already."""
+        process = look_up(pid)
+        return cls(pid=pid, start_time=process.start_time, boot_id=boot_id(), **facts) if process else None
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The inverse of `write`; None when the file is missing or does not identify a process."""
         try:
-            return cls(**json.loads(path.read_text()))
+            found = cls(**json.loads(path.read_text()))
+            return found if isinstance(found.pid, int) and isinstance(found.start_time, int) else None
         except (OSError, ValueError, TypeError):
             return None
 
     def write(self, path: Path) -> None:
-        """Replace the file at `path`."""
+        """Replace the file atomically."""
         write_atomically(path, json.dumps(asdict(self)).encode())
 
+    @property
+    def process(self) -> ProcessId:
+        """The identity of the process within its boot."""
+        return ProcessId(self.pid, self.start_time)
 
-class MuxProcess:
-    """A live or just ended process. `close` it when it is gone, or to let it go on alone."""
+    def open_pidfd(self) -> int | None:
+        """A pidfd of the process if it is still alive: the check before an adoption."""
+        return open_pidfd(self.process) if self.boot_id == boot_id() else None
+
+
+class ProcessHandle:
+    """Waits for one process and stops it. The pidfd is closed when the process has ended, or by `release`.
+
+    The process leads a process group of its own, which ends with it.
+    """
 
     def __init__(self, pid: int, pidfd: int, child: subprocess.Popen[bytes] | None = None) -> None:
         self.pid = pid
         self._pidfd = pidfd
         self._child = child
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pidfd, self._ended.set)
+        self._exit = asyncio.create_task(self._watch(), name=f"exit of process {pid}")
 
     @classmethod
-    def launch(cls, command: Sequence[str], log_path: Path) -> MuxProcess:
-        """Start `command`; its output goes to the end of the log file. Raises OSError."""
+    def spawn(cls, command: Sequence[str], log_path: Path, environ: Mapping[str, str]) -> ProcessHandle:
+        """Start `command`; its output is appended to the log file. Raises OSError."""
         with log_path.open("ab") as output:
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | _MALLOC,
+                env=environ,
                 start_new_session=True,
             )
-        return cls(child.pid, os.pidfd_open(child.pid), child)  # our child: the number cannot be another's yet
+        return cls(child.pid, os.pidfd_open(child.pid), child)  # a child's pid is not reused before it is reaped
 
     @classmethod
-    def adopt(cls, found: MuxRunFile) -> MuxProcess | None:
-        """The process of a run file, None when it has ended."""
-        if found.boot_id != boot_id():
-            return None
-        pidfd = open_pidfd(ProcessId(found.pid, found.start_time))
-        return None if pidfd is None else cls(found.pid, pidfd)
+    def adopt(cls, run_file: RunFile) -> ProcessHandle | None:
+        """The process of a run file that an earlier daemon left; None when it has ended."""
+        pidfd = run_file.open_pidfd()
+        return None if pidfd is None else cls(run_file.pid, pidfd)
 
-    def run_file(self, config_hash: str) -> MuxRunFile | None:
-        """What the next daemon has to know to adopt it; None when it has ended already."""
-        process = look_up(self.pid)
-        return None if process is None else MuxRunFile(self.pid, process.start_time, boot_id(), config_hash)
+    async def wait(self) -> Exit:
+        """Return when the process is gone. Any number may wait."""
+        return await asyncio.shield(self._exit)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal; a process that is gone does not mind."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
+    async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
+        """Send SIGTERM, wait `grace_s`, kill the process group, wait `KILL_LIMIT_S`.
 
-    async def ended(self) -> None:
-        """Return when the process is gone. One wait at a time."""
-        loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
-        loop.add_reader(self._pidfd, gone.set)
+        Without `ask`, or without grace, there is no SIGTERM. A later call with less grace cuts an earlier one short.
+
+        Raises:
+            LaunchFailed: the process is still there after all that.
+        """
+        if ask and grace_s > 0:
+            self.send_signal(signal.SIGTERM)
+        if not await self._gone_within(grace_s):
+            self._kill_group()
+            if not await self._gone_within(KILL_LIMIT_S):
+                raise LaunchFailed(f"process {self.pid} is still there {KILL_LIMIT_S:g} s after SIGKILL")
+        return await self.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        if not self._ended.is_set():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    async def release(self) -> None:
+        """Close the pidfd and forget the process, which goes on."""
+        self._exit.cancel()
+        await asyncio.wait({self._exit})
+
+    async def exit_status(self) -> int | None:
+        """The exit status of a process that has ended, None where it is not our child."""
+        return self._child.poll() if self._child is not None else _reap(self.pid)
+
+    def describe_exit(self, status: int | None) -> Exit:
+        """What `wait` returns, made once when the process has ended."""
+        return Exit(status)
+
+    async def _watch(self) -> Exit:
         try:
-            await gone.wait()
+            await self._ended.wait()
         finally:
-            loop.remove_reader(self._pidfd)
+            self._ended.set()  # also when released: the pidfd must not be used any more
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        return self.describe_exit(await self.exit_status())
 
-    async def gone_within(self, limit_s: float) -> bool:
-        """Whether it ends in time."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.ended()
-        except TimeoutError:
-            return False
-        return True
+    async def _gone_within(self, limit_s: float) -> bool:
+        done, _ = await asyncio.wait({self._exit}, timeout=limit_s)
+        return bool(done)
 
-    def close(self) -> int | None:
-        """Let go of it; the result is its exit status where it has ended and was our child."""
-        os.close(self._pidfd)
-        return None if self._child is None else self._child.poll()
+    def _kill_group(self) -> None:
+        if not self._ended.is_set():
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)  # it may be too young to lead a group
+
+
+def _reap(pid: int) -> int | None:
+    """The exit status where an adopted process is our child: the first process of a container inherits all orphans."""
+    try:
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status) if reaped else None

@@ -10,7 +10,7 @@ nowhere else), so there is no effect for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import assert_never
 
@@ -88,19 +88,25 @@ class CommandRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Exponential backoff of restarts; a process that lived `stable_after_s` resets it."""
+
+    first_s: float = 0.2
+    max_s: float = 30.0
+    stable_after_s: float = 30.0
+
+    def delay_s(self, failures: int, jitter: float = 0.0) -> float:
+        """The pause after so many failures in a row (>= 1), shortened by up to a half for a jitter in [0, 1)."""
+        return min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 40)) * (1 - jitter / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """The numbers of supervision. `max_probe_failures` 0: a failed probe never leads to a restart."""
+    """When a worker is restarted. `max_probe_failures` 0: a failed probe never leads to a restart."""
 
     startup_timeout_s: float = 300.0
     max_probe_failures: int = 3
-    backoff_s: float = 0.2
-    backoff_max_s: float = 30.0
-    stable_after_s: float = 30.0
-
-    def delay_s(self, streak: int, jitter: float) -> float:
-        """The wait after the `streak`-th failure in a row, shortened by up to a half so that a fleet spreads out."""
-        doubled = self.backoff_s * 2.0 ** min(streak - 1, 40)
-        return min(self.backoff_max_s, doubled) * (1 - jitter / 2)
+    backoff: Backoff = field(default_factory=Backoff)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +269,9 @@ class Life:
         return ended._wait(jitter, now), []
 
     def _wait(self, jitter: float, now: float) -> Life:
-        was_stable = self.ready_at is not None and now - self.ready_at >= self.policy.stable_after_s
+        was_stable = self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
         streak = 0 if was_stable else self.streak + 1
-        delay_s = 0.0 if was_stable else self.policy.delay_s(streak, jitter)
+        delay_s = 0.0 if was_stable else self.policy.backoff.delay_s(streak, jitter)
         return replace(self, phase=Phase.WAITING, streak=streak, ready_at=None, wake_at=now + delay_s)
 
     def _tick(self, now: float) -> tuple[Life, list[Effect]]:

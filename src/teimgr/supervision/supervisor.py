@@ -21,7 +21,7 @@ from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrEr
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability.metrics import Metrics
 from teimgr.spec import InstanceSpec, ModelInfo, State, WorkerSpec, WorkerView
-from teimgr.supervision.lifecycle import CommandRefused, Life, Phase, RestartPolicy
+from teimgr.supervision.lifecycle import Backoff, CommandRefused, Life, Phase, RestartPolicy
 from teimgr.supervision.lifecycle_events import (
     Adopt,
     Command,
@@ -61,8 +61,7 @@ def policy_of(settings: Settings) -> RestartPolicy:
     return RestartPolicy(
         startup_timeout_s=settings.startup_timeout_secs,
         max_probe_failures=settings.max_failures_before_restart,
-        backoff_s=settings.restart_backoff_secs,
-        backoff_max_s=settings.restart_backoff_max_secs,
+        backoff=Backoff(first_s=settings.restart_backoff_secs, max_s=settings.restart_backoff_max_secs),
     )
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from teimgr.errors import Code, Internal, Unavailable
-from teimgr.launch.run_files import WorkerPaths
+from teimgr.launch.run_dir import WorkerPaths
 from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
@@ -79,16 +79,16 @@ def _have_grandchild(run_dir: Path) -> None:
 class FakeWorker:
     """State, links, and the clock that ends an orphan."""
 
-    def __init__(self, spec: WorkerSpec, flags: dict[str, str], traces: WorkerPaths) -> None:
+    def __init__(self, spec: WorkerSpec, flags: dict[str, str], paths: WorkerPaths) -> None:
         self.spec = spec
         self.flags = flags
-        self.traces = traces
+        self.paths = paths
         self.links: set[Link] = set()
         self.watchers: set[Link] = set()
         self.status: dict[str, object] = {
             "state": "loading",
             "pid": os.getpid(),
-            "incarnation": traces.incarnation,
+            "incarnation": paths.incarnation,
             "spec_hash": spec.hash,
             "model": None,
             "reason": None,
@@ -142,7 +142,7 @@ class FakeWorker:
 
     def fail(self, code: int, permanent: bool) -> None:
         self.say(state="failed", code=code, permanent=permanent, reason="scripted failure")
-        self.traces.last_words.write_text(json.dumps(self.status))
+        self.paths.exit_report.write_text(json.dumps(self.status))
         self.leave(3 if permanent else 4)
 
     def say(self, **change: object) -> None:
