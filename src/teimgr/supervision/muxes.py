@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +211,9 @@ class Muxes:
     ) -> None:
         self._settings = settings
         count = settings.mux_processes if settings.grpc_enabled else 0
-        self._supervisor = lambda number: MuxSupervisor(number, settings, directory, metrics, policy)
+        self._supervisor: Callable[[int], MuxSupervisor] = lambda number: MuxSupervisor(
+            number, settings, directory, metrics, policy
+        )
         self._supervisors = [self._supervisor(number) for number in range(count)]
 
     def alarms(self) -> list[str]:
