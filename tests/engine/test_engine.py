@@ -228,7 +228,7 @@ def test_a_vector_with_nan_is_never_sent_and_the_engine_says_it_is_unhealthy(ber
     assert isinstance(job.errors[1], InferenceFailed)
     assert np.isfinite(job.vectors).all()
     with pytest.raises(Unavailable, match="NaN"):
-        bert.engine.prove(WAIT_S)
+        bert.engine.self_test(WAIT_S)
     with pytest.raises(Unavailable, match="NaN"):
         bert.send(["fog"])
 
@@ -263,38 +263,38 @@ def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
     bert.engine._tokenizing.join(WAIT_S)
 
     with pytest.raises(Unavailable, match="the library panicked"):
-        bert.engine.prove(WAIT_S)
+        bert.engine.self_test(WAIT_S)
 
 
 def test_a_proof_goes_through_the_device_and_a_hanging_one_fails_it(
     bert: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("teimgr.engine.engine._FRESH_PROOF_S", 0.0)
+    monkeypatch.setattr("teimgr.engine.engine._RECENT_BATCH_S", 0.0)
     before = bert.engine.stats().batches
-    bert.engine.prove(WAIT_S)
+    bert.engine.self_test(WAIT_S)
     assert bert.engine.stats().batches == before + 1
 
     gate.hold()
     with pytest.raises(Unavailable, match="no answer"):
-        bert.engine.prove(0.05)
+        bert.engine.self_test(0.05)
     gate.open.set()
-    bert.engine.prove(WAIT_S)
+    bert.engine.self_test(WAIT_S)
 
 
 def test_a_device_that_answers_wrongly_fails_the_proof(
     bert: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("teimgr.engine.engine._FRESH_PROOF_S", 0.0)
+    monkeypatch.setattr("teimgr.engine.engine._RECENT_BATCH_S", 0.0)
     gate.instead = lambda batch: {Output.DENSE: Rows(torch.ones(batch.texts, 32))}
 
     with pytest.raises(Unavailable, match="another vector"):
-        bert.engine.prove(WAIT_S)
+        bert.engine.self_test(WAIT_S)
 
 
 def test_a_batch_just_finished_is_proof_enough(bert: Served, gate: Gate) -> None:
     bert.embed(["fog"])
     gate.hold()
-    bert.engine.prove(0.0)
+    bert.engine.self_test(0.0)
     gate.open.set()
 
 

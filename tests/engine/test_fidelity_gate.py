@@ -100,7 +100,7 @@ def test_the_first_model_is_gone_before_another_is_loaded(
     def load() -> Model:
         alive.append(sum(ref() is not None for ref in loaded))
         embedder = load_model(layout, torch.device("cpu"))
-        loaded.append(weakref.ref(embedder.transformer._module))
+        loaded.append(weakref.ref(embedder.backbone._module))
         return embedder
 
     choose(load, None, inputs)

@@ -11,11 +11,10 @@ import pytest
 from tests.engine.conftest import WAIT_S, Served
 
 from teimgr.engine.batch import Encoded
-from teimgr.engine.finisher import Failures, Finisher, Started
+from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.model import Model
-from teimgr.engine.queue import Entry
-from teimgr.engine.results import HostRows
+from teimgr.engine.queue import QueueEntry
 from teimgr.errors import Unavailable
 
 
@@ -38,10 +37,10 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
 
     job = Job(["a"], InferOptions(), Lane.BULK)
     job.vectors = np.zeros((1, 4), dtype=np.float32)
-    entry = Entry(job, 0, Encoded(np.zeros(1, dtype=np.int32)))
+    entry = QueueEntry(job, 0, Encoded(np.zeros(1, dtype=np.int32)))
     for _ in range(3):  # one is at hand, and two fill the queue
-        finisher.put(Started([entry], hang, 0, 1))
-    stuck = threading.Thread(target=finisher.put, args=(Started([entry], hang, 0, 1),))
+        finisher.put(StartedBatch([entry], hang, 0, 1))
+    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], hang, 0, 1),))
     stuck.start()
     closing = threading.Thread(target=finisher.close, args=(0.1,))
     closing.start()

@@ -11,7 +11,7 @@ import numpy as np
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Job, Lane
-from teimgr.engine.queue import BatchDraft, BatchLimits, Entry, EntryQueue
+from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, QueueEntry
 
 LIMITS = BatchLimits(tokens=100, bulk_tokens_beside_interactive=20)
 
@@ -25,9 +25,9 @@ class Clock:
         return self.now
 
 
-def entry(length: int, lane: Lane = Lane.BULK, deadline: float | None = None, job: Job | None = None) -> Entry:
+def entry(length: int, lane: Lane = Lane.BULK, deadline: float | None = None, job: Job | None = None) -> QueueEntry:
     job = job or Job(["x"], InferOptions(), lane, deadline)
-    return Entry(job, 0, Encoded(np.zeros(length, dtype=np.int32)))
+    return QueueEntry(job, 0, Encoded(np.zeros(length, dtype=np.int32)))
 
 
 def take(queue: EntryQueue) -> BatchDraft:
@@ -77,7 +77,7 @@ def test_every_batch_holds_the_oldest_entry_whatever_comes_later() -> None:
     """So no length can be starved by a stream of another."""
     chance = random.Random(7)
     queue = EntryQueue(LIMITS)
-    waiting: list[Entry] = []
+    waiting: list[QueueEntry] = []
     for _ in range(300):
         fresh = [entry(chance.randint(1, 60)) for _ in range(chance.randint(0, 6))]
         queue.put(fresh)

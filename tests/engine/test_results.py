@@ -15,10 +15,10 @@ from tests.engine.conftest import WAIT_S, Served
 from teimgr.engine import runner
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.finisher import HostRows, Results
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.results import HostRows, Results
 from teimgr.errors import InferenceFailed, InvalidInput, Unavailable
 from teimgr.model_files import read_layout
 
@@ -110,7 +110,7 @@ def test_a_batch_of_many_results_is_run_in_parts(
 
 def job_of(outputs: frozenset[Output], raw_scores: bool = True) -> Job:
     job = Job(["a", "b", "c"], InferOptions(outputs, normalize=False, raw_scores=raw_scores), Lane.BULK)
-    job.make_room(dimension=2, labels=2)
+    job.allocate_results(dimension=2, labels=2)
     return job
 
 
@@ -208,7 +208,7 @@ def test_unseen_tokens_are_as_with_the_librarys_own_mask(family: str, model_dir:
     reference = AutoModel.from_pretrained(path).eval()
     batch = pack(inputs)
     for batching in ([] if family == "mpnet" else [Batching.BY_RUN]) + [Batching.EQUAL_LENGTH]:
-        model.transformer.use(batching)
+        model.backbone.use(batching)
         rows = model.run(batch, TOKENS)[Output.TOKENS]
         assert rows.offsets is not None
         for place, source in enumerate(batch.order.tolist()):

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from teimgr.engine.batch import Encoded, PackedBatch
-from teimgr.engine.finisher import Finisher
+from teimgr.engine.finisher import Finisher, HostRows
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output
-from teimgr.engine.queue import BatchLimits, Entry, EntryQueue
-from teimgr.engine.results import HostRows
+from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.runner import Runner
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory
 
@@ -33,8 +32,8 @@ def job_of(texts: int) -> Job:
     return job
 
 
-def entries_of(job: Job, length: int = 1) -> list[Entry]:
-    return [Entry(job, row, Encoded(np.zeros(length, dtype=np.int32))) for row in range(len(job.inputs))]
+def entries_of(job: Job, length: int = 1) -> list[QueueEntry]:
+    return [QueueEntry(job, row, Encoded(np.zeros(length, dtype=np.int32))) for row in range(len(job.inputs))]
 
 
 class Scarce:

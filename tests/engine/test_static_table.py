@@ -54,9 +54,9 @@ def test_vectors_are_the_means_of_the_rows(name: str, tmp_path: Path) -> None:
 
     assert model.widths == {Output.DENSE: WIDTH, Output.TOKENS: WIDTH}
     for batching in (Batching.BY_RUN, Batching.EQUAL_LENGTH):
-        model.transformer.use(batching)
+        model.backbone.use(batching)
         np.testing.assert_allclose(run(model, texts, Output.DENSE), wanted, atol=2e-5)
-    plain = [model.run_plainly(Encoded(text))[Output.DENSE].values[0] for text in texts]
+    plain = [model.run_reference(Encoded(text))[Output.DENSE].values[0] for text in texts]
     np.testing.assert_allclose(plain, wanted, atol=2e-5)
 
 

@@ -18,10 +18,8 @@ from tokenizers import Encoding, Tokenizer
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Input, Pair
-from teimgr.engine.prompts import Prompts
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
-from teimgr.engine.tokenizer_files import breaks_at_spaces
-from teimgr.engine.truncation import Shortener
+from teimgr.engine.tokenizer import Prompts, TextTokenizer, TokenizeOptions
+from teimgr.engine.tokenizer_library import Shortener, breaks_at_spaces
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
 from teimgr.model_files import LateInteraction, read_layout
 

@@ -17,7 +17,7 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.heads import splade as splade_heads
 from teimgr.engine.job import Output
 from teimgr.engine.model import load_model
-from teimgr.model_files import M3, Backbone, CausalScore, Kind, LateInteraction, Layout, Scoring, Splade
+from teimgr.model_files import M3, Backbone, CausalRerank, Kind, LateInteraction, Layout, ScoringConfig, Splade
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ CASES = ("classifier", "decoder classifier", "language model", "splade", "late",
 
 def made(case: str, folder: Path) -> Layout:
     """The layout of a model with one kind of head."""
-    scores = Scoring(("score",), "sigmoid", CausalScore(9, 40, "", "{query}{document}", ""))
+    scores = ScoringConfig(("score",), "sigmoid", CausalRerank(9, 40, "", "{query}{document}", ""))
     forms: dict[str, tuple[str, Any, Backbone, Kind, dict[str, Any]]] = {
         "classifier": ("bert", "SequenceClassification", Backbone.SEQUENCE_CLASSIFICATION, Kind.CLASSIFIER, {}),
         "decoder classifier": (
@@ -95,8 +95,8 @@ def test_a_head_says_what_it_says_on_the_cpu(
     exact = load_model(layout, torch.device("cpu"))
     truth = exact.run(batch, exact.outputs)
     model = load_model(layout, torch.device("cuda"))
-    model.transformer.convert(dtype)
-    model.transformer.use(batching)
+    model.backbone.convert(dtype)
+    model.backbone.use(batching)
     ours = model.run(batch, model.outputs)
 
     assert model.outputs == exact.outputs

@@ -229,7 +229,7 @@ def test_static_embeddings_have_no_transformer_and_no_limit(
         (),
     )
     assert found.max_length == 1_000_000
-    assert (found.transformer / "model.safetensors").is_file()
+    assert (found.transformer_dir / "model.safetensors").is_file()
 
 
 def test_bare_model2vec_files_are_a_static_model(tmp_path: Path) -> None:

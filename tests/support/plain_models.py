@@ -32,7 +32,7 @@ def layout_of(folder: Path, backbone: Backbone, kind: Kind, **parts: Any) -> Lay
     known: dict[str, Any] = {"poolings": ("mean",), "projections": (), "position_offset": 0, "config": {}}
     return Layout(
         root=folder,
-        transformer=folder,
+        transformer_dir=folder,
         include_prompt=True,
         max_length=MAX_LENGTH,
         lower_case=False,

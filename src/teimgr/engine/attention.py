@@ -26,7 +26,7 @@ class CannotPackError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleKeys:
     """The tokens that others see, of a row where some are not seen: `places` int64 [S] in the row, and their borders
     per text, `cu_seqlens` int32 [N + 1], both on the device; `longest` is the most of one text.
     """
@@ -36,7 +36,7 @@ class Seen:
     longest: int
 
     @classmethod
-    def of(cls, batch: PackedBatch, keys: NDArray[np.int32], device: torch.device) -> Seen:
+    def of(cls, batch: PackedBatch, keys: NDArray[np.int32], device: torch.device) -> VisibleKeys:
         """Those of `batch`, the first `keys` tokens of every text."""
         borders = np.zeros(batch.texts + 1, dtype=np.int32)
         np.cumsum(keys, out=borders[1:])
@@ -58,7 +58,7 @@ class Packing:
     keys: tuple[NDArray[np.int32] | None, ...]
     max_seqlen: int
     cu_seqlens: Tensor | None
-    seen: Seen | None = None
+    seen: VisibleKeys | None = None
     _masks: dict[tuple[int | Run, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -67,7 +67,7 @@ class Packing:
         keys = tuple(batch.keys_of(run) for run in batch.runs)
         if cu_seqlens is None or batch.keys is None:
             return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens)
-        return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, Seen.of(batch, batch.keys, cu_seqlens.device))
+        return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, VisibleKeys.of(batch, batch.keys, cu_seqlens.device))
 
     def window(self, length: int, reach: int, causal: bool, device: torch.device) -> Tensor | None:
         """The mask of a text of `length` tokens that see `reach` tokens to each side; None where they see all."""

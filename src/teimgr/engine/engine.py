@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.device_memory import device_bytes, tensor_bytes
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, check
+from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, check_supported
 from teimgr.engine.loading import EngineOptions, Parts, load_parts
+from teimgr.engine.model import device_bytes, tensor_bytes
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
-from teimgr.engine.tokenizer import Token, cut
+from teimgr.engine.tokenizer import TokenSpan, cut
 from teimgr.errors import ModelLoadFailed, Unavailable
 from teimgr.spec import ModelInfo
 
@@ -43,7 +43,7 @@ class SelfTest(Job):
         options = InferOptions(frozenset({self._output}), normalize=info.kind != "sparse", raw_scores=True)
         known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == "reranker" else PROBE_TEXTS[1]
         super().__init__([known], options, Lane.INTERACTIVE)
-        self.make_room(info.dimension, len(info.labels))
+        self.allocate_results(info.dimension, len(info.labels))
         self.done = threading.Event()
 
     def agrees_with(self, known: SelfTest) -> bool:
@@ -81,7 +81,7 @@ __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
 log = logging.getLogger(__name__)
 
-_FRESH_PROOF_S = 2.0
+_RECENT_BATCH_S = 2.0
 _FIRST_PROOF_S = 600.0
 _LAST_BATCH_S = 2.0  # what runs when the grace is over may end, for this long
 _LAST_ANSWERS_S = 1.0
@@ -136,11 +136,11 @@ class Engine:
         self._deliver_out = deliver
         self._sickness: str | None = None
         self._known: SelfTest | None = None
-        self._device = parts.embedder.transformer.device
-        self._model_bytes = tensor_bytes(parts.embedder)
+        self._device = parts.model.backbone.device
+        self._model_bytes = tensor_bytes(parts.model)
         self._queue = EntryQueue(parts.limits)
         self._finisher = Finisher(self._deliver, self._fall_sick, parts.info.activation or "identity")
-        self._runner = Runner(parts.embedder, self._queue, self._finisher, options.threads)
+        self._runner = Runner(parts.model, self._queue, self._finisher, options.threads)
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
         self._running = self._thread("engine", self._runner.run)
@@ -171,7 +171,7 @@ class Engine:
         if self._sickness is not None:
             raise Unavailable(self._sickness)
         self.check(job.options)
-        job.make_room(self.info.dimension, len(self.info.labels))
+        job.allocate_results(self.info.dimension, len(self.info.labels))
         self._intake.put(job, self._prompts.reading(job.options))
 
     def check(self, options: InferOptions) -> None:
@@ -181,10 +181,10 @@ class Engine:
             WrongModelKind: it lacks an output, or cannot normalise it.
             InvalidInput: bad `dimensions` or `prompt_name`.
         """
-        check(self.info, options)
+        check_supported(self.info, options)
         self._prompts.text(options.prompt_name)
 
-    def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[Token]:
+    def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
         """Every token of prompt + text.
 
         Raises:
@@ -208,13 +208,13 @@ class Engine:
         """
         return cut(self._tokenizer, text, max_tokens, left=left)
 
-    def prove(self, timeout_s: float) -> None:
+    def self_test(self, timeout_s: float) -> None:
         """Return when results are known to be right: a batch finished just now, or the known input goes through.
 
         Raises:
             Unavailable: no answer in time, another answer than at load, or a fault was seen before.
         """
-        if self._sickness is None and time.monotonic() - self._finisher.counters.finished_at < _FRESH_PROOF_S:
+        if self._sickness is None and time.monotonic() - self._finisher.counters.finished_at < _RECENT_BATCH_S:
             return
         if self._sickness is None:
             self._compare(self._proof(timeout_s))

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine.attention import CannotPackError
-from teimgr.engine.backbone import Batching
+from teimgr.engine.backbone import Batching, StaticTable
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Output, Pair
 from teimgr.engine.linears import PackedLinear, prepacking_works
 from teimgr.engine.model import Model
-from teimgr.engine.static_table import StaticTable
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files import Kind, Layout
@@ -53,7 +52,7 @@ class Closeness:
 
 def plainly(model: Model, encoded: Encoded) -> Fingerprint:
     """Of one input, through the library's own forward."""
-    return _taken_apart(model.run_plainly(encoded), model.widths, 1)[0]
+    return _taken_apart(model.run_reference(encoded), model.widths, 1)[0]
 
 
 def together(model: Model, inputs: Sequence[Encoded]) -> list[Fingerprint]:
@@ -201,7 +200,7 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
         ModelLoadFailed: no way of batching gives the library's own results.
     """
     model = load()
-    device = model.transformer.device
+    device = model.backbone.device
     truth = [plainly(model, encoded) for encoded in inputs]
     types = _from(_fastest(model), device) if wanted is None else [wanted]
     for i, dtype in enumerate(types):
@@ -210,7 +209,7 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
             del model  # before the next is loaded: the device may have no room for two
             _return_memory(device)
             model = load()
-        model.transformer.convert(dtype)
+        model.backbone.convert(dtype)
         if (choice := _settle(model, dtype, inputs, truth, asked_for=wanted is not None)) is not None:
             return model, choice
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
@@ -234,7 +233,7 @@ def _settle(
     """The first way of batching whose results are the truth's; None where none is."""
     for batching in _ways(model):
         try:
-            model.transformer.use(batching)
+            model.backbone.use(batching)
             close = compare(together(model, inputs), truth)
         except torch.OutOfMemoryError:
             raise
@@ -248,7 +247,7 @@ def _settle(
 
 
 def _ways(model: Model) -> list[Batching]:
-    packed = model.transformer
+    packed = model.backbone
     varlen = packed.device.type == "cuda" and packed.dtype in (torch.float16, torch.bfloat16)
     return [*([Batching.VARLEN] if varlen else []), Batching.BY_RUN, Batching.EQUAL_LENGTH]
 
@@ -263,7 +262,7 @@ def _close_enough(close: Closeness, dtype: torch.dtype, asked_for: bool) -> bool
 
 def _fastest(model: Model) -> torch.dtype:
     """The type worth trying: a 16-bit one on a GPU, and on a CPU bfloat16 where layers run faster in it."""
-    transformer = model.transformer
+    transformer = model.backbone
     if isinstance(transformer, StaticTable):  # looking up costs nothing
         return torch.float32
     if transformer.device.type == "cuda":

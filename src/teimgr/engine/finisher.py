@@ -14,9 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from teimgr.engine.job import Job, Lane, Output
-from teimgr.engine.queue import Entry
-from teimgr.engine.results import HostRows, Results
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.engine.heads.pooling import finish
+from teimgr.engine.heads.scoring import activate
+from teimgr.engine.job import Job, Lane, Output, SparseRow
+from teimgr.engine.queue import QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
 
 _BATCHES = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays the next query
@@ -65,10 +69,10 @@ _POWERS = 32  # of two: no batch has more tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedBatch:
     """A batch that was started on the device, and is in flight until `wait` gave the results of its entries."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[QueueEntry]
     wait: Callable[[], Mapping[Output, HostRows]]
     started_ns: int
     tokens: int
@@ -93,7 +97,7 @@ class LaneCounters:
 
 
 @dataclass(slots=True)
-class Counters:
+class EngineCounters:
     """What the finisher has done since the start; `busy_ns` is device time, `finished_at` a monotonic moment.
 
     `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise.
@@ -125,13 +129,13 @@ class Finisher:
         self._deliver = deliver
         self._sick = sick
         self._activation = activation
-        self._inbox: queue.Queue[Started | Failures | None] = queue.Queue(_HANDOVER)
+        self._inbox: queue.Queue[StartedBatch | Failures | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
         self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
         self.flight = InFlightLimit()
-        self.counters = Counters()
+        self.counters = EngineCounters()
 
-    def put(self, work: Started | Failures | None, timeout_s: float = math.inf) -> bool:
+    def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: too long, or the finisher ended."""
         deadline = time.monotonic() + timeout_s
         while not self._ended.is_set() and (left_s := deadline - time.monotonic()) > 0:
@@ -162,8 +166,8 @@ class Finisher:
         finally:
             self.abandon()
 
-    def _finish(self, work: Started | Failures) -> None:
-        touched = self._write(work) if isinstance(work, Started) else [*self._fail(work.rows), *work.empty]
+    def _finish(self, work: StartedBatch | Failures) -> None:
+        touched = self._write(work) if isinstance(work, StartedBatch) else [*self._fail(work.rows), *work.empty]
         complete = [job for job in touched if job.remaining == 0 and not job.cancelled]
         for job in complete:
             job.average_times()
@@ -176,7 +180,7 @@ class Finisher:
         except Exception:  # the receiver's defect must not stop every other answer
             log.exception("delivering %d jobs failed", len(jobs))
 
-    def _write(self, batch: Started) -> list[Job]:
+    def _write(self, batch: StartedBatch) -> list[Job]:
         """Results into their jobs; the jobs touched, each once."""
         try:
             rows = batch.wait()
@@ -192,7 +196,7 @@ class Finisher:
         self._count(batch, duration_ns)
         return self._scatter(batch, Results(rows, self._activation), began_ns, duration_ns)
 
-    def _scatter(self, batch: Started, results: Results, began_ns: int, duration_ns: int) -> list[Job]:
+    def _scatter(self, batch: StartedBatch, results: Results, began_ns: int, duration_ns: int) -> list[Job]:
         texts_of: dict[Job, list[int]] = defaultdict(list)
         for i, entry in enumerate(batch.entries):
             texts_of[entry.job].append(i)
@@ -204,7 +208,7 @@ class Finisher:
             job.inference_ns += duration_ns * len(entries)
         return list(texts_of)
 
-    def _write_job(self, job: Job, results: Results, texts: list[int], entries: list[Entry]) -> None:
+    def _write_job(self, job: Job, results: Results, texts: list[int], entries: list[QueueEntry]) -> None:
         failed = results.write(job, texts, [entry.row for entry in entries])
         if failed:
             self._sick("the model gave a result with NaN or infinity in it")
@@ -221,7 +225,7 @@ class Finisher:
         self.counters.failed_texts += len(rows)
         return list(dict.fromkeys(job for job, _, _ in rows))
 
-    def _count(self, batch: Started, duration_ns: int) -> None:
+    def _count(self, batch: StartedBatch, duration_ns: int) -> None:
         counters = self.counters
         counters.batches += 1
         counters.by_texts[(len(batch.entries) - 1).bit_length()] += 1
@@ -235,3 +239,115 @@ class Finisher:
         lane.texts += len(batch.entries)
         lane.tokens += batch.tokens
         counters.finished_at = time.monotonic()
+
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """`heads.Rows` on the host: `values` are float32, and both others int64."""
+
+    values: Floats
+    offsets: NDArray[np.int64] | None = None
+    indices: NDArray[np.int64] | None = None
+
+    def sound(self) -> NDArray[np.bool_]:
+        """Which of the N texts have no NaN and no infinity, bool [N]."""
+        finite = np.isfinite(self.values)
+        if self.offsets is None:
+            return np.asarray(finite.all(axis=1))
+        good = finite if finite.ndim == 1 else finite.all(axis=1)
+        bad_before = np.concatenate([[0], np.cumsum(~good)])
+        return np.asarray(bad_before[self.offsets[1:]] == bad_before[self.offsets[:-1]])
+
+    def row(self, i: int) -> Floats:
+        """The values of text i, a copy: a small job must not hold the whole batch in memory."""
+        assert self.offsets is not None
+        return np.array(self.values[self.offsets[i] : self.offsets[i + 1]])
+
+    def sparse_row(self, i: int) -> SparseRow:
+        """The entries of text i that are not zero."""
+        assert self.offsets is not None
+        assert self.indices is not None
+        begin, stop = self.offsets[i], self.offsets[i + 1]
+        values = self.values[begin:stop]
+        kept = values != 0.0
+        return SparseRow(self.indices[begin:stop][kept].astype(np.uint32), values[kept])
+
+
+class Results:
+    """The results of one batch of N texts, and what its jobs make of them, made once for all jobs that ask alike."""
+
+    def __init__(self, rows: Mapping[Output, HostRows], activation: str) -> None:
+        self._rows = rows
+        self._activation = activation
+        self._sound: dict[Output, NDArray[np.bool_]] = {}
+        self._vectors: dict[tuple[int | None, bool], Floats] = {}
+        self._scores: Floats | None = None
+
+    def write(self, job: Job, texts: Sequence[int], rows: Sequence[int]) -> dict[int, InferenceFailed]:
+        """Put the batch's `texts` into `rows` of the job; the rows that failed, of which nothing is written.
+
+        Nothing that the job did not ask for is looked at.
+        """
+        failed: dict[int, InferenceFailed] = {}
+        for output in sorted(job.options.outputs, key=_ORDER.index):
+            sound = self._soundness(output)
+            for text, row in zip(texts, rows, strict=True):
+                if not sound[text] and row not in failed:
+                    failed[row] = InferenceFailed(self._complaint(output, text))
+        good = [(text, row) for text, row in zip(texts, rows, strict=True) if row not in failed]
+        if good:
+            at, into = [text for text, _ in good], [row for _, row in good]
+            for output in job.options.outputs:
+                _WRITERS[output](self, job, at, into)
+        return failed
+
+    def _soundness(self, output: Output) -> NDArray[np.bool_]:
+        if output not in self._sound:
+            self._sound[output] = self._rows[output].sound()
+        return self._sound[output]
+
+    def _complaint(self, output: Output, text: int) -> str:
+        if output is not Output.SCORES:
+            return "Backend error: the vector has NaN or infinity in it"
+        nan = np.isnan(self._rows[output].values[text]).any()
+        return "score is NaN" if nan else "Backend error: a score is infinite"
+
+    def _dense(self, job: Job, texts: list[int], rows: list[int]) -> None:
+        key = (job.options.dimensions, job.options.normalize)
+        if key not in self._vectors:
+            self._vectors[key] = finish(self._rows[Output.DENSE].values, *key)
+        job.vectors[rows] = self._vectors[key][texts]
+
+    def _score(self, job: Job, texts: list[int], rows: list[int]) -> None:
+        logits = self._rows[Output.SCORES].values
+        if job.options.raw_scores:
+            job.scores[rows] = logits[texts]
+            return
+        if self._scores is None:
+            self._scores = activate(logits, self._activation)
+        job.scores[rows] = self._scores[texts]
+
+    def _sparse(self, job: Job, texts: list[int], rows: list[int]) -> None:
+        for text, row in zip(texts, rows, strict=True):
+            job.sparse[row] = self._rows[Output.SPARSE].sparse_row(text)
+
+    def _tokens(self, job: Job, texts: list[int], rows: list[int]) -> None:
+        for text, row in zip(texts, rows, strict=True):
+            job.tokens_of[row] = self._rows[Output.TOKENS].row(text)
+
+    def _multi_vectors(self, job: Job, texts: list[int], rows: list[int]) -> None:
+        for text, row in zip(texts, rows, strict=True):
+            job.multi_vectors[row] = self._rows[Output.MULTI_VECTOR].row(text)
+
+
+_ORDER = list(Output)
+_WRITERS: dict[Output, Callable[[Results, Job, list[int], list[int]], None]] = {
+    Output.DENSE: Results._dense,
+    Output.SPARSE: Results._sparse,
+    Output.TOKENS: Results._tokens,
+    Output.MULTI_VECTOR: Results._multi_vectors,
+    Output.SCORES: Results._score,
+}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from teimgr.engine.batch import Encoded
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
-from teimgr.engine.queue import Entry, EntryQueue
+from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, Unavailable
 
@@ -155,14 +155,14 @@ class Intake:
         return chunk
 
     def _tokenize(self, chunk: _Chunk) -> None:
-        entries: list[Entry] = []
+        entries: list[QueueEntry] = []
         failures: list[tuple[Job, int, TeimgrError]] = []
         for reading, rows in _by_reading(chunk):
             for pending, row, result in self._encode(rows, reading):
                 if isinstance(result, TeimgrError):
                     failures.append((pending.job, row, result))
                 else:
-                    entries.append(Entry(pending.job, row, result))
+                    entries.append(QueueEntry(pending.job, row, result))
         now = time.monotonic_ns()
         for entry in entries:
             entry.enqueued_ns = now

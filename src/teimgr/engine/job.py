@@ -43,7 +43,7 @@ class Pair(NamedTuple):
     second: str
 
 
-class SparseVector(NamedTuple):
+class SparseRow(NamedTuple):
     """The entries of a vector that are not zero: uint32 [K] ascending, float32 [K]."""
 
     indices: NDArray[np.uint32]
@@ -127,7 +127,7 @@ class Job:
         self.cancelled = False
         self.vectors: NDArray[np.float32] = np.zeros((len(inputs), 0), dtype=np.float32)
         self.scores: NDArray[np.float32] = np.zeros((len(inputs), 0), dtype=np.float32)
-        self.sparse: list[SparseVector | None] = []
+        self.sparse: list[SparseRow | None] = []
         self.tokens_of: list[NDArray[np.float32] | None] = []
         self.multi_vectors: list[NDArray[np.float32] | None] = []
         self.errors: dict[int, TeimgrError] = {}
@@ -139,7 +139,7 @@ class Job:
         self.queue_ns = 0
         self.inference_ns = 0
 
-    def make_room(self, dimension: int, labels: int) -> None:
+    def allocate_results(self, dimension: int, labels: int) -> None:
         """Places for the results that `options` ask for; `dimension` is that of an uncut dense vector."""
         rows, outputs = len(self.inputs), self.options.outputs
         if Output.DENSE in outputs:
@@ -182,7 +182,7 @@ _LACKING = {
 }
 
 
-def check(info: ModelInfo, options: InferOptions) -> None:
+def check_supported(info: ModelInfo, options: InferOptions) -> None:
     """See that the model can give what `options` ask for.
 
     Raises:

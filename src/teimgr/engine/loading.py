@@ -14,10 +14,9 @@ from teimgr.engine.backbone import Batching
 from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.prompts import Prompts
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.runner import return_freed_memory
-from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.errors import InvalidConfig, OutOfDeviceMemory
 from teimgr.model_files import Layout, read_layout
 from teimgr.spec import ModelInfo
@@ -65,7 +64,7 @@ class Parts:
 
     tokenizer: TextTokenizer
     prompts: Prompts
-    embedder: Model
+    model: Model
     limits: BatchLimits
     info: ModelInfo
 
@@ -155,7 +154,7 @@ def _limits(options: EngineOptions, embedder: Model) -> BatchLimits:
     if options.device != "cpu":
         beside = max(_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
-    config = embedder.transformer.config
+    config = embedder.backbone.config
     widest = int(getattr(config, "intermediate_size", 0) or 4 * getattr(config, "hidden_size", 768))
     affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * widest))
     tokens = min(options.max_batch_tokens, _CPU_BATCH_TOKENS, affordable)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from teimgr.engine.backbone import Transformer, WholeModel, load_module
+from teimgr.engine.backbone import StaticTable, Transformer, WholeModel, load_module, load_table
 from teimgr.engine.batch import Encoded, PackedBatch, pack
-from teimgr.engine.heads import Head, Rows
-from teimgr.engine.heads.base import TokensHead
-from teimgr.engine.heads.library import LibraryHead, Trial
+from teimgr.engine.heads import Head, Rows, TokensHead
+from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.multi_vector import M3MultiVectorHead, M3SparseHead, MultiVectorHead, load_linear
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.engine.heads.scoring import CausalHead, SequenceHead, keep_two_tokens, sequence_head
 from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.job import Output
-from teimgr.engine.static_table import StaticTable, load_table
 from teimgr.model_files import Backbone, Kind, Layout
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Model:
         heads: Heads,
         whole: tuple[WholeModel, Heads] | None = None,
     ) -> None:
-        self.transformer = backbone
+        self.backbone = backbone
         self._heads = dict(heads)
         self._whole = whole or (backbone, heads)
 
@@ -61,15 +62,15 @@ class Model:
             KeyError: the model has no such output.
         """
         heads = {output: self._heads[output] for output in outputs}
-        hidden = self.transformer.hidden(batch)
+        hidden = self.backbone.hidden(batch)
         return {output: head(hidden, batch) for output, head in heads.items()}
 
     @torch.inference_mode()
-    def run_plainly(self, encoded: Encoded) -> dict[Output, Rows]:
+    def run_reference(self, encoded: Encoded) -> dict[Output, Rows]:
         """Every output for one input, through the library's own forward: the measure of every other way."""
         model, heads = self._whole
         batch = pack([encoded])
-        hidden = model.hidden_plain(
+        hidden = model.hidden_equal_length(
             batch.ids[None, :], None if batch.type_ids is None else batch.type_ids[None, :], batch.keys
         )
         return {output: head(hidden, batch) for output, head in heads.items()}
@@ -146,7 +147,7 @@ def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] |
     if layout.backbone is Backbone.SEQUENCE_CLASSIFICATION:
         head = sequence_head(library)
         return None if head is None else {Output.SCORES: head}
-    if not Trial.of(library).shows_a_head_of_tokens(library):
+    if not HeadTrial.of(library).shows_a_head_of_tokens(library):
         return None
     if layout.splade is not None:
         return _splade_heads(SpladeWeights(library.tokens, _vocabulary(library.module), layout.splade))
@@ -160,3 +161,50 @@ def _splade_heads(weights: SpladeWeights) -> dict[Output, Head]:
 def _vocabulary(module: Any) -> int:
     decoder = module.get_output_embeddings()
     return int(module.config.vocab_size if decoder is None else decoder.out_features)
+
+
+_OURS = "teimgr.engine"
+
+
+def tensor_bytes(root: object) -> int:
+    """Bytes of all tensors that `root` holds, in our own objects, modules and containers; shared ones count once."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting: list[object] = [root]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        else:
+            waiting.extend(_held(item))
+    return sum(storages.values())
+
+
+def device_bytes(device: torch.device) -> tuple[int, int | None]:
+    """What the device's allocator holds for this process now, and the most it ever gave out; 0 and None on the CPU."""
+    if device.type != "cuda":
+        return 0, None
+    return torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+
+
+def _held(item: object) -> Iterable[object]:
+    if isinstance(item, nn.Module):
+        # A head of ours that is a module may hold tensors that it did not register.
+        return chain(item.parameters(), item.buffers(), _attributes(item))
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return item
+    return _attributes(item)
+
+
+def _attributes(item: object) -> Iterable[object]:
+    if not type(item).__module__.startswith(_OURS):
+        return ()
+    if is_dataclass(item):
+        return [getattr(item, field.name) for field in fields(item)]
+    return vars(item).values() if hasattr(item, "__dict__") else ()

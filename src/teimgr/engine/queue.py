@@ -24,7 +24,7 @@ from teimgr.engine.job import Job, Lane
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueueEntry:
     """One row of a job, as the model reads it."""
 
     job: Job
@@ -47,8 +47,8 @@ class Entry:
 class BatchDraft:
     """What the queue gave out: the entries of one batch, and those whose deadline passed while they waited."""
 
-    entries: list[Entry] = field(default_factory=list)
-    expired: list[Entry] = field(default_factory=list)
+    entries: list[QueueEntry] = field(default_factory=list)
+    expired: list[QueueEntry] = field(default_factory=list)
     tokens: int = 0
 
 
@@ -58,11 +58,11 @@ class LengthBuckets:
     def __init__(self) -> None:
         self.tokens = 0
         self.texts = 0
-        self._by_length: dict[int, deque[Entry]] = {}
+        self._by_length: dict[int, deque[QueueEntry]] = {}
         self._lengths: list[int] = []  # ascending, of the buckets that hold something
-        self._by_age: deque[Entry] = deque()  # taken entries leave it when they reach its head
+        self._by_age: deque[QueueEntry] = deque()  # taken entries leave it when they reach its head
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: QueueEntry) -> None:
         """Add an entry behind those of its length."""
         bucket = self._by_length.get(entry.length)
         if bucket is None:
@@ -89,7 +89,7 @@ class LengthBuckets:
                 break
         return take
 
-    def drain(self) -> list[Entry]:
+    def drain(self) -> list[QueueEntry]:
         """Empty it; what waited, oldest first."""
         waiting = [entry for entry in self._by_age if not entry.taken]
         self._by_length.clear()
@@ -98,7 +98,7 @@ class LengthBuckets:
         self.tokens = self.texts = 0
         return waiting
 
-    def _oldest(self, take: BatchDraft, now: float) -> Entry | None:
+    def _oldest(self, take: BatchDraft, now: float) -> QueueEntry | None:
         """The head by age, after dropping the dead entries before it: it is also the head of its bucket."""
         while self._by_age:
             head = self._by_age[0]
@@ -125,7 +125,7 @@ class LengthBuckets:
                 yield lengths[above]
                 above += 1
 
-    def _hand_out(self, entry: Entry, take: BatchDraft, now: float) -> None:
+    def _hand_out(self, entry: QueueEntry, take: BatchDraft, now: float) -> None:
         entry.taken = True
         self.tokens -= entry.length
         self.texts -= 1
@@ -181,7 +181,7 @@ class EntryQueue:
         self._closed = False
         self._abandoned = False
 
-    def put(self, entries: Iterable[Entry]) -> None:
+    def put(self, entries: Iterable[QueueEntry]) -> None:
         """Queue `entries`, each in the lane of its job."""
         with self._changed:
             for entry in entries:
@@ -209,7 +209,7 @@ class EntryQueue:
     def __len__(self) -> int:
         return sum(shelf.texts for shelf in self._shelves.values())
 
-    def drain(self) -> list[Entry]:
+    def drain(self) -> list[QueueEntry]:
         """Take everything out, for a queue that nobody will serve any more."""
         with self._changed:
             left = [entry for shelf in self._shelves.values() for entry in shelf.drain()]

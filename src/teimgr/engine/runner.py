@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from teimgr.engine.batch import pack
-from teimgr.engine.finisher import Failures, Finisher, Started
+from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
-from teimgr.engine.queue import Entry, EntryQueue
-from teimgr.engine.results import HostRows
+from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
 
 log = logging.getLogger(__name__)
@@ -74,11 +73,11 @@ class Runner:
                 return_freed_memory()
                 self._memory_returned = True
 
-    def fail(self, entries: Sequence[Entry], error: TeimgrError) -> None:
+    def fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
         """Give up on `entries`."""
         self._finisher.put(Failures([(entry.job, entry.row, error) for entry in entries]))
 
-    def _execute(self, entries: list[Entry]) -> None:
+    def _execute(self, entries: list[QueueEntry]) -> None:
         """Run a batch. One whose results would be too many bytes is run in halves.
 
         So is one that fails, so that only the texts that cannot be served fail.
@@ -89,7 +88,7 @@ class Runner:
         fault = self._start(entries)
         if fault is None:
             return
-        if fault.memory and self._model.transformer.device.type == "cuda":
+        if fault.memory and self._model.backbone.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(entries) > 1:
             log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), fault.text)
@@ -100,13 +99,13 @@ class Runner:
             log.error("a text failed by itself: %s", fault.trace)
             self.fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
 
-    def _execute_halves(self, entries: list[Entry]) -> None:
+    def _execute_halves(self, entries: list[QueueEntry]) -> None:
         middle = len(entries) // 2
         for half in (entries[:middle], entries[middle:]):
             if self._flight.wait_for_room():
                 self._execute(half)
 
-    def _result_bytes(self, entries: Sequence[Entry]) -> int:
+    def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
         """Float32 results of all the texts for every output that one of them wants; sparse ones are few bytes."""
         widths, wanted = self._model.widths, _wanted(entries)
         tokens = sum(entry.length for entry in entries)
@@ -114,7 +113,7 @@ class Runner:
         per_text = sum(widths[output] for output in wanted & _PER_TEXT)
         return 4 * (tokens * per_token + len(entries) * per_text)
 
-    def _start(self, entries: list[Entry]) -> _Fault | None:
+    def _start(self, entries: list[QueueEntry]) -> _Fault | None:
         """Start a batch and hand it on.
 
         A fault comes back as text: the error itself would keep the tensors of the forward alive through its frames.
@@ -125,7 +124,7 @@ class Runner:
         try:
             batch = pack([entry.encoded for entry in entries])
             rows = self._model.run(batch, _wanted(entries))
-            started = Started([entries[i] for i in batch.order], _to_host(rows), started_ns, tokens)
+            started = StartedBatch([entries[i] for i in batch.order], _to_host(rows), started_ns, tokens)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
             self._flight.leave(tokens)
             trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
@@ -144,7 +143,7 @@ _PER_TOKEN = frozenset({Output.TOKENS, Output.MULTI_VECTOR})
 _PER_TEXT = frozenset({Output.DENSE, Output.SCORES})
 
 
-def _wanted(entries: Sequence[Entry]) -> frozenset[Output]:
+def _wanted(entries: Sequence[QueueEntry]) -> frozenset[Output]:
     return frozenset().union(*{entry.job.options.outputs for entry in entries})
 
 

@@ -12,9 +12,8 @@ from tokenizers import Encoding
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Pair
-from teimgr.engine.tokenizer_files import LibraryTokenizer
-from teimgr.engine.truncation import Shortener
-from teimgr.model_files import CausalScore, LateInteraction
+from teimgr.engine.tokenizer_library import Shortener, TokenizerLibrary
+from teimgr.model_files import CausalRerank, LateInteraction
 
 QUERY, DOCUMENT = "query", "document"
 
@@ -72,7 +71,7 @@ _PLACES = re.compile(r"(\{query\}|\{document\})")
 class CausalText:
     """The template of one model around its pairs; `limit` is tokens, the template's included."""
 
-    def __init__(self, form: CausalScore, library: LibraryTokenizer, shortener: Shortener, limit: int) -> None:
+    def __init__(self, form: CausalRerank, library: TokenizerLibrary, shortener: Shortener, limit: int) -> None:
         self._form = form
         self._body = _PLACES.split(form.body)
         self._library = library

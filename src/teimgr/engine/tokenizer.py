@@ -10,11 +10,18 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 
 from teimgr.engine.batch import Encoded
-from teimgr.engine.job import Input, Pair
-from teimgr.engine.templates import CausalText, roles_of
-from teimgr.engine.tokenizer_files import LibraryTokenizer, Text, breaks_at_spaces, load_tokenizer, unknown_id
-from teimgr.engine.truncation import Cut, Shortener
-from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TokenizerFailed
+from teimgr.engine.job import InferOptions, Input, Pair
+from teimgr.engine.templates import DOCUMENT, QUERY, CausalText, roles_of
+from teimgr.engine.tokenizer_library import (
+    Cut,
+    Shortener,
+    Text,
+    TokenizerLibrary,
+    breaks_at_spaces,
+    load_tokenizer,
+    unknown_id,
+)
+from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TeimgrError, TokenizerFailed
 from teimgr.model_files import Backbone, Layout
 
 # No language writes this many characters per token, so a longer text is cut (or refused) before it costs time.
@@ -22,7 +29,7 @@ _CHARS_PER_TOKEN = 250
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenSpan:
     """A token as /tokenize shows it; offsets are UTF-8 bytes of prompt + text, None for special tokens."""
 
     id: int
@@ -54,7 +61,7 @@ class TextTokenizer:
 
     def __init__(self, layout: Layout, max_length: int) -> None:
         tokenizer = load_tokenizer(layout)
-        self._library = LibraryTokenizer(tokenizer)
+        self._library = TokenizerLibrary(tokenizer)
         self._shortener = Shortener(max_length * _CHARS_PER_TOKEN, breaks_at_spaces(tokenizer))
         self._specials = layout.backbone is not Backbone.STATIC
         self._typed = layout.type_ids
@@ -114,7 +121,7 @@ class TextTokenizer:
             results[row] = result
         return [result for result in results if result is not None]
 
-    def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[Token]:
+    def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[TokenSpan]:
         """Every token of prompt + text, untruncated.
 
         Raises:
@@ -248,7 +255,7 @@ def _too_long(limit: int, given: int) -> InvalidInput:
     return InvalidInput(f"Input validation error: `inputs` must have less than {limit} tokens. Given: {given}")
 
 
-def _tokens(encoding: Encoding, text: str) -> Iterable[Token]:
+def _tokens(encoding: Encoding, text: str) -> Iterable[TokenSpan]:
     """The library counts characters; the contract counts bytes."""
     raw = text.encode()
     starts = np.zeros(len(text) + 1, dtype=np.int64)
@@ -256,10 +263,10 @@ def _tokens(encoding: Encoding, text: str) -> Iterable[Token]:
     rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
     for id, token, special, (begin, end) in rows:
         if special:
-            yield Token(id, token, True, None, None)
+            yield TokenSpan(id, token, True, None, None)
         else:
             start, stop = int(starts[begin]), int(starts[end])
-            yield Token(id, raw[start:stop].decode(errors="replace"), False, start, stop)
+            yield TokenSpan(id, raw[start:stop].decode(errors="replace"), False, start, stop)
 
 
 def cut(tokenizer: TextTokenizer, text: str, max_tokens: int, *, left: bool) -> str:
@@ -280,3 +287,64 @@ def cut(tokenizer: TextTokenizer, text: str, max_tokens: int, *, left: bool) -> 
         return text
     begin, end = (places[-max_tokens][0], None) if left else (0, places[max_tokens - 1][1])
     return text.encode()[begin:end].decode(errors="ignore")
+
+
+class Prompts:
+    """The prompts of one model.
+
+    Where a request names none, the prompt named at start counts, else the text given there, else the model's default.
+    """
+
+    def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
+        """Raises InvalidConfig where the model has no prompt called `default_name`."""
+        self._roles = layout.late is not None
+        self._texts = dict(layout.prompts)
+        if self._roles:
+            self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
+        if default_name is not None and default_name not in self._texts:
+            raise InvalidConfig(self._missing(default_name))
+        if default_name is None and default_text is not None:
+            self._default = default_text
+        else:
+            own = DOCUMENT if self._roles else layout.default_prompt_name or ""
+            self._default = self._texts.get(default_name or own, "")
+        self._default_query = default_name == QUERY
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may name."""
+        return tuple(self._texts)
+
+    def reading(self, options: InferOptions) -> TokenizeOptions:
+        """How a job with these options wants its inputs read.
+
+        Raises:
+            InvalidInput: the model has no prompt of that name.
+        """
+        query = self._default_query if options.prompt_name is None else options.prompt_name == QUERY
+        text = self.text(options.prompt_name)
+        return TokenizeOptions(options.truncate, options.truncation_left, text, self._roles and query)
+
+    def text(self, name: str | None) -> str:
+        """What goes before the input, "" for nothing.
+
+        Raises:
+            InvalidInput: the model has no prompt of that name.
+        """
+        if name is None:
+            return self._default
+        if name in self._texts:
+            return self._texts[name]
+        raise InvalidInput(f"Input validation error: {self._missing(name)}")
+
+    def _missing(self, name: str) -> str:
+        if not self._texts:
+            return (
+                f"`default-prompt-name` is set to `{name}` but no prompts were found in the "
+                "Sentence Transformers configuration"
+            )
+        known = ", ".join(f'"{known}"' for known in self._texts)
+        return (
+            f"`default-prompt-name` is set to `{name}` but it was not found in the Sentence Transformers prompts. "
+            f"Available prompts: [{known}]"
+        )

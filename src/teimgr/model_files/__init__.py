@@ -7,7 +7,7 @@ truthfully is refused here, with the reason.
 from teimgr.model_files.layout import (
     M3,
     Backbone,
-    CausalScore,
+    CausalRerank,
     Dense,
     Kind,
     LateInteraction,
@@ -15,7 +15,7 @@ from teimgr.model_files.layout import (
     Layout,
     Normalize,
     Projection,
-    Scoring,
+    ScoringConfig,
     Splade,
 )
 from teimgr.model_files.reading import read_layout
@@ -23,7 +23,7 @@ from teimgr.model_files.reading import read_layout
 __all__ = [
     "M3",
     "Backbone",
-    "CausalScore",
+    "CausalRerank",
     "Dense",
     "Kind",
     "LateInteraction",
@@ -31,7 +31,7 @@ __all__ = [
     "Layout",
     "Normalize",
     "Projection",
-    "Scoring",
+    "ScoringConfig",
     "Splade",
     "read_layout",
 ]

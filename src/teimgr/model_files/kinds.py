@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.facts import Facts
+from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.layout import Kind
 from teimgr.spec import KINDS
 
 _SCORING = (Kind.RERANKER, Kind.CLASSIFIER)
 
 
-def choose_kind(facts: Facts, asked: str | None, pooling: str | None) -> Kind:
+def choose_kind(facts: ModelMetadata, asked: str | None, pooling: str | None) -> Kind:
     """The kind to serve; `asked` and `pooling` are the instance's own words, over the files.
 
     Raises:
@@ -35,7 +35,7 @@ def choose_kind(facts: Facts, asked: str | None, pooling: str | None) -> Kind:
     return wanted
 
 
-def _own_kind(facts: Facts) -> Kind:
+def _own_kind(facts: ModelMetadata) -> Kind:
     named = facts.saved.get("model_type")
     if facts.static:
         return Kind.EMBEDDING
@@ -48,7 +48,7 @@ def _own_kind(facts: Facts) -> Kind:
     return Kind.EMBEDDING if facts.chain.modules else _kind_of_bare(facts)
 
 
-def _kind_of_bare(facts: Facts) -> Kind:
+def _kind_of_bare(facts: ModelMetadata) -> Kind:
     """Of a directory without modules.json: by the head that its architecture has."""
     if "HF_ColBERT" in facts.architectures:
         return Kind.MULTI_VECTOR
@@ -64,18 +64,18 @@ def _kind_of_bare(facts: Facts) -> Kind:
     return Kind.EMBEDDING
 
 
-def _scoring(facts: Facts) -> Kind:
+def _scoring(facts: ModelMetadata) -> Kind:
     return Kind.RERANKER if is_causal(facts) or len(facts.config.get("id2label") or {}) == 1 else Kind.CLASSIFIER
 
 
-def is_causal(facts: Facts) -> bool:
+def is_causal(facts: ModelMetadata) -> bool:
     """Whether scores can only come from a language model's next word."""
     if facts.chain.has("LogitScore"):
         return True
     return facts.has_head("ForCausalLM") and not facts.has_head("ForSequenceClassification")
 
 
-def _is_called_reranker(facts: Facts) -> bool:
+def _is_called_reranker(facts: ModelMetadata) -> bool:
     """Whether the authors call a Qwen3 a reranker, in the first lines of its card.
 
     Nothing else tells Qwen3-Reranker from any other language model: its files are those of Qwen3 itself.
@@ -89,7 +89,7 @@ def _is_called_reranker(facts: Facts) -> bool:
     return "pipeline_tag: text-ranking" in front
 
 
-def _splade(facts: Facts, own: Kind, asked: str | None) -> Kind:
+def _splade(facts: ModelMetadata, own: Kind, asked: str | None) -> Kind:
     if asked not in (None, Kind.SPARSE.value):
         raise InvalidConfig(f'pooling "splade" makes a sparse model, and kind is "{asked}"')
     if own is not Kind.SPARSE and not facts.has_head("ForMaskedLM"):
@@ -97,7 +97,7 @@ def _splade(facts: Facts, own: Kind, asked: str | None) -> Kind:
     return Kind.SPARSE
 
 
-def _obstacle(facts: Facts, own: Kind, wanted: Kind) -> str | None:
+def _obstacle(facts: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
     """Why a model of one kind cannot be served as another; None where it can."""
     if wanted is Kind.EMBEDDING:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
@@ -112,11 +112,11 @@ def _obstacle(facts: Facts, own: Kind, wanted: Kind) -> str | None:
     return f"there is no head in {_architecture(facts)} that scores texts"
 
 
-def _other_scoring(facts: Facts, wanted: Kind) -> str | None:
+def _other_scoring(facts: ModelMetadata, wanted: Kind) -> str | None:
     if wanted is Kind.RERANKER:
         return f"they have {len(facts.config.get('id2label') or {})} labels, and a reranker has one"
     return "a language model answers yes or no to pairs, and has no labels" if is_causal(facts) else None
 
 
-def _architecture(facts: Facts) -> str:
+def _architecture(facts: ModelMetadata) -> str:
     return ", ".join(facts.architectures) or f"a {facts.config['model_type']} model"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.facts import Facts
+from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.files import read_object
 from teimgr.model_files.layout import Dense, LateInteraction
 from teimgr.model_files.modules import TOKENS, Module, read_projections
@@ -38,7 +38,7 @@ class Roles:
     ids: dict[str, tuple[int, ...]]
 
 
-def read_late(facts: Facts) -> tuple[LateInteraction, dict[str, str]]:
+def read_late(facts: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]:
     """The late interaction, and the prompts, which always name both roles.
 
     Raises:
@@ -55,7 +55,7 @@ def read_late(facts: Facts) -> tuple[LateInteraction, dict[str, str]]:
     return _with_lengths(facts, late, {**facts.settings, **_pylate_lengths(facts.saved)}), roles.prompts
 
 
-def _with_mask(facts: Facts) -> LateInteraction:
+def _with_mask(facts: ModelMetadata) -> LateInteraction:
     """sentence-transformers' own: projections and a mask in any order, and a Normalize at the end or none."""
     before, mask, behind = facts.chain.split_at("MultiVectorMask")
     modules = (*before[1:], *behind)
@@ -71,7 +71,7 @@ def _with_mask(facts: Facts) -> LateInteraction:
     )
 
 
-def _without_mask(facts: Facts) -> LateInteraction:
+def _without_mask(facts: ModelMetadata) -> LateInteraction:
     """PyLate's: it projects, normalises and skips punctuation without saying so."""
     if facts.saved.get("model_type") != "ColBERT":
         raise ModelLoadFailed(f"a multi-vector model needs a MultiVectorMask, and has: {facts.chain}")
@@ -102,7 +102,7 @@ def _pylate_lengths(saved: dict[str, Any]) -> dict[str, Any]:
     return lengths | {"query_expansion": expansion}
 
 
-def _with_lengths(facts: Facts, late: LateInteraction, lengths: dict[str, Any]) -> LateInteraction:
+def _with_lengths(facts: ModelMetadata, late: LateInteraction, lengths: dict[str, Any]) -> LateInteraction:
     late = replace(late, query_length=lengths.get("query_length"), document_length=lengths.get("document_length"))
     expansion = lengths.get("query_expansion")
     if expansion is None:
@@ -118,7 +118,7 @@ def _with_lengths(facts: Facts, late: LateInteraction, lengths: dict[str, Any]) 
     )
 
 
-def _expansion_id(facts: Facts, token: str | None) -> int:
+def _expansion_id(facts: ModelMetadata, token: str | None) -> int:
     tokens = facts.tokens
     found = tokens.id(token) if token else tokens.special("mask_token")
     if found is None and token is None:
@@ -128,7 +128,7 @@ def _expansion_id(facts: Facts, token: str | None) -> int:
     return found
 
 
-def _roles(facts: Facts, prefixes: dict[str, Any], prompts: dict[str, str]) -> Roles:
+def _roles(facts: ModelMetadata, prefixes: dict[str, Any], prompts: dict[str, str]) -> Roles:
     """A prefix that is a token goes before the text as its id; any other is text, before the prompt there may be."""
     texts = {**prompts, **{role: prompts.get(role, "") for role in ROLES}}
     ids: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, ())
@@ -141,7 +141,7 @@ def _roles(facts: Facts, prefixes: dict[str, Any], prompts: dict[str, str]) -> R
     return Roles(texts, ids)
 
 
-def _as_token(facts: Facts, prefix: str) -> tuple[int | None, str]:
+def _as_token(facts: ModelMetadata, prefix: str) -> tuple[int | None, str]:
     """The id of a prefix that is a token, or whose first word is one, and what is left of it as text."""
     if not prefix.strip():
         return None, prefix
@@ -154,7 +154,7 @@ def _as_token(facts: Facts, prefix: str) -> tuple[int | None, str]:
     return None, prefix
 
 
-def _stanford(facts: Facts) -> tuple[LateInteraction, dict[str, str]]:
+def _stanford(facts: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]:
     """Weights of encoder and projection in one file, and everything else in artifact.metadata."""
     if "HF_ColBERT" not in facts.architectures:
         raise ModelLoadFailed(

@@ -101,7 +101,7 @@ class M3:
 
 
 @dataclass(frozen=True, slots=True)
-class CausalScore:
+class CausalRerank:
     """A language model as reranker: the score is logit[true] - logit[false], or logit[true] alone.
 
     A pair is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is ever cut.
@@ -115,12 +115,12 @@ class CausalScore:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class ScoringConfig:
     """What a classifier or reranker says: labels by index, and sigmoid, softmax, identity or a dotted class name."""
 
     labels: tuple[str, ...]
     activation: str
-    causal: CausalScore | None = None
+    causal: CausalRerank | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Layout:
     """
 
     root: Path
-    transformer: Path
+    transformer_dir: Path
     config: dict[str, Any]
     poolings: tuple[str, ...]
     include_prompt: bool
@@ -148,7 +148,7 @@ class Layout:
     splade: Splade | None = None
     late: LateInteraction | None = None
     m3: M3 | None = None
-    scoring: Scoring | None = None
+    scoring: ScoringConfig | None = None
     type_ids: bool = False
     skips_unknown: bool = False
     trust_remote_code: bool = False

@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.facts import MODEL2VEC, Facts, read_facts
+from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.model_files.files import ENDLESS, max_length, position_offset
 from teimgr.model_files.kinds import choose_kind, is_causal
 from teimgr.model_files.late_interaction import read_late
-from teimgr.model_files.layout import M3, Backbone, CausalScore, Kind, Layout, Scoring, Splade
+from teimgr.model_files.layout import M3, Backbone, CausalRerank, Kind, Layout, ScoringConfig, Splade
 from teimgr.model_files.modules import Module, check_pooling, read_poolings, read_projections
-from teimgr.model_files.scoring import read_activation, read_scoring, read_yes_no
+from teimgr.model_files.scoring import read_activation, read_causal_rerank, read_scoring
 
 _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
 _UNUSED = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")
 
 
-def read_m3(facts: Facts) -> M3 | None:
+def read_m3(facts: ModelMetadata) -> M3 | None:
     """The two further layers, where both files lie beside the model."""
     sparse, multi_vector = facts.root / _SPARSE, facts.root / _MULTI_VECTOR
     if not sparse.is_file() or not multi_vector.is_file():
@@ -28,7 +28,7 @@ def read_m3(facts: Facts) -> M3 | None:
     return M3(sparse, multi_vector, tuple(sorted(id for id in ids if id is not None)))
 
 
-def read_splade(facts: Facts) -> Splade:
+def read_splade(facts: ModelMetadata) -> Splade:
     """The SpladePooling module's choices, or SPLADE's own where there is no such module.
 
     Raises:
@@ -78,11 +78,11 @@ def read_layout(
 
 
 def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
-    facts = read_facts(root, trust_remote_code)
+    facts = read_metadata(root, trust_remote_code)
     chosen = choose_kind(facts, kind, pooling)
     layout = Layout(
         root=root,
-        transformer=facts.transformer,
+        transformer_dir=facts.transformer_dir,
         config=facts.config,
         poolings=(),
         include_prompt=True,
@@ -106,7 +106,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
     return layout
 
 
-def _embedding(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
+def _embedding(facts: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
     if facts.static:
         return replace(
             layout,
@@ -129,7 +129,7 @@ def _embedding(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
     )
 
 
-def _around_pooling(facts: Facts) -> tuple[tuple[Module, ...], Path, tuple[Module, ...]]:
+def _around_pooling(facts: ModelMetadata) -> tuple[tuple[Module, ...], Path, tuple[Module, ...]]:
     """The modules before the Pooling (without the first), its directory, and the modules behind it."""
     if not facts.chain.modules or _is_of_another_kind(facts):
         return (), facts.root / "1_Pooling", ()
@@ -137,7 +137,7 @@ def _around_pooling(facts: Facts) -> tuple[tuple[Module, ...], Path, tuple[Modul
     return before[1:], module.path, behind
 
 
-def _is_of_another_kind(facts: Facts) -> bool:
+def _is_of_another_kind(facts: ModelMetadata) -> bool:
     """Whether the chain is that of a sparse model or a cross-encoder, of which only the encoder is wanted."""
     return any(facts.chain.has(name) for name in ("SpladePooling", "LogitScore")) or (
         facts.saved.get("model_type") == "CrossEncoder"
@@ -149,29 +149,29 @@ def _served(modules: tuple[Module, ...]) -> tuple[Module, ...]:
     return modules[:-1] if modules and modules[-1].name == "Normalize" else modules
 
 
-def _sparse(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
+def _sparse(facts: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
     return replace(layout, backbone=Backbone.MASKED_LM, splade=read_splade(facts))
 
 
-def _multi_vector(facts: Facts, layout: Layout, pooling: str | None) -> Layout:
+def _multi_vector(facts: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
     late, prompts = read_late(facts)
     named = layout.default_prompt_name
     return replace(layout, late=late, prompts=prompts, default_prompt_name=named if named in prompts else "document")
 
 
-def _scoring(facts: Facts, layout: Layout, render: bool) -> Layout:
+def _scoring(facts: ModelMetadata, layout: Layout, render: bool) -> Layout:
     if is_causal(facts):
-        return _causal(facts, layout, read_yes_no(facts, render=render))
+        return _causal(facts, layout, read_causal_rerank(facts, render=render))
     return replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(facts))
 
 
-def _causal(facts: Facts, layout: Layout, score: CausalScore) -> Layout:
+def _causal(facts: ModelMetadata, layout: Layout, score: CausalRerank) -> Layout:
     """A reranker whose prompts are part of its template: nothing goes before the query."""
-    scoring = Scoring(("LABEL_0",), read_activation(facts, 1), score)
+    scoring = ScoringConfig(("LABEL_0",), read_activation(facts, 1), score)
     return replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
 
 
-def _check_task(facts: Facts, backbone: Backbone) -> None:
+def _check_task(facts: ModelMetadata, backbone: Backbone) -> None:
     """See that sentence-transformers would take the same output of the transformer."""
     named = facts.settings.get("transformer_task")
     if named not in (None, *_TASKS):
@@ -180,7 +180,7 @@ def _check_task(facts: Facts, backbone: Backbone) -> None:
         raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")
 
 
-_READERS: dict[Kind, Callable[[Facts, Layout, str | None], Layout]] = {
+_READERS: dict[Kind, Callable[[ModelMetadata, Layout, str | None], Layout]] = {
     Kind.EMBEDDING: _embedding,
     Kind.SPARSE: _sparse,
     Kind.MULTI_VECTOR: _multi_vector,

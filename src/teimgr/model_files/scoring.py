@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.facts import Facts
-from teimgr.model_files.layout import CausalScore, Scoring
+from teimgr.model_files.metadata import ModelMetadata
+from teimgr.model_files.layout import CausalRerank, ScoringConfig
 
 _SHORT = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
@@ -15,7 +15,7 @@ _SHORT = {
 }
 
 
-def read_scoring(facts: Facts) -> Scoring:
+def read_scoring(facts: ModelMetadata) -> ScoringConfig:
     """The labels and the activation of a sequence classifier.
 
     Raises:
@@ -28,10 +28,10 @@ def read_scoring(facts: Facts) -> Scoring:
     if facts.chain.behind:
         raise ModelLoadFailed(f"a cross-encoder of several modules is not served: {facts.chain}")
     labels = _labels(facts.config)
-    return Scoring(labels, read_activation(facts, len(labels)))
+    return ScoringConfig(labels, read_activation(facts, len(labels)))
 
 
-def read_activation(facts: Facts, labels: int) -> str:
+def read_activation(facts: ModelMetadata, labels: int) -> str:
     """The activation that the authors chose, else sigmoid for one label or several at once, and softmax for others."""
     own = facts.config.get("sentence_transformers")
     written = (
@@ -71,7 +71,7 @@ _QUERY, _DOCUMENT = "\ue000query\ue001", "\ue000document\ue001"
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
-def read_yes_no(facts: Facts, *, render: bool) -> CausalScore:
+def read_causal_rerank(facts: ModelMetadata, *, render: bool) -> CausalRerank:
     """The token ids of the two answers, and the text around query and document.
 
     With `render` off the chat template, which is a program of the model's authors, is not run, and the text is empty.
@@ -90,10 +90,10 @@ def read_yes_no(facts: Facts, *, render: bool) -> CausalScore:
     if "message" not in (facts.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the reranker scores pairs without a chat template, which is not served")
     prefix, body, suffix = _around(_rendered(facts)) if render else ("", "{query}{document}", "")
-    return CausalScore(config["true_token_id"], config.get("false_token_id"), prefix, body, suffix)
+    return CausalRerank(config["true_token_id"], config.get("false_token_id"), prefix, body, suffix)
 
 
-def _as_qwen3(facts: Facts) -> CausalScore:
+def _as_qwen3(facts: ModelMetadata) -> CausalRerank:
     if facts.config["model_type"] != "qwen3":
         raise ModelLoadFailed(
             f"a {facts.config['model_type']} language model says nothing of how it is asked for a score; "
@@ -102,10 +102,10 @@ def _as_qwen3(facts: Facts) -> CausalScore:
     yes, no = facts.tokens.id("yes"), facts.tokens.id("no")
     if yes is None or no is None:
         raise ModelLoadFailed('the words "yes" and "no" are no tokens of this model, so it has no score to give')
-    return CausalScore(yes, no, _QWEN3_PREFIX, _QWEN3_BODY, _QWEN3_SUFFIX)
+    return CausalRerank(yes, no, _QWEN3_PREFIX, _QWEN3_BODY, _QWEN3_SUFFIX)
 
 
-def _rendered(facts: Facts) -> str:
+def _rendered(facts: ModelMetadata) -> str:
     """The chat template with the marks for query and document in it."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -124,8 +124,8 @@ def _rendered(facts: Facts) -> str:
         raise ModelLoadFailed(f"the chat template cannot be used for query and document: {error}") from error
 
 
-def _template(facts: Facts) -> str:
-    file = facts.transformer / "chat_template.jinja"
+def _template(facts: ModelMetadata) -> str:
+    file = facts.transformer_dir / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = facts.tokens.config.get("chat_template")
@@ -134,7 +134,7 @@ def _template(facts: Facts) -> str:
     return template
 
 
-def _messages(facts: Facts, template: str) -> list[dict[str, Any]]:
+def _messages(facts: ModelMetadata, template: str) -> list[dict[str, Any]]:
     """Query and document as sentence-transformers hands them over, behind the default prompt as system message."""
     how = facts.settings["modality_config"]["message"].get("format", "auto")
     structured = how == "structured" or (how == "auto" and any(part in template for part in _STRUCTURED))

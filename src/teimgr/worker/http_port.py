@@ -165,7 +165,7 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """200 with an empty body once the known text went through the device."""
         try:
-            await asyncio.to_thread(self._dispatcher.engine.prove, _HEALTH_TIMEOUT_S)
+            await asyncio.to_thread(self._dispatcher.engine.self_test, _HEALTH_TIMEOUT_S)
         except Unavailable:
             return response(failure(TEI, Unavailable("unhealthy")))
         return Response()

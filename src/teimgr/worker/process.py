@@ -319,7 +319,7 @@ class Worker:
         }
 
     async def _probe(self, _: bytes, limit_s: float) -> bytes:
-        await asyncio.to_thread(self._dispatcher.engine.prove, limit_s)
+        await asyncio.to_thread(self._dispatcher.engine.self_test, limit_s)
         return b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:

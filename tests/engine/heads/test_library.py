@@ -49,11 +49,11 @@ def load(folder: Path, family: str = "") -> Model:
 def test_logits_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
     theirs = save_headed(family, SEQUENCE, tmp_path, num_labels=3)
     model, texts = load(tmp_path, family), random_texts()
-    model.transformer.use(Batching.BY_RUN if family in PACKED else Batching.EQUAL_LENGTH)
+    model.backbone.use(Batching.BY_RUN if family in PACKED else Batching.EQUAL_LENGTH)
 
     assert model.outputs == {Output.SCORES}
     assert model.widths == {Output.SCORES: 3}
-    assert isinstance(model.transformer, WholeModel) == (family == "t5")
+    assert isinstance(model.backbone, WholeModel) == (family == "t5")
     for text, ours in zip(texts, run(model, texts, Output.SCORES), strict=True):
         np.testing.assert_allclose(ours, logits_of(theirs, text), atol=1e-5)
 
@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_whole_model(family: str, tmp_path: Path) -> Non
 def test_modernbert_pools_for_its_head_as_its_configuration_says(pooling: str, tmp_path: Path) -> None:
     theirs = save_headed("modernbert", SEQUENCE, tmp_path, num_labels=2, classifier_pooling=pooling)
     model, texts = load(tmp_path), random_texts()
-    model.transformer.use(Batching.BY_RUN)
+    model.backbone.use(Batching.BY_RUN)
 
     for text, ours in zip(texts, run(model, texts, Output.SCORES), strict=True):
         np.testing.assert_allclose(ours, logits_of(theirs, text), atol=1e-5)
@@ -75,7 +75,7 @@ def test_a_decoder_reads_the_token_that_the_library_takes_for_the_last(pad: int 
     model, texts = load(tmp_path), random_texts()
     for text in texts[:2]:
         text[-2:] = PAD  # the second is nothing else
-    model.transformer.use(Batching.BY_RUN)
+    model.backbone.use(Batching.BY_RUN)
 
     for text, ours in zip(texts, run(model, texts, Output.SCORES), strict=True):
         np.testing.assert_allclose(ours, logits_of(theirs, text), atol=1e-5)
@@ -94,7 +94,7 @@ def test_the_plain_forward_is_the_library_with_types_and_keys(tmp_path: Path) ->
             attention_mask=torch.tensor([[1] * 6 + [0] * 2]),
         ).logits
 
-    np.testing.assert_allclose(model.run_plainly(encoded)[Output.SCORES].values, truth, atol=1e-6)
+    np.testing.assert_allclose(model.run_reference(encoded)[Output.SCORES].values, truth, atol=1e-6)
     batch = [encoded, Encoded(text), encoded]  # in one run with a text that has neither
     for ours, wanted in zip(run(model, batch, Output.SCORES), (truth, logits_of(theirs, text), truth), strict=True):
         np.testing.assert_allclose(ours, wanted.reshape(-1), atol=1e-5)
@@ -104,7 +104,7 @@ def test_the_plain_forward_is_the_library_with_types_and_keys(tmp_path: Path) ->
 def test_sixteen_bits_stay_close(family: str, tmp_path: Path) -> None:
     theirs = save_headed(family, SEQUENCE, tmp_path, num_labels=3)
     model, texts = load(tmp_path), random_texts()
-    model.transformer.convert(torch.bfloat16)
+    model.backbone.convert(torch.bfloat16)
     ours = np.array(run(model, texts, Output.SCORES))
     truth = np.array([logits_of(theirs, text).numpy() for text in texts])
 

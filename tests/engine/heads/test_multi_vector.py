@@ -43,7 +43,7 @@ def encoder(folder: Path) -> torch.nn.Module:
 
 def load(folder: Path, kind: Kind, **parts: object) -> Model:
     model = load_model(layout_of(folder, Backbone.ENCODER, kind, position_offset=2, **parts), CPU)
-    model.transformer.use(Batching.BY_RUN)
+    model.backbone.use(Batching.BY_RUN)
     return model
 
 

@@ -13,13 +13,13 @@ from teimgr.engine.backbone import Batching
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Backbone, CausalScore, Kind, Scoring
+from teimgr.model_files import Backbone, CausalRerank, Kind, ScoringConfig
 
 CAUSAL = transformers.AutoModelForCausalLM
 
 
 def load(folder: Path, yes: int, no: int | None) -> Model:
-    scoring = Scoring(("score",), "sigmoid", CausalScore(yes, no, "", "{query}{document}", ""))
+    scoring = ScoringConfig(("score",), "sigmoid", CausalRerank(yes, no, "", "{query}{document}", ""))
     return load_model(layout_of(folder, Backbone.CAUSAL_LM, Kind.RERANKER, scoring=scoring), CPU)
 
 
@@ -28,7 +28,7 @@ def load(folder: Path, yes: int, no: int | None) -> Model:
 def test_the_score_is_the_difference_of_two_logits(family: str, tied: bool, tmp_path: Path) -> None:
     theirs = save_headed(family, CAUSAL, tmp_path, tie_word_embeddings=tied)
     model, texts = load(tmp_path, 9, 40), random_texts()
-    model.transformer.use(Batching.BY_RUN)
+    model.backbone.use(Batching.BY_RUN)
 
     assert model.widths == {Output.SCORES: 1}
     for text, score in zip(texts, run(model, texts, Output.SCORES), strict=True):

@@ -54,10 +54,10 @@ def assert_weights(model: Model, theirs: transformers.PreTrainedModel, splade: S
 def test_weights_are_the_librarys_logits_pooled(family: str, tmp_path: Path) -> None:
     theirs, splade = save_headed(family, MASKED, tmp_path), Splade()
     model = load(tmp_path, family, splade)
-    model.transformer.use(Batching.BY_RUN if family in PACKED else Batching.EQUAL_LENGTH)
+    model.backbone.use(Batching.BY_RUN if family in PACKED else Batching.EQUAL_LENGTH)
 
     assert model.widths == {Output.SPARSE: 120, Output.DENSE: 120}
-    assert not isinstance(model.transformer, WholeModel)
+    assert not isinstance(model.backbone, WholeModel)
     assert_weights(model, theirs, splade)
 
 
@@ -77,7 +77,7 @@ def test_the_plain_forward_is_the_librarys(tmp_path: Path) -> None:
     theirs, splade = save_headed("roberta", MASKED, tmp_path), Splade("sum")
     model = load(tmp_path, "roberta", splade)
     (text,) = random_texts([20])
-    found = model.run_plainly(Encoded(text))
+    found = model.run_reference(Encoded(text))
 
     np.testing.assert_allclose(found[Output.DENSE].values[0], truth(theirs, text, splade), atol=1e-5)
 
@@ -85,7 +85,7 @@ def test_the_plain_forward_is_the_librarys(tmp_path: Path) -> None:
 def test_sixteen_bits_stay_close(tmp_path: Path) -> None:
     theirs, splade = save_headed("bert", MASKED, tmp_path), Splade()
     model, texts = load(tmp_path, "bert", splade), random_texts()
-    model.transformer.convert(torch.bfloat16)
+    model.backbone.convert(torch.bfloat16)
     ours = np.array(run(model, texts, Output.DENSE))
     wanted = np.array([truth(theirs, text, splade) for text in texts])
     cosines = (ours * wanted).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(wanted, axis=1)
@@ -97,6 +97,6 @@ def test_sixteen_bits_stay_close(tmp_path: Path) -> None:
 def test_a_weight_that_is_no_number_is_not_lost(tmp_path: Path) -> None:
     save_headed("bert", MASKED, tmp_path)
     model = load(tmp_path, "bert", Splade())
-    model.transformer.hidden = lambda batch: torch.full((batch.tokens, 32), float("nan"))  # type: ignore[method-assign]
+    model.backbone.hidden = lambda batch: torch.full((batch.tokens, 32), float("nan"))  # type: ignore[method-assign]
 
     assert all(np.isnan(values).all() and len(values) for _, values in run(model, random_texts(), Output.SPARSE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import orjson
 
-from teimgr.engine.job import InferOptions, Job, Lane, SparseVector
+from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
 from teimgr.worker.http import answers
 
 
@@ -42,7 +42,7 @@ def test_of_equal_scores_the_higher_index_comes_first() -> None:
 
 def test_numbers_are_written_as_32_bits() -> None:
     job = finished(1)
-    job.sparse = [SparseVector(np.array([3, 70_000], np.uint32), np.array([0.020964134, 1 / 3], np.float32))]
+    job.sparse = [SparseRow(np.array([3, 70_000], np.uint32), np.array([0.020964134, 1 / 3], np.float32))]
     job.tokens_of = [np.arange(6, dtype=np.float32).reshape(3, 2)[:, :1] / 10]  # not contiguous
 
     assert answers.sparse(job) == b'[[{"index":3,"value":0.020964134},{"index":70000,"value":0.33333334}]]'

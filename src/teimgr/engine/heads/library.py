@@ -100,7 +100,7 @@ def _pooler(backbone: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class HeadTrial:
     """A few short texts: their batch, their hidden states [T, H], and what the whole model says of them, one by one."""
 
     batch: PackedBatch
@@ -109,7 +109,7 @@ class Trial:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, head: LibraryHead) -> Trial:
+    def of(cls, head: LibraryHead) -> HeadTrial:
         """Random ids through the library's own forward; one text ends in the padding token, which some heads skip."""
         batch = pack([Encoded(ids) for ids in _trial_ids(head.module)])
         device = head.module.device

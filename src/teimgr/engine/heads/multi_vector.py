@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.heads.base import Rows, moved
+from teimgr.engine.heads import Rows, moved
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files import LateInteraction
 

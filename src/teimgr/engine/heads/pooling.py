@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.heads.base import Rows
+from teimgr.engine.heads import Rows
 
 
 @dataclass(frozen=True, slots=True)

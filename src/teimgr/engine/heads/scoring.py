@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.heads.base import Rows, moved
-from teimgr.engine.heads.library import LibraryHead, Trial
+from teimgr.engine.heads import Rows, moved
+from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.pooling import pool
 from teimgr.engine.heads.projections import torch_activation
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import CausalScore
+from teimgr.model_files import CausalRerank
 
 
 class CausalHead:
@@ -34,7 +34,7 @@ class CausalHead:
 
 
 @torch.no_grad()  # tensors of the inference mode could not change their type later
-def keep_two_tokens(module: Any, score: CausalScore) -> None:
+def keep_two_tokens(module: Any, score: CausalRerank) -> None:
     """Leave of a language model's output layer the rows of the tokens that `score` looks at: no other logit is made.
 
     Raises:
@@ -79,7 +79,7 @@ def sequence_head(library: LibraryHead) -> SequenceHead | None:
     One row for each text is enough for nearly all: the first, the last, or the mean of all. What remains sees all
     tokens, run by run.
     """
-    trial = Trial.of(library)
+    trial = HeadTrial.of(library)
     truth = torch.stack(trial.logits)
     for name, reading in _readings(library).items():
         try:

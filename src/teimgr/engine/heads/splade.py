@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from teimgr.engine.batch import PackedBatch, Run
-from teimgr.engine.heads.base import Rows
+from teimgr.engine.heads import Rows
 from teimgr.model_files import Splade
 
 # Logits that exist at one moment. On a CPU a larger temporary is mapped and unmapped by every operation.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.job import InferOptions, Input, Job, Output, Pair, SparseVector
+from teimgr.engine.job import InferOptions, Input, Job, Output, Pair, SparseRow
 from teimgr.spec import ModelInfo
 from teimgr.worker.http.common import DOCUMENT_PROMPTS, MOST_INPUTS, QUERY_PROMPTS, need_kind, prompt_among
 from teimgr.worker.http.inference import CallOptions, HttpInference, Inference, ServedModel
@@ -99,7 +99,7 @@ def _compared(kind: str, queries: Job, documents: Job) -> NDArray[np.float32]:
     return np.array([_best_matches(*pair) for pair in of_tokens], np.float32)
 
 
-def _product(first: SparseVector | None, second: SparseVector | None) -> np.float32:
+def _product(first: SparseRow | None, second: SparseRow | None) -> np.float32:
     assert first is not None
     assert second is not None
     _, here, there = np.intersect1d(first.indices, second.indices, assume_unique=True, return_indices=True)

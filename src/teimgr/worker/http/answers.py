@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from teimgr.engine.job import Job, SparseVector
+from teimgr.engine.job import Job, SparseRow
 from teimgr.worker import scores
 
 Answer = Callable[[Job], bytes]
@@ -75,7 +75,7 @@ def _rows_per_token(job: Job) -> Iterator[NDArray[np.float32]]:
         yield rows
 
 
-def _entries(vector: SparseVector | None) -> Iterator[dict[str, object]]:
+def _entries(vector: SparseRow | None) -> Iterator[dict[str, object]]:
     assert vector is not None
     for index, value in zip(vector.indices.tolist(), vector.values, strict=True):
         yield {"index": index, "value": value}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.job import InferOptions, Job, Output, SparseVector
+from teimgr.engine.job import InferOptions, Job, Output, SparseRow
 from teimgr.errors import TeimgrError
 from teimgr.spec import ModelInfo
 from teimgr.wire.arrow_tables import (
@@ -81,7 +81,7 @@ def answer_unrun(model: ModelInfo, job: Job) -> Job:
     job.vectors = np.zeros((count, dense_width(model, job.options)), np.float32)
     job.scores = np.zeros((count, max(len(model.labels), 1)), np.float32)
     if Output.SPARSE in job.options.outputs:
-        job.sparse = [SparseVector(_NOOP_INDICES + np.uint32(row), _NOOP_VALUES) for row in range(count)]
+        job.sparse = [SparseRow(_NOOP_INDICES + np.uint32(row), _NOOP_VALUES) for row in range(count)]
     return job
 
 

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Output
-from teimgr.engine.tokenizer import Token
+from teimgr.engine.tokenizer import TokenSpan
 from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import ModelInfo, WorkerSpec
@@ -82,7 +82,7 @@ def info_response(model: ModelInfo, spec: WorkerSpec) -> bytes:
     ).SerializeToString()
 
 
-def encode_response(tokens: list[Token]) -> bytes:
+def encode_response(tokens: list[TokenSpan]) -> bytes:
     """`tei.v1.EncodeResponse`; offsets are left out for special tokens."""
     message = tei_pb2.EncodeResponse()
     for token in tokens:

@@ -18,7 +18,7 @@ _SAME_CLASS = ("model", "config", "for", "pretrainedmodel", "encodermodel")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelMetadata:
     """The files of a model directory.
 
     `transformer` is where the first module lies: its config.json is `config`, its sentence_bert_config.json `settings`.
@@ -26,7 +26,7 @@ class Facts:
     """
 
     root: Path
-    transformer: Path
+    transformer_dir: Path
     config: dict[str, Any]
     saved: dict[str, Any]
     settings: dict[str, Any]
@@ -49,7 +49,7 @@ class Facts:
         return {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
 
 
-def read_facts(root: Path, trust_remote_code: bool) -> Facts:
+def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     """Read the directory `root`.
 
     Raises:
@@ -73,9 +73,9 @@ def read_facts(root: Path, trust_remote_code: bool) -> Facts:
         _refuse_remote_code(config)
     settings = read_settings(transformer)
     _refuse_settings(settings)
-    return Facts(
+    return ModelMetadata(
         root=root,
-        transformer=transformer,
+        transformer_dir=transformer,
         config=config,
         saved=read_object(root / "config_sentence_transformers.json") or {},
         settings=settings,

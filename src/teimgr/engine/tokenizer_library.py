@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer, normalizers
 
 from teimgr.errors import ModelLoadFailed, TokenizerFailed
@@ -16,7 +18,7 @@ from teimgr.model_files import Layout
 Text = str | tuple[str, str]
 
 
-class LibraryTokenizer:
+class TokenizerLibrary:
     """Safe from any thread; the GIL is free while it works."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,7 +77,7 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
     Raises:
         ModelLoadFailed: there is none, or it cannot be read.
     """
-    path = layout.transformer / "tokenizer.json"
+    path = layout.transformer_dir / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout)
     except Exception as error:
@@ -93,10 +95,10 @@ def _convert(layout: Layout) -> Tokenizer:
     """A fast tokenizer from an older model's vocabulary. Without one, transformers would make up an empty one."""
     from transformers import AutoTokenizer
 
-    if not any((layout.transformer / name).is_file() for name in _VOCABULARIES):
+    if not any((layout.transformer_dir / name).is_file() for name in _VOCABULARIES):
         raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(_VOCABULARIES)}")
     trust = layout.trust_remote_code  # never None: transformers would ask at the terminal
-    slow = AutoTokenizer.from_pretrained(layout.transformer, local_files_only=True, trust_remote_code=trust)
+    slow = AutoTokenizer.from_pretrained(layout.transformer_dir, local_files_only=True, trust_remote_code=trust)
     backend = getattr(slow, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
@@ -143,3 +145,98 @@ def _parts(stated: dict[str, Any] | None, children: str) -> Iterable[dict[str, A
     if stated["type"] == "Sequence":
         return [part for child in stated[children] for part in _parts(child, children)]
     return [stated]
+
+
+class Cut(NamedTuple):
+    """Keep `limit` tokens, special ones included; of a pair the longer half is cut first. `left` keeps the end."""
+
+    limit: int
+    left: bool
+
+    def kept(self, encoding: Encoding) -> NDArray[np.intp] | None:
+        """Where the tokens are that stay, special ones always; None where all do."""
+        if len(encoding) <= self.limit:
+            return None
+        half_of = halves(encoding)
+        stays = half_of < 0
+        for half, count in enumerate(self.counts(half_of)):
+            tokens = np.flatnonzero(half_of == half)
+            stays[tokens[len(tokens) - count :] if self.left else tokens[:count]] = True
+        return np.flatnonzero(stays)
+
+    def counts(self, half_of: NDArray[np.int8]) -> tuple[int, int]:
+        """How many tokens of the first and of the second half stay; a single text is a first half."""
+        first, second = (int((half_of == half).sum()) for half in (0, 1))
+        room = self.room(half_of)
+        if first + second <= room:
+            return first, second
+        if min(first, second) * 2 <= room:  # the shorter one stays whole
+            return (first, room - first) if first <= second else (room - second, second)
+        less = room // 2
+        return (less, room - less) if first <= second else (room - less, less)
+
+    def room(self, half_of: NDArray[np.int8]) -> int:
+        """How many tokens may stay beside the special ones."""
+        return max(0, self.limit - int((half_of < 0).sum()))
+
+
+def halves(encoding: Encoding) -> NDArray[np.int8]:
+    """Which half each token is of, 0 or 1; -1 for special ones."""
+    return np.array([-1 if half is None else half for half in encoding.sequence_ids], dtype=np.int8)
+
+
+class Shortener:
+    """Cuts to `characters`; `safe` is whether the tokenizer breaks at spaces."""
+
+    def __init__(self, characters: int, safe: bool) -> None:
+        self._characters = characters
+        self._safe = safe
+
+    def short(self, text: Text, left: bool) -> Text:
+        """`text` itself, or what is left of it; of a pair each half by itself."""
+        if isinstance(text, str):
+            return self.short_text(text, left)
+        first, second = (self.short_text(half, left) for half in text)
+        return text if first is text[0] and second is text[1] else (first, second)
+
+    def short_text(self, text: str, left: bool) -> str:
+        """The same for one text."""
+        if not self._safe or len(text) <= self._characters:
+            return text
+        at = _space_after(text, len(text) - self._characters) if left else _space_before(text, self._characters)
+        if at is None:
+            return text
+        return text[at:] if left else text[:at]
+
+    def holds(self, encoding: Encoding, short: Text, text: Text, cut: Cut) -> bool:
+        """Whether what `cut` keeps of `encoding`, which is that of `short`, is what it keeps of `text` too."""
+        if short is text:
+            return True
+        if isinstance(short, str) or isinstance(text, str):
+            return len(encoding) > cut.limit
+        half_of = halves(encoding)
+        room, kept = cut.room(half_of), cut.counts(half_of)
+        if sum(kept) < room:
+            return False
+        # The shorter half is untouched and the longer one fills the rest, or both have half: whatever lies beyond a
+        # cut could only make a half longer that is long enough.
+        shorter = kept.index(min(kept))
+        if kept[shorter] < room // 2:
+            return short[shorter] is text[shorter]
+        return kept[0] == kept[1]
+
+
+def _space_before(text: str, at: int) -> int | None:
+    """The last space at or before `at` between two letters or digits."""
+    while (at := text.rfind(" ", 1, at)) > 0:
+        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
+            return at
+    return None
+
+
+def _space_after(text: str, at: int) -> int | None:
+    at -= 1
+    while (at := text.find(" ", at + 1)) > 0:
+        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
+            return at
+    return None
