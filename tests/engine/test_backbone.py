@@ -1,20 +1,27 @@
-"""Which class of the library, or of the model's own code, holds the weights."""
+"""Backbones: classes of transformers, a model's own code, and static tables of vectors."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from tests.support.models import edit
+from safetensors.torch import save_file
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tests.support.models import WIDTH, edit
+from tests.support.models.vocabularies import word_piece
 from tests.support.plain_models import CPU, layout_of, random_texts, run, save_headed
+from torch import Tensor
 
+from teimgr.engine.backbone import Batching
+from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
-from teimgr.engine.model import load_model
+from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files import Backbone, Kind, Layout
 
@@ -96,3 +103,70 @@ def test_missing_weights_are_counted_and_named(tmp_path: Path) -> None:
 
     with pytest.raises(ModelLoadFailed, match=r"16 weights are missing from the files, first encoder\.layer\.2"):
         load_model(encoder(tmp_path), CPU)
+
+
+SIZE = len(word_piece()())
+
+TABLES: dict[str, dict[str, Any]] = {
+    "sentence-transformers": {"embedding.weight": torch.randn(SIZE, WIDTH)},
+    "model2vec": {"embeddings": torch.randn(SIZE, WIDTH)},
+    "half": {"embeddings": torch.randn(SIZE, WIDTH).half()},
+    "mapped": {"embeddings": torch.randn(50, WIDTH), "mapping": torch.arange(SIZE) % 50},
+    "weighted": {
+        "embeddings": torch.randn(50, WIDTH).half(),
+        "mapping": (torch.arange(SIZE) % 50).int(),
+        "weights": torch.rand(SIZE, dtype=torch.float64),
+    },
+}
+
+
+def load(folder: Path, **tensors: Tensor) -> Model:
+    save_file(tensors, folder / "model.safetensors")
+    return load_model(layout_of(folder, Backbone.STATIC, Kind.EMBEDDING), CPU)
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_vectors_are_the_means_of_the_rows(name: str, tmp_path: Path) -> None:
+    model, texts = load(tmp_path, **TABLES[name]), random_texts()
+    word_piece()().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    bag = StaticEmbedding.load(str(tmp_path)).float()
+    ids = torch.from_numpy(np.concatenate(texts).astype(np.int64))
+    offsets = torch.tensor([0, *np.cumsum([len(text) for text in texts])[:-1]])
+    with torch.inference_mode():
+        wanted = bag({"input_ids": ids, "offsets": offsets})["sentence_embedding"]
+
+    assert model.widths == {Output.DENSE: WIDTH, Output.TOKENS: WIDTH}
+    for batching in (Batching.BY_RUN, Batching.EQUAL_LENGTH):
+        model.backbone.use(batching)
+        np.testing.assert_allclose(run(model, texts, Output.DENSE), wanted, atol=2e-5)
+    plain = [model.run_reference(Encoded(text))[Output.DENSE].values[0] for text in texts]
+    np.testing.assert_allclose(plain, wanted, atol=2e-5)
+
+
+def test_an_eight_bit_table_is_taken_without_a_scale(tmp_path: Path) -> None:
+    table = torch.randint(-127, 127, (SIZE, WIDTH), dtype=torch.int8)
+    model, texts = load(tmp_path, embeddings=table), random_texts()
+
+    for text, vector in zip(texts, run(model, texts, Output.DENSE), strict=True):
+        np.testing.assert_allclose(vector, table.numpy()[text].mean(0), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"linear.weight": torch.zeros(4, 4)}, "no table"),
+        ({"embeddings": torch.zeros(4, 4, dtype=torch.int32)}, "no table"),
+        ({"embeddings": torch.zeros(4, 4), "mapping": torch.tensor([0, 4])}, "outside the table"),
+        ({"embeddings": torch.zeros(4, 4), "weights": torch.zeros(3)}, "as many weights"),
+    ],
+)
+def test_a_file_without_a_sound_table_is_refused(tensors: dict[str, Tensor], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match=reason):
+        load(tmp_path, **tensors)
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+
+    with pytest.raises(ModelLoadFailed, match="cannot be read"):
+        load_model(layout_of(tmp_path, Backbone.STATIC, Kind.EMBEDDING), CPU)

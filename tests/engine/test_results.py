@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests import models
 from tests.engine.conftest import WAIT_S, Served
+from tests.support import models
 
 from teimgr.engine import runner
 from teimgr.engine.backbone import Batching

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.layout import Kind
+from teimgr.model_files.metadata import ModelMetadata
 from teimgr.spec import KINDS
 
 _SCORING = (Kind.RERANKER, Kind.CLASSIFIER)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.files import read_object
 from teimgr.model_files.layout import Dense, LateInteraction
+from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.modules import TOKENS, Module, read_projections
 
 ROLES = ("query", "document")

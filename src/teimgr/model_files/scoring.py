@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.layout import CausalRerank, ScoringConfig
+from teimgr.model_files.metadata import ModelMetadata
 
 _SHORT = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
