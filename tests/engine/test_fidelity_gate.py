@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import models
+from tests.support import models
 from tests.support.models import build, edit
 
 from teimgr.engine import batch, fidelity_gate

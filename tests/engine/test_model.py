@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests import models
 from tests.engine.conftest import Served
+from tests.support import models
 from tests.support.models import PAIRS, TEXTS
 
 from teimgr.engine.job import Input, Job, Output, Pair

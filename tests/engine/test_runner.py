@@ -39,7 +39,7 @@ def entries_of(job: Job, length: int = 1) -> list[QueueEntry]:
 class Scarce:
     """A model with room for so many texts, which counts what its failed forwards keep alive."""
 
-    transformer = SimpleNamespace(device=torch.device("cpu"))
+    backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
 
     def __init__(self, error: type[Exception], room: int) -> None:
@@ -81,7 +81,7 @@ def test_a_batch_that_fails_leaves_nothing_in_memory_when_its_halves_run(
 class Device:
     """A model whose batches finish, in order, when they are let go."""
 
-    transformer = SimpleNamespace(device=torch.device("cpu"))
+    backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
 
     def __init__(self) -> None:
