@@ -1,4 +1,8 @@
-"""The frozen values that every part of teimgr shares: what is wanted, what is running, where it answers."""
+"""Specs and views: what is wanted, what a worker is launched with, what is shown. Every part of teimgr shares them.
+
+`InstanceSpec` declares the keys of an instance, one line each. REST bodies, seeds and templates of the configuration,
+the state file, flags of `extra_args`, the client's checks and what a change needs are derived from it.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,24 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import Field, asdict, dataclass, field, fields
+from enum import Enum, IntEnum
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from teimgr.errors import InvalidInstanceName
 
-# What an instance may ask for; TEI's spelling, and "auto" beside it.
+U16 = 2**16 - 1
+U32 = 2**32 - 1
+I64 = 2**63 - 1  # what TOML can express
+
+# TEI's spelling, and "auto".
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
-# What an instance may say its model is, over what the model's files say.
+# Kinds of models; a given one overrides what the model's files indicate.
 KINDS = ("embedding", "sparse", "multi-vector", "reranker", "classifier")
-# The keys of an instance that take one word of several.
-SPEC_WORDS = {"dtype": DTYPES, "pooling": POOLINGS, "kind": KINDS}
 
-# What may happen to an instance, as events and webhooks call it.
+# Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = ("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy", "updated", "deleted")
 
 _ROUTES = {"actions"}
@@ -28,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class State(str, Enum):
-    """Where an instance is in its life, as REST says it."""
+    """State of an instance or a worker; the value is the word of REST."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -38,10 +45,10 @@ class State(str, Enum):
 
 
 def check_name(name: str) -> str:
-    """`name` itself, when it may name an instance, a log file and a run file.
+    """Return `name` if it is valid for an instance, its log file and its run file.
 
     Raises:
-        InvalidInstanceName: it may not.
+        InvalidInstanceName: It is not.
     """
     if not name:
         raise InvalidInstanceName(name, "Instance name cannot be empty")
@@ -54,37 +61,149 @@ def check_name(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceSpec:
-    """What a user wants under one name. An edit is a new spec.
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A declared key of the configuration.
 
-    The keys are those of the contract's create body, seed and state file; `dtype`, `revision`, `threads`, `kind`,
-    `trust_remote_code` and `replicas` (a number of workers, or one per GPU) are teimgr's own. `port` and
-    `prometheus_port` are resolved before a spec is stored; 0 and None ask for one. `max_batch_tokens` 0 asks for as
-    many as the GPU's free memory allows. `tags` are for people and filters. `wanted_running` is the user's last word: a
-    stop survives a restart of the daemon. `seeded` is an instance that the configuration made.
+    Attributes:
+        meaning: One line for documentation.
+        low: Inclusive lower limit of a number.
+        high: Inclusive upper limit of a number.
+        label: What a message calls the key where its path alone is not clear.
+        also: tei-manager's environment variable for it.
+        live: A reload changes it at once; other keys change at the next start.
+        secret: Its value is never shown.
     """
 
-    name: str
-    model_id: str
-    port: int = 0
-    max_batch_tokens: int = 16384
-    max_concurrent_requests: int = 512
-    pooling: str | None = None
-    gpu_id: int | None = None
-    prometheus_port: int | None = None
-    startup_timeout_secs: int | None = None
-    extra_args: tuple[str, ...] = ()
-    created_at: str | None = None
-    dtype: str = "auto"
-    revision: str | None = None
-    threads: int | None = None
-    kind: str | None = None
-    trust_remote_code: bool = False
-    replicas: int | Literal["per-gpu"] = 1
-    tags: Mapping[str, str] = field(default_factory=dict, hash=False)
-    wanted_running: bool = True
-    seeded: bool = False
+    meaning: str = ""
+    low: float | None = None
+    high: float | None = None
+    label: str = ""
+    also: str = ""
+    live: bool = False
+    secret: bool = False
+
+    def out_of_range(self, value: object) -> str | None:
+        """The sentence that refuses a number outside the limits; None for one inside and for anything else."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        label = f"{self.label} " if self.label else ""
+        if self.low is not None and value < self.low:
+            return f"{label}must be >= {self.low} (got {value})"
+        if self.high is not None and value > self.high:
+            return f"{label}must be <= {self.high} (got {value})"
+        return None
+
+
+class Change(IntEnum):
+    """What an update of a key needs; an update of several needs the greatest."""
+
+    IN_PLACE = 0  # only the daemon uses it
+    SCALE = 1  # workers are added or removed
+    REPLACE = 2  # other workers, where it changes their `WorkerSpec`
+    FIXED = 3  # no update can change it; a reload deletes the instance and creates it again
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceKey(Key):
+    """A declared key of an instance.
+
+    Attributes:
+        change: What an update of it needs.
+        words: The values of a text that is one of several.
+        most: Limit of the entries of a list or table in a REST body.
+        flag: `extra_args` may give it as `--key-name`.
+        left_open: The value that lets the daemon choose, if there is one.
+        auto: REST takes the word "auto" for 0.
+        in_rest: A REST request may give it.
+        in_config: A seed may give it.
+    """
+
+    change: Change = Change.IN_PLACE
+    words: tuple[str, ...] = ()
+    most: int | None = None
+    flag: bool = False
+    left_open: Any = ...
+    auto: bool = False
+    in_rest: bool = True
+    in_config: bool = True
+
+    def not_a_word(self, value: object) -> str | None:
+        """The sentence that refuses a value that is none of `words`."""
+        if not self.words or value is None or value in self.words:
+            return None
+        return f"must be one of {', '.join(self.words)} (got {value!r})"
+
+
+def declared(
+    meaning: str, low: float | None = None, high: float | None = None, *, kind: type[Key] = Key, **options: Any
+) -> Mapping[str, Key]:
+    """The metadata of a dataclass field that is a declared key."""
+    return {"key": kind(meaning, low, high, **options)}
+
+
+def key(default: Any, meaning: str, low: float | None = None, high: float | None = None, **options: Any) -> Any:
+    """A dataclass field that is a declared key; a `default` that is a type makes a new value each time."""
+    metadata, shown = declared(meaning, low, high, **options), not options.get("secret")
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata, repr=shown, hash=False)
+    return field(default=default, metadata=metadata, repr=shown)
+
+
+def key_of(item: Field[Any]) -> Key:
+    """The declaration in a field's metadata, or one that allows everything."""
+    found: Key = item.metadata.get("key", _ANY)
+    return found
+
+
+_ANY = Key()
+_IN_PLACE, _SCALE, _REPLACE, _FIXED = Change
+_declared = partial(declared, kind=InstanceKey)
+_key = partial(key, kind=InstanceKey)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSpec:
+    """What is wanted under one name, by the contract's keys and our own. An update makes a new spec.
+
+    Values that are left open are resolved before a spec is stored.
+    """
+
+    name: str = field(metadata=_declared("a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -", change=_FIXED))
+    model_id: str = field(metadata=_declared("id on the model hub, or a local directory", change=_REPLACE))
+    port: int = _key(0, "port of the instance; 0: a free one of the range", 0, U16, change=_FIXED, left_open=0)
+    max_batch_tokens: int = _key(
+        16384, "token budget of one batch", 0, U32, change=_REPLACE, flag=True, left_open=0, auto=True
+    )
+    max_concurrent_requests: int = _key(
+        512, "calls inside a worker; four times as many wait before one is refused", 1, U32, change=_REPLACE, flag=True
+    )
+    pooling: str | None = _key(None, "absent: what the model says", change=_REPLACE, words=POOLINGS, flag=True)
+    gpu_id: int | None = _key(None, "index of the GPU; absent: the most free one, or the CPU", 0, U32, change=_REPLACE)
+    prometheus_port: int | None = _key(
+        None, "port of its te_* metrics; absent: a free one; 0: none", 0, U16, change=_FIXED, left_open=None
+    )
+    startup_timeout_secs: int | None = _key(None, "limit of a start; absent: the daemon's", 1, I64)
+    extra_args: tuple[str, ...] = _key((), "flags of TEI, such as --revision main", change=_REPLACE, most=256)
+    created_at: str | None = _key(None, "RFC 3339, in UTC", change=_FIXED, in_rest=False)
+    dtype: str = _key("auto", "element type of the weights", change=_REPLACE, words=DTYPES, flag=True)
+    revision: str | None = _key(None, "branch, tag or commit on the hub", change=_REPLACE, flag=True)
+    threads: int | None = _key(None, "CPU threads of each worker; absent: a fair share", 1, 4096)
+    kind: str | None = _key(None, "absent: what the model's files say", change=_REPLACE, words=KINDS, flag=True)
+    trust_remote_code: bool = _key(False, "run code of the model's own repository", change=_REPLACE, flag=True)
+    replicas: Literal["per-gpu"] | int = _key(1, "workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE)
+    tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
+    wanted_running: bool = _key(True, "false after a user's stop", in_rest=False, in_config=False)
+    seeded: bool = _key(False, "the configuration created it", in_rest=False, in_config=False)
+
+
+KEYS: Mapping[str, InstanceKey] = {item.name: item.metadata["key"] for item in fields(InstanceSpec)}
+"""The declared keys of an instance, in the order of the state file."""
+
+
+def updatable(name: str) -> bool:
+    """Whether PATCH and a template may have the key."""
+    return KEYS[name].in_rest and KEYS[name].change is not Change.FIXED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

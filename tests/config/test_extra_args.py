@@ -6,8 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from teimgr.config.extra_args import FLAGS, LENGTH_LIMIT_CHARS, parse
-from teimgr.config.provenance import REDACTED, shown_args
+from teimgr.config.extra_args import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, parse, shown_args
 from teimgr.errors import InvalidConfig
 from teimgr.spec import WorkerSpec
 

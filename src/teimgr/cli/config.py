@@ -8,7 +8,6 @@ import tomli_w
 
 from teimgr.config.provenance import Value, effective
 from teimgr.config.sources import Configuration, Source, read
-from teimgr.supervision.validation import seed_faults
 
 
 def check(file: Path) -> int:
@@ -17,7 +16,7 @@ def check(file: Path) -> int:
     Raises:
         InvalidConfig: it is not; the message has a line for each fault.
     """
-    settings = read(Source(file=file), seed_faults).settings
+    settings = read(Source(file=file)).settings
     if settings.tls_files is not None:
         settings.tls_files.context()
     for warning in settings.warnings():
@@ -32,7 +31,7 @@ def show(file: Path | None, *, only_changed: bool) -> int:
     Raises:
         InvalidConfig: as `check`.
     """
-    print("\n".join(_lines(read(Source(file=file), seed_faults), only_changed)))
+    print("\n".join(_lines(read(Source(file=file)), only_changed)))
     return 0
 
 

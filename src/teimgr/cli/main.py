@@ -28,11 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
 def serve(options: argparse.Namespace) -> int:
     """Run the daemon until it is asked to stop."""
     from teimgr.config.sources import Source, read, unheard
-    from teimgr.supervision.validation import seed_faults
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
     source = Source(file=options.config, overrides=keys)
-    configuration = read(source, seed_faults)
+    configuration = read(source)
     for warning in unheard():
         print(f"teimgr: warning: {warning}", file=sys.stderr)
     # The daemon imports much; a mistake in a setting is answered before that.

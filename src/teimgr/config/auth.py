@@ -1,6 +1,6 @@
 """TODO."""
 
-# ruff: noqa: RUF009  `_key` and `_needed` are dataclasses.field with a meaning; they make a new field at every call
+# ruff: noqa: RUF009  `_key` is dataclasses.field with metadata; it makes a new field at every call
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import tomli_w
 
 from teimgr.auth.policy import MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
 from teimgr.auth.tls_files import TlsFiles
-from teimgr.config import schema
 from teimgr.config.schema import Fault
 from teimgr.errors import InvalidConfig
+from teimgr.spec import declared
+from teimgr.spec import key as _key
 
 MTLS, API_KEYS = "mtls", "api_keys"
 PROVIDERS = (MTLS, API_KEYS)
@@ -27,22 +28,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SOURCES = ("key", "key_sha256", "key_file", "key_env")
 
 
-def _key(default: Any, meaning: str, *, secret: bool = False) -> Any:
-    metadata = {"rule": schema.Rule(meaning), "secret": secret, "live": False, "also": ""}
-    return field(default=default, metadata=metadata, repr=not secret)
-
-
-def _needed(meaning: str) -> Any:
-    return field(metadata={"rule": schema.Rule(meaning), "secret": False, "live": False, "also": ""})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mtls:
     """`[auth.mtls]`: PEM files of the two TLS listeners, and whom they let in."""
 
-    ca_cert: Path = _needed("certificate authority of the clients")
-    server_cert: Path = _needed("certificate of this server")
-    server_key: Path = _needed("private key of this server")
+    ca_cert: Path = field(metadata=declared("certificate authority of the clients"))
+    server_cert: Path = field(metadata=declared("certificate of this server"))
+    server_key: Path = field(metadata=declared("private key of this server"))
     allow_self_signed: bool = _key(False, "accepted and ignored: a client's chain to ca_cert is always verified")
     verify_subject: bool = _key(True, "let in only the subjects of allowed_subjects, where that list is not empty")
     allowed_subjects: tuple[str, ...] = _key((), "'CN=indexer', or several attributes; one entry must fit the subject")
@@ -59,20 +51,22 @@ class Mtls:
 class Tls:
     """`[auth.tls]`: TLS of both listeners without certificates of clients, so that keys do not travel in the clear."""
 
-    server_cert: Path = _needed("certificate of this server")
-    server_key: Path = _needed("private key of this server")
+    server_cert: Path = field(metadata=declared("certificate of this server"))
+    server_key: Path = field(metadata=declared("private key of this server"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     """`[[auth.api_keys]]`: one key. A key that is written out is kept as its SHA-256 from here on."""
 
-    name: str = _needed("who has the key; shown in logs and refusals")
+    name: str = field(metadata=declared("who has the key; shown in logs and refusals"))
     key: str | None = _key(None, "the key itself, at least 16 characters", secret=True)
     key_sha256: str | None = _key(None, "its SHA-256 in hex, as 'teimgr key new' prints it", secret=True)
     key_file: Path | None = _key(None, "a file with the key in it")
     key_env: str | None = _key(None, "an environment variable with the key in it")
-    rights: tuple[Literal["admin", "inference", "read"], ...] = _needed("what it may do; none includes another")
+    rights: tuple[Literal["admin", "inference", "read"], ...] = field(
+        metadata=declared("what it may do; none includes another")
+    )
     instances: tuple[str, ...] | None = _key(None, "names or globs of the instances it is for; absent: all")
 
     def __post_init__(self) -> None:

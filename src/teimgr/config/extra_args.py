@@ -1,30 +1,32 @@
-"""TODO."""
+"""`extra_args`: flags of TEI's router (text-embeddings-router 1.x), parsed into fields of `WorkerSpec`."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, get_args, get_type_hints
 
-from teimgr.config.provenance import KEY_FLAG, REDACTED
 from teimgr.errors import InvalidConfig
-from teimgr.spec import DTYPES, KINDS, POOLINGS
+from teimgr.spec import KEYS, InstanceKey, InstanceSpec
 
+REDACTED = "***"
 LENGTH_LIMIT_CHARS = 16 * 1024
+_SECRET = "--api-key"
+_HINTS = get_type_hints(InstanceSpec)
 
 
 def _text(value: str) -> str:
     return value
 
 
-def _key(value: str) -> str:
+def _secret(value: str) -> str:
     if value == REDACTED:
         raise ValueError("must be the key itself, not what is shown in its place")
     return value
 
 
-def _flag(value: str) -> bool:
+def _boolean(value: str) -> bool:
     if value not in ("true", "false"):
         raise ValueError("must be true or false")
     return value == "true"
@@ -37,59 +39,59 @@ def _count(value: str) -> int:
     return number
 
 
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def read(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"must be one of {', '.join(allowed)}")
-        return value
-
-    return read
-
-
 @dataclass(frozen=True, slots=True)
 class _Flag:
-    """`read` turns the text into a value; `field` is that of WorkerSpec, None for a flag that means nothing here.
+    """`read` converts the text; `field` is that of WorkerSpec, None for a flag without effect here.
 
-    `bare` flags may stand without a value, which then is true; the values of those that `repeats` are a tuple.
+    The value of a boolean may be absent, which means true; the values of a flag that `repeats` are a tuple.
     """
 
-    read: Callable[[str], Any]
+    read: Callable[[str], Any] = _text
     field: str | None = None
-    bare: bool = False
     repeats: bool = False
 
 
-_HARMLESS = _Flag(_text)
+def _flag_of(name: str, key: InstanceKey) -> _Flag:
+    """The flag of an instance's key, which has the values that the key has."""
+
+    def word(value: str) -> str:
+        if problem := key.not_a_word(value):
+            raise ValueError(problem.partition(" (got")[0])
+        return value
+
+    kinds = {_HINTS[name], *get_args(_HINTS[name])}
+    return _Flag(word if key.words else _boolean if bool in kinds else _count if int in kinds else _text, name)
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+_IGNORED = _Flag()
 
 FLAGS: dict[str, _Flag] = {
-    "--revision": _Flag(_text, "revision"),
-    "--dtype": _Flag(_one_of(*DTYPES), "dtype"),
-    "--pooling": _Flag(_one_of(*POOLINGS), "pooling"),
-    "--kind": _Flag(_one_of(*KINDS), "kind"),
-    "--trust-remote-code": _Flag(_flag, "trust_remote_code", bare=True),
+    **{_spelled(name): _flag_of(name, key) for name, key in KEYS.items() if key.flag},
     "--served-model-name": _Flag(_text, "served_model_name"),
-    "--max-concurrent-requests": _Flag(_count, "max_concurrent_requests"),
-    "--max-batch-tokens": _Flag(_count, "max_batch_tokens"),
     "--max-batch-requests": _Flag(_count, "max_batch_requests"),
     "--max-client-batch-size": _Flag(_count, "max_client_batch_size"),
-    "--auto-truncate": _Flag(_flag, "auto_truncate", bare=True),
+    "--auto-truncate": _Flag(_boolean, "auto_truncate"),
     "--default-prompt-name": _Flag(_text, "default_prompt_name"),
     "--default-prompt": _Flag(_text, "default_prompt"),
     "--payload-limit": _Flag(_count, "payload_limit_bytes"),
-    KEY_FLAG: _Flag(_key, "api_key"),
+    _SECRET: _Flag(_secret, "api_key"),
     "--cors-allow-origin": _Flag(_text, "cors_allow_origin", repeats=True),
-    # Accepted: TEI's way of saying something that teimgr settles elsewhere, without harm if it is not heard.
+    # Accepted without effect: teimgr settles these elsewhere.
     "--tokenization-workers": _Flag(_count),
-    "--prometheus-port": _HARMLESS,
-    "--hostname": _HARMLESS,
-    "--uds-path": _HARMLESS,
-    "--otlp-endpoint": _HARMLESS,
-    "--otlp-service-name": _HARMLESS,
-    "--json-output": _Flag(_flag, bare=True),
-    "--disable-spans": _Flag(_flag, bare=True),
+    "--prometheus-port": _IGNORED,
+    "--hostname": _IGNORED,
+    "--uds-path": _IGNORED,
+    "--otlp-endpoint": _IGNORED,
+    "--otlp-service-name": _IGNORED,
+    "--json-output": _Flag(_boolean),
+    "--disable-spans": _Flag(_boolean),
 }
 
-# Refused: not to hear these would change what is served, or to whom.
+# Refused: ignoring these would change what is served, or to whom.
 REFUSED: dict[str, str] = {
     "--model-id": "the model is the instance's own field model_id",
     "--port": "the port is the instance's own field port",
@@ -105,7 +107,7 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
     """The fields of WorkerSpec that the flags set; both `--flag value` and `--flag=value`.
 
     Raises:
-        InvalidConfig: a flag is unknown, refused, given twice, or has a value it cannot have; the message names it.
+        InvalidConfig: A flag is unknown, refused, given twice, or has an invalid value; the message names it.
     """
     if sum(map(len, extra_args)) > LENGTH_LIMIT_CHARS:
         raise InvalidConfig(f"extra_args: longer than {LENGTH_LIMIT_CHARS} characters in all")
@@ -114,10 +116,13 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
     rest = list(extra_args)
     while rest:
         name, flag, value = _take(rest)
-        if name in seen and flag is not _HARMLESS and not flag.repeats:
+        if name in seen and flag is not _IGNORED and not flag.repeats:
             raise InvalidConfig(f"extra_args: {name} is given twice")
         seen.add(name)
-        parsed = _read(name, flag, value)
+        try:
+            parsed = flag.read(value)
+        except ValueError as error:
+            raise InvalidConfig(f"extra_args: {name} {error} (got {value!r})") from error
         if flag.field is not None:
             overrides[flag.field] = (*overrides.get(flag.field, ()), parsed) if flag.repeats else parsed
     if overrides.keys() >= {"default_prompt", "default_prompt_name"}:
@@ -126,29 +131,32 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
 
 
 def _take(rest: list[str]) -> tuple[str, _Flag, str]:
-    """The next flag and its value, off the front of `rest`."""
+    """Remove the next flag and its value from `rest`."""
     name, equals, value = rest.pop(0).partition("=")
     if name in REFUSED:
         raise InvalidConfig(f"extra_args: {name} is not taken here: {REFUSED[name]}")
     if name not in FLAGS:
-        raise InvalidConfig(f"extra_args: unknown flag {name!r}{_nearest(name)}")
+        near = get_close_matches(name, [*FLAGS, *REFUSED], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FLAGS)}"
+        raise InvalidConfig(f"extra_args: unknown flag {name!r}; {hint}")
     flag = FLAGS[name]
-    if equals:
-        return name, flag, value
-    if flag.bare:
-        return name, flag, rest.pop(0) if rest and rest[0] in ("true", "false") else "true"
-    if not rest:
-        raise InvalidConfig(f"extra_args: {name} needs a value")
-    return name, flag, rest.pop(0)
+    if not equals:
+        is_bare = flag.read is _boolean and not (rest and rest[0] in ("true", "false"))
+        if not is_bare and not rest:
+            raise InvalidConfig(f"extra_args: {name} needs a value")
+        value = "true" if is_bare else rest.pop(0)
+    return name, flag, value
 
 
-def _read(name: str, flag: _Flag, value: str) -> Any:
-    try:
-        return flag.read(value)
-    except ValueError as error:
-        raise InvalidConfig(f"extra_args: {name} {error} (got {value!r})") from error
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, [*FLAGS, *REFUSED], n=1)
-    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(FLAGS)}"
+def shown_args(extra_args: Sequence[str]) -> list[str]:
+    """`extra_args` with `REDACTED` in place of the instance's API key."""
+    words: list[str] = []
+    is_key = False
+    for word in extra_args:
+        name, equals, _ = word.partition("=")
+        if is_key:
+            words.append(REDACTED)
+        else:
+            words.append(f"{name}={REDACTED}" if name == _SECRET and equals else word)
+        is_key = not is_key and word == _SECRET
+    return words

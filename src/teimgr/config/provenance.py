@@ -1,22 +1,20 @@
-"""The settings in effect, key by key, with their sources; secrets are not shown."""
+"""The settings in effect, key by key, with the source of each value; secrets are not shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from teimgr.config.sources import HIDDEN, Configuration
-
-REDACTED = "***"
-KEY_FLAG = "--api-key"
-"""The one of an instance's `extra_args` whose value is a secret."""
+from teimgr.config.extra_args import REDACTED, shown_args
+from teimgr.config.sources import Configuration
+from teimgr.spec import InstanceKey, Key, key_of
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One key: its table ("" at the top, `instances[0]` for the first seed), its plain value, and who said it."""
+    """One key: its table ("" at the top, `instances[0]` for the first seed), its plain value, and its source."""
 
     table: str
     key: str
@@ -36,36 +34,22 @@ def effective(configuration: Configuration) -> Iterator[Value]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON and TOML have it, without its secrets."""
+    """`value` in JSON's and TOML's types, without its secrets."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {name: _shown(name, {}, item) for name, item in value.items()}
+        return {name: _shown(name, item) for name, item in value.items()}
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _shown(item.name, item.metadata, getattr(value, item.name)) for item in fields(value)}
+        return {item.name: _shown(item.name, getattr(value, item.name), key_of(item)) for item in fields(value)}
     return value
-
-
-def shown_args(extra_args: Sequence[str]) -> list[str]:
-    """`extra_args` as anybody may see them: `REDACTED` in the place of a key."""
-    words: list[str] = []
-    is_key = False
-    for word in extra_args:
-        name, equals, _ = word.partition("=")
-        if is_key:
-            words.append(REDACTED)
-        else:
-            words.append(f"{name}={REDACTED}" if name == KEY_FLAG and equals else word)
-        is_key = not is_key and word == KEY_FLAG
-    return words
 
 
 def _walk(table: str, holder: Any, said_by: Mapping[str, str]) -> Iterator[Value]:
     for item in fields(holder):
-        value, path = getattr(holder, item.name), f"{table}.{item.name}" if table else item.name
-        if item.name in HIDDEN:
+        value, key, path = getattr(holder, item.name), key_of(item), f"{table}.{item.name}" if table else item.name
+        if isinstance(key, InstanceKey) and not key.in_config:
             continue
         if is_dataclass(value):
             yield from _walk(path, value, said_by)
@@ -75,7 +59,7 @@ def _walk(table: str, holder: Any, said_by: Mapping[str, str]) -> Iterator[Value
             for index, each in enumerate(value):
                 yield from _walk(f"{path}[{index}]", each, said_by)
         else:
-            yield Value(table, item.name, _shown(item.name, item.metadata, value), said_by.get(path, "default"))
+            yield Value(table, item.name, _shown(item.name, value, key), said_by.get(path, "default"))
 
 
 def _entries(path: str, table: Mapping[str, Any], said_by: Mapping[str, str]) -> Iterator[Value]:
@@ -83,10 +67,10 @@ def _entries(path: str, table: Mapping[str, Any], said_by: Mapping[str, str]) ->
         if isinstance(value, Mapping):
             yield from _entries(f"{path}.{name}", value, said_by)
         else:
-            yield Value(path, name, _shown(name, {}, value), said_by.get(f"{path}.{name}", "default"))
+            yield Value(path, name, _shown(name, value), said_by.get(f"{path}.{name}", "default"))
 
 
-def _shown(name: str, metadata: Mapping[str, Any], value: Any) -> Any:
-    if metadata.get("secret") and value:
+def _shown(name: str, value: Any, key: Key | None = None) -> Any:
+    if key and key.secret and value:
         return REDACTED
     return shown_args(value) if name == "extra_args" and value else plain(value)

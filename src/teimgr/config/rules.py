@@ -1,44 +1,64 @@
-"""What must hold between settings: ports that do not meet, names that differ, certificates that exist.
+"""Rules that a key alone cannot express: distinct ports and names, port ranges, valid seeds, aliases and webhooks.
 
-Each function here is one rule, and yields what breaks it. The messages keep tei-manager's words, which its users'
-scripts look for.
+Each function is one rule and yields its faults. The messages keep tei-manager's words, which scripts look for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from teimgr.config import auth
-from teimgr.config.schema import Fault, unknown_word
-from teimgr.errors import InvalidConfig, InvalidInstanceName
+from teimgr.config import auth, extra_args
+from teimgr.config.schema import Fault, join, unknown_word
+from teimgr.errors import TeimgrError, ValidationError
 from teimgr.observability import logs
-from teimgr.spec import EVENTS, SPEC_WORDS, InstanceSpec, check_name
+from teimgr.spec import EVENTS, KEYS, InstanceSpec, check_name
 
 if TYPE_CHECKING:
     from teimgr.config.settings import Settings
 
 
+def check_instance(spec: InstanceSpec) -> None:
+    """Validate the keys of one instance: the check of REST, of updates, of seeds and of the state file.
+
+    Raises:
+        InvalidInstanceName, ValidationError, InvalidConfig: The first fault.
+    """
+    check_name(spec.name)
+    for fault in key_faults(spec):
+        raise ValidationError(str(fault))
+    extra_args.parse(spec.extra_args)
+
+
+def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[Fault]:
+    """Keys with a value that they cannot have, or not together."""
+    if not spec.model_id:
+        yield Fault(join(path, "model_id"), "cannot be empty")
+    for name, key in KEYS.items():
+        value = getattr(spec, name)
+        if problem := key.not_a_word(value) or key.out_of_range(value):
+            yield Fault(join(path, name), problem)
+    if spec.replicas == "per-gpu" and spec.gpu_id is not None:
+        yield Fault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
+
+
 def faults(settings: Settings) -> Iterator[Fault]:
     """Every rule that is broken."""
-    yield from _listeners_differ(settings)
-    yield from _port_range(settings)
-    yield from _backoff(settings)
-    yield from _log_level(settings)
+    yield from _listeners_and_ranges(settings)
+    yield from _caught("log_level", logs.parse_levels, settings.log_level)
     for index, seed in enumerate(settings.instances):
         yield from _seed(settings, seed, f"instances[{index}]", settings.instances[:index])
+    if settings.max_instances is not None and len(settings.instances) > settings.max_instances:
+        yield Fault("instances", f"{len(settings.instances)} seeds, but max_instances is {settings.max_instances}")
     yield from _aliases(settings)
     yield from _webhooks(settings)
     if settings.auth is not None:
         yield from auth.faults(settings.auth)
 
 
-def _listeners_differ(settings: Settings) -> Iterator[Fault]:
+def _listeners_and_ranges(settings: Settings) -> Iterator[Fault]:
     if settings.grpc_enabled and settings.api_port == settings.grpc_port:
         yield Fault("grpc_port", f"{settings.grpc_port} is the API port too")
-
-
-def _port_range(settings: Settings) -> Iterator[Fault]:
     first, end, most = settings.instance_port_start, settings.instance_port_end, settings.max_instances
     if end <= first:
         yield Fault(
@@ -47,35 +67,27 @@ def _port_range(settings: Settings) -> Iterator[Fault]:
     elif most is not None and end - first < most:
         room = f"Port range [{first}, {end}) only has {end - first} ports but max_instances is {most}"
         yield Fault("max_instances", room)
+    shortest, longest = settings.restart_backoff_secs, settings.restart_backoff_max_secs
+    if longest < shortest:
+        yield Fault("restart_backoff_max_secs", f"must be >= restart_backoff_secs ({longest} < {shortest})")
 
 
-def _backoff(settings: Settings) -> Iterator[Fault]:
-    first, longest = settings.restart_backoff_secs, settings.restart_backoff_max_secs
-    if longest < first:
-        yield Fault("restart_backoff_max_secs", f"must be >= restart_backoff_secs ({longest} < {first})")
-
-
-def _log_level(settings: Settings) -> Iterator[Fault]:
+def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterator[Fault]:
+    """The fault that `check` raises."""
     try:
-        logs.parse_levels(settings.log_level)
-    except InvalidConfig as error:
-        yield Fault("log_level", error.message.removeprefix("log_level: "))
+        check(value)
+    except TeimgrError as error:
+        yield Fault(path, error.message.removeprefix(f"{path.rpartition('.')[2]}: "))
 
 
 def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[Fault]:
     if seed.port:
         yield from _seed_port(settings, seed, f"{path}.port", before)
-    try:
-        check_name(seed.name)
-    except InvalidInstanceName as error:
-        yield Fault(f"{path}.name", error.message)
+    yield from _caught(f"{path}.name", check_name, seed.name)
     if any(other.name == seed.name for other in before):
         yield Fault(f"{path}.name", f"Duplicate instance name: {seed.name}")
-    if not seed.model_id:
-        yield Fault(f"{path}.model_id", "cannot be empty")
-    for key, allowed in SPEC_WORDS.items():
-        if (value := getattr(seed, key)) is not None and value not in allowed:
-            yield Fault(f"{path}.{key}", f"must be one of {', '.join(allowed)} (got {value!r})")
+    yield from key_faults(seed, path)
+    yield from _caught(f"{path}.extra_args", extra_args.parse, seed.extra_args)
 
 
 def _seed_port(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[Fault]:
@@ -91,7 +103,7 @@ def _seed_port(settings: Settings, seed: InstanceSpec, path: str, before: tuple[
 
 
 def _aliases(settings: Settings) -> Iterator[Fault]:
-    """An alias leads to a name in one step, and hides no instance of its own name."""
+    """An alias leads to a name in one step, and is not the name of an instance."""
     seeds = {seed.name for seed in settings.instances}
     for alias, target in settings.aliases.items():
         path = f"aliases.{alias}"

@@ -15,51 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from teimgr.auth.tls_files import TlsFiles
-from teimgr.config import schema
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.errors import InvalidConfig
-from teimgr.spec import InstanceSpec
+from teimgr.spec import I64, U16, U32, InstanceSpec, declared, key
 
-U16 = 2**16 - 1
-U32 = 2**32 - 1
-I64 = 2**63 - 1  # what TOML can say
 UNPRIVILEGED_PORT = 1024
 TEI_BINARY = "text-embeddings-router"
-
-SPEC_RULES: Mapping[str, schema.Rule] = {
-    "port": schema.Rule("port of the instance; 0 or absent: a free one of the range", 0, U16),
-    "max_batch_tokens": schema.Rule("token budget of one batch; 0: from the free GPU memory", 0, U32),
-    "max_concurrent_requests": schema.Rule(
-        "calls inside a worker; four times as many wait before one is refused", 1, U32
-    ),
-    "gpu_id": schema.Rule("index of the GPU; absent: the one with most free memory, or the CPU", 0, U32),
-    "prometheus_port": schema.Rule("port of the instance's te_* metrics; absent: a free one; 0: none", 0, U16),
-    "startup_timeout_secs": schema.Rule("limit of a start; absent: the daemon's", 1, I64),
-    "threads": schema.Rule("CPU threads of each worker; absent: a fair share", 1, 4096),
-    "replicas": schema.Rule("workers of the instance, or 'per-gpu': one on each GPU", 1, 256),
-}
-
-
-def key(
-    default: Any,
-    meaning: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    label: str = "",
-    also: str = "",
-    live: bool = False,
-    secret: bool = False,
-) -> Any:
-    """A dataclass field that carries its meaning and limits; `also` is tei-manager's environment variable for it.
-
-    `default` may be a type, such as dict, that makes a new value each time. A `live` key changes with a reload, all
-    others with the next start. A `secret` one is never shown.
-    """
-    metadata = {"rule": schema.Rule(meaning, low, high, label), "also": also, "live": live, "secret": secret}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +37,7 @@ class Otel:
 class Webhook:
     """`[[webhooks]]`: who is told of the events of instances, by POST."""
 
-    url: str = field(metadata={"rule": schema.Rule("where the events are posted")})
+    url: str = field(metadata=declared("where the events are posted"))
     events: tuple[str, ...] = key((), "kinds of events that are told; empty: all")
     secret: str = key("", "signs each body with HMAC-SHA256 in X-Teimgr-Signature; empty: unsigned", secret=True)
     timeout_secs: float = key(10.0, "limit of one POST", low=0.1, high=600)

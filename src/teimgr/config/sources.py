@@ -1,8 +1,8 @@
-"""Where the settings come from: built-in default < TOML file < environment < command line.
+"""Sources of the settings, by precedence: built-in default < TOML file < environment < command line.
 
-A scalar key `k` is read from the environment as `TEIMGR_K`, and under the name tei-manager gave it where it had one;
-`TEIMGR_` wins. A file is judged whole: every fault is told, with its line, its path and the nearest known key. What
-must hold between keys is judged once each of them is right by itself.
+A scalar key `k` is read from the environment as `TEIMGR_K`, and under tei-manager's name where it had one; `TEIMGR_`
+wins. All faults of a file are reported together, each with its line, its path and the nearest known key. The rules
+between keys are checked once each key is valid by itself.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from teimgr.config import rules, schema
 from teimgr.config.schema import Fault, Faulty, join
-from teimgr.config.settings import SPEC_RULES, Otel, Settings
+from teimgr.config.settings import Otel, Settings
 from teimgr.errors import InvalidConfig
-from teimgr.spec import InstanceSpec
+from teimgr.spec import KEYS, InstanceSpec, key_of, updatable
 
 
 def key_lines(text: str) -> dict[str, int]:
@@ -88,15 +88,9 @@ def _paths(value: object, path: str) -> Iterator[str]:
             yield from _paths(inner, f"{path}[{index}]")
 
 
-HIDDEN = ("wanted_running", "seeded")
-"""What an instance knows of itself and no configuration says."""
-
-Rules = Callable[[Settings], Iterable[Fault]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Who may say something. `overrides` are the command line's keys; those that are None were not given."""
+    """What the settings are read from. `overrides` are the command line's keys; None means not given."""
 
     file: Path | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -105,7 +99,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Settings, and by the path of each key that somebody said who that was; the others have their defaults."""
+    """Settings, and the source of each key that was given, by its path; the others have their defaults."""
 
     settings: Settings
     said_by: Mapping[str, str]
@@ -116,20 +110,16 @@ def load(
     environ: Mapping[str, str] = os.environ,
     overrides: Mapping[str, object] | None = None,
 ) -> Settings:
-    """The settings that file, environment and command line say together, checked.
-
-    Raises:
-        InvalidConfig: as `read`.
-    """
+    """The settings of file, environment and command line; errors as `read`."""
     file = None if config_path is None else Path(config_path)
     return read(Source(file=file, environ=environ, overrides=overrides or {})).settings
 
 
-def read(source: Source, more_rules: Rules = lambda settings: ()) -> Configuration:
-    """What `source` says, checked, also by `more_rules`.
+def read(source: Source) -> Configuration:
+    """Read and validate the settings.
 
     Raises:
-        InvalidConfig: the message has a line for each fault, with the file and its line, or the variable, and the path.
+        InvalidConfig: The message has a line for each fault, with the file and its line, or the variable, and the path.
     """
     text = "" if source.file is None else _text(source.file)
     lines = key_lines(text)
@@ -142,22 +132,11 @@ def read(source: Source, more_rules: Rules = lambda settings: ()) -> Configurati
         given = {name: value for name, value in source.overrides.items() if value is not None}
         values |= schema.read(Settings, given)
         settings = Settings(**values)
-        _judge(settings, more_rules)
+        if faults := list(rules.faults(settings)):
+            raise Faulty(*faults)
     except Faulty as error:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
     return Configuration(settings, said_by | dict.fromkeys(given, "command line"))
-
-
-def seed(table: object, path: str, templates: Mapping[str, Mapping[str, Any]] | None = None) -> InstanceSpec:
-    """The spec that one `[[instances]]` table asks for, with the keys of the template that it may name.
-
-    Raises:
-        Faulty: a key is unknown, missing, of a wrong type or out of its limits, or there is no such template.
-    """
-    if isinstance(table, Mapping) and "template" in table:
-        rest = {name: value for name, value in table.items() if name != "template"}
-        table = with_template(rest, table["template"], templates or {}, join(path, "template"))
-    return schema.build(InstanceSpec, table, path, rules=SPEC_RULES, hidden=HIDDEN)
 
 
 def with_template(
@@ -166,7 +145,7 @@ def with_template(
     """The keys of an instance over those of a template; tags of both are joined.
 
     Raises:
-        Faulty: there is no such template.
+        Faulty: There is no such template.
     """
     if not isinstance(name, str) or name not in templates:
         raise Faulty(Fault(path, schema.unknown_word(str(name), templates)))
@@ -179,7 +158,7 @@ def with_template(
 
 
 class Scalar(NamedTuple):
-    """One key that an environment variable can say; of the `variables` the last one wins."""
+    """One key that an environment variable can give; of the `variables` the last one wins."""
 
     path: tuple[str, ...]
     annotation: Any
@@ -187,15 +166,15 @@ class Scalar(NamedTuple):
 
 
 def scalars() -> Iterator[Scalar]:
-    """Each key that one environment variable can say: those of the top level, and those of `[otel]`."""
+    """Each key that one environment variable can give: those of the top level and of `[otel]`."""
     yield from _scalars(Settings, ())
     yield from _scalars(Otel, ("otel",))
 
 
 def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A sentence for each variable of ours or tei-manager's that no key reads: a slip of the pen, or a promise.
+    """Warnings about unrecognised variables with our prefix or tei-manager's.
 
-    tei-manager's documentation names some that it never read, those that were to turn on TLS among them.
+    tei-manager's documentation names some that it never read, among them those meant to turn on TLS.
     """
     known = [variable for scalar in scalars() for variable in scalar.variables]
     for variable in sorted(environ):
@@ -210,7 +189,7 @@ def _scalars(kind: type[Any], table: tuple[str, ...]) -> Iterator[Scalar]:
         if get_origin(annotation) in (tuple, Mapping) or any(map(is_dataclass, (annotation, *get_args(annotation)))):
             continue
         path = (*table, item.name)
-        names = (item.metadata["also"], f"TEIMGR_{'_'.join(path).upper()}")
+        names = (key_of(item).also, f"TEIMGR_{'_'.join(path).upper()}")
         yield Scalar(path, annotation, tuple(filter(None, names)))
 
 
@@ -226,7 +205,7 @@ def _text(file: Path) -> str:
 
 
 def _from_file(table: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the file, as `Settings` types them; templates and seeds are made of each other."""
+    """The keys of the file, typed as those of `Settings`; seeds are completed from templates."""
     templates, seeds = table.pop("templates", {}), table.pop("instances", [])
     values: dict[str, Any]
     values, faults = _try(lambda: schema.read(Settings, table), {})
@@ -241,19 +220,25 @@ def _from_file(table: dict[str, Any]) -> dict[str, Any]:
 def _templates(tables: object) -> dict[str, dict[str, Any]]:
     if not isinstance(tables, Mapping):
         raise Faulty(Fault("templates", f"must be a table of tables, [templates.NAME] (got {schema.said(tables)})"))
-    hidden = ("name", "port", "prometheus_port", "created_at", *HIDDEN)
-
-    def one(name: str, table: object) -> dict[str, Any]:
-        return schema.read(InstanceSpec, table, f"templates.{name}", rules=SPEC_RULES, hidden=hidden)
-
-    return schema.each(tables.items(), one)
+    hidden = [name for name in KEYS if not updatable(name)]
+    return schema.each(
+        tables.items(), lambda name, table: schema.read(InstanceSpec, table, f"templates.{name}", hidden=hidden)
+    )
 
 
 def _seeds(tables: object, templates: Mapping[str, Mapping[str, Any]]) -> tuple[InstanceSpec, ...]:
     if not isinstance(tables, list):
         raise Faulty(Fault("instances", f"must be a list of tables, [[instances]] (got {schema.said(tables)})"))
-    found = schema.each(enumerate(tables), lambda index, table: seed(table, f"instances[{index}]", templates))
-    return tuple(replace(spec, seeded=True) for spec in found.values())
+    hidden = [name for name, key in KEYS.items() if not key.in_config]
+
+    def seed(index: int, table: object) -> InstanceSpec:
+        path = f"instances[{index}]"
+        if isinstance(table, Mapping) and "template" in table:
+            rest = {name: value for name, value in table.items() if name != "template"}
+            table = with_template(rest, table["template"], templates, join(path, "template"))
+        return replace(schema.build(InstanceSpec, table, path, hidden=hidden), seeded=True)
+
+    return tuple(schema.each(enumerate(tables), seed).values())
 
 
 def _try(make: Callable[[], Any], otherwise: Any) -> tuple[Any, list[Fault]]:
@@ -261,19 +246,6 @@ def _try(make: Callable[[], Any], otherwise: Any) -> tuple[Any, list[Fault]]:
         return make(), []
     except Faulty as error:
         return otherwise, list(error.faults)
-
-
-def _judge(settings: Settings, more_rules: Rules) -> None:
-    """Apply every rule; what `more_rules` say of a place that is known to be wrong is left out.
-
-    Raises:
-        Faulty: some are broken.
-    """
-    faults = list(rules.faults(settings))
-    wrong = [fault.path for fault in faults]
-    faults += [more for more in more_rules(settings) if not any(path.startswith(more.path) for path in wrong)]
-    if faults:
-        raise Faulty(*faults)
 
 
 def _located(fault: Fault, file: Path | None, lines: Mapping[str, int]) -> str:
@@ -292,15 +264,11 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Scalar, str,
 
 
 def _variable(variable: str, text: str, scalar: Scalar) -> Any:
-    kind = Otel if len(scalar.path) > 1 else Settings
-    name = scalar.path[-1]
+    kind, name = Otel if len(scalar.path) > 1 else Settings, scalar.path[-1]
     try:
-        plain = schema.from_text(text, scalar.annotation)
-        return schema.read(kind, {name: plain})[name]
-    except ValueError as error:
+        return schema.read(kind, {name: schema.from_text(text, scalar.annotation)})[name]
+    except (ValueError, Faulty) as error:
         raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
-    except Faulty as error:
-        raise InvalidConfig(f"Invalid {variable} value {text!r}: {error.message}") from error
 
 
 def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from teimgr.clock import now_rfc3339
-from teimgr.config.settings import U32
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.registry.model_view import ModelStatus
 from teimgr.registry.registry import Registry, TrialWish
@@ -22,6 +21,7 @@ from teimgr.registry.tasks import ModelTask
 from teimgr.rest.json_http import Body, answer, read_json
 from teimgr.rest.schemas import Failure, Text
 from teimgr.rest.sse import EVENT_SCHEMA, MEDIA_TYPE, Event, event_stream, is_wanted
+from teimgr.spec import U32
 
 ModelId = Annotated[Text, Field(min_length=1, description="id on the model hub, or a local directory")]
 Revision = Annotated[Text, Field(min_length=1, description="branch, tag or commit on the hub")]

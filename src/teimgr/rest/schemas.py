@@ -1,60 +1,100 @@
-"""The bodies of the REST API; the OpenAPI document is made from them.
+"""Bodies of the REST API; the OpenAPI document is made from them.
 
-Requests are strict: no unknown field, no text where a number is meant. `null` in an optional field means absent.
+The keys of an instance come from the declaration in `spec.InstanceSpec`. Requests are strict: no unknown field, no text
+where a number is meant. `null` in an optional field means absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields
+from functools import reduce
+from operator import or_
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from teimgr.config.provenance import shown_args
+from teimgr.config.extra_args import shown_args
 from teimgr.config.schema import Faulty
-from teimgr.config.settings import SPEC_RULES, U32
 from teimgr.config.sources import with_template
 from teimgr.errors import ValidationError
-from teimgr.spec import DTYPES, KINDS, POOLINGS, InstanceSpec, InstanceView, State, WorkerView
+from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]
 TagText = Annotated[str, Field(max_length=256)]
 
-
-def _number(name: str, default: object = None) -> Any:
-    """An optional field with the meaning and the limits of the seed's key of that name."""
-    rule = SPEC_RULES[name]
-    meaning = rule.meaning if default is None else f"{rule.meaning} (default {default})"
-    return Field(None, ge=rule.low, le=rule.high, description=meaning)
+_HINTS = get_type_hints(InstanceSpec)
 
 
-def _one_of(*allowed: str) -> AfterValidator:
+def _word_of(words: tuple[str, ...]) -> AfterValidator:
     def check(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"must be one of {', '.join(allowed)}")
+        if value not in words:
+            raise ValueError(f"must be one of {', '.join(words)}")
         return value
 
     return AfterValidator(check)
 
 
-def _batch_tokens(value: object) -> object:
-    """0 is how the rest of the daemon says "auto"; REST has the word alone, as tei-manager has."""
+def _zero_if_auto(value: object) -> object:
+    """Internally 0 means "auto"; REST has the word alone, as tei-manager has."""
     if type(value) is int and value < 1:
         raise ValueError("must be >= 1, or auto")
     return 0 if value == "auto" else value
 
 
-BatchTokens = Annotated[
-    int,
-    Field(le=U32),
-    BeforeValidator(_batch_tokens),
-    WithJsonSchema({"anyOf": [{"const": "auto", "type": "string"}, {"type": "integer", "minimum": 1, "maximum": U32}]}),
-]
+def _typed(name: str, key: InstanceKey) -> Any:
+    """The annotation of a key in a request: the declared type with the declared limits."""
+    if key.words:
+        return Annotated[Text, _word_of(key.words)]
+    if key.auto:
+        number = {"type": "integer", "minimum": 1, "maximum": key.high}
+        shown = WithJsonSchema({"anyOf": [{"const": "auto", "type": "string"}, number]})
+        return Annotated[int, Field(le=key.high), BeforeValidator(_zero_if_auto), shown]
+    limited: Mapping[Any, Any] = {
+        str: Text,
+        int: Annotated[int, Field(ge=key.low, le=key.high)],
+        tuple: Annotated[list[Text], Field(max_length=key.most)],
+        Mapping: Annotated[dict[TagText, TagText], Field(max_length=key.most)],
+    }
+    kinds = [_HINTS[name]] if get_origin(_HINTS[name]) in limited else get_args(_HINTS[name]) or [_HINTS[name]]
+    return reduce(or_, (limited.get(get_origin(kind) or kind, kind) for kind in kinds if kind is not NoneType))
 
 
-class CreateInstance(BaseModel):
+def _described(name: str, key: InstanceKey) -> str:
+    default = next(item.default for item in fields(InstanceSpec) if item.name == name)
+    parts = [", ".join(key.words), key.meaning, "auto: from the free GPU memory" if key.auto else ""]
+    if default not in (None, MISSING, (), 0) or default is False:
+        parts.append(f"default {str(default).lower()}")
+    return "; ".join(filter(None, parts))
+
+
+def _request_keys(chosen: Callable[[str], bool]) -> dict[str, Any]:
+    """Optional fields of a request, for the chosen keys."""
+    return {
+        name: (_typed(name, key) | None, Field(None, description=_described(name, key)))
+        for name, key in KEYS.items()
+        if key.in_rest and chosen(name)
+    }
+
+
+_shown: dict[str, Any] = {name: (_HINTS[name], Field(description=key.meaning)) for name, key in KEYS.items()}
+_Create: Any = create_model("_Create", **_request_keys(lambda name: name != "name"))
+_Update: Any = create_model("_Update", **_request_keys(updatable))
+_Info: Any = create_model("_Info", **_shown)
+
+
+class CreateInstance(_Create):  # type: ignore[misc]
     """What POST /instances takes."""
 
     model_config = ConfigDict(
@@ -63,36 +103,11 @@ class CreateInstance(BaseModel):
         json_schema_extra={"examples": [{"name": "bge-small", "model_id": "BAAI/bge-small-en-v1.5"}]},
     )
 
-    name: Text = Field(description="a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -")
-    template: Text | None = Field(None, description="a template of the configuration, for what is not said here")
+    name: Text = Field(description=KEYS["name"].meaning)
+    template: Text | None = Field(None, description="a template of the configuration, for keys that are absent here")
     model_id: Annotated[Text, Field(min_length=1)] | None = Field(
-        None, description="id on the model hub, or a local directory; needed unless the template has one"
+        None, description=f"{KEYS['model_id'].meaning}; needed unless the template has one"
     )
-    revision: Text | None = Field(None, description="branch, tag or commit on the hub")
-    port: int | None = _number("port")
-    max_batch_tokens: BatchTokens | None = Field(
-        None, description="token budget of one batch (default 16384); auto: from the free GPU memory"
-    )
-    max_concurrent_requests: int | None = _number("max_concurrent_requests", 512)
-    pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(
-        None, description=f"{', '.join(POOLINGS)}; absent: what the model says"
-    )
-    kind: Annotated[Text, _one_of(*KINDS)] | None = Field(
-        None, description=f"{', '.join(KINDS)}; absent: what the model's files say"
-    )
-    trust_remote_code: bool | None = Field(None, description="run code of the model's own repository (default false)")
-    dtype: Annotated[Text, _one_of(*DTYPES)] | None = Field(None, description=f"{', '.join(DTYPES)}; absent: auto")
-    gpu_id: int | None = _number("gpu_id")
-    threads: int | None = _number("threads")
-    prometheus_port: int | None = _number("prometheus_port")
-    startup_timeout_secs: int | None = _number("startup_timeout_secs")
-    replicas: Literal["per-gpu"] | Annotated[int, Field(ge=1, le=256)] | None = Field(
-        None, description="workers of the instance (default 1), or per-gpu: one on each"
-    )
-    tags: dict[TagText, TagText] | None = Field(
-        None, max_length=64, description="for people and filters: {team: search}"
-    )
-    extra_args: list[Text] | None = Field(None, max_length=256, description="flags of TEI, such as --revision main")
 
     @model_validator(mode="after")
     def _has_a_model(self) -> Self:
@@ -101,28 +116,27 @@ class CreateInstance(BaseModel):
         return self
 
     def spec(self, templates: Mapping[str, Mapping[str, Any]] | None = None) -> InstanceSpec:
-        """The instance that is asked for, with what its template adds; its name and ports are not judged yet.
+        """The requested instance, completed from its template; name and ports are not validated yet.
 
         Raises:
-            ValidationError: there is no such template, or nobody says which model.
+            ValidationError: There is no such template, or no model is given.
         """
-        given = self.model_dump(exclude_none=True, exclude={"template"})
+        keys = self.model_dump(exclude_none=True, exclude={"template"})
         if self.template is not None:
-            given = self._filled(given, templates or {})
-        return InstanceSpec(**given | {"extra_args": tuple(given.get("extra_args", ()))})
-
-    def _filled(self, given: dict[str, Any], templates: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        try:
-            filled = with_template(given, self.template, templates)
-        except Faulty as error:
-            raise ValidationError(error.message) from error
-        if not filled.get("model_id"):
-            raise ValidationError(f"missing field `model_id`, which the template {self.template!r} has not either")
-        return filled
+            try:
+                keys = with_template(keys, self.template, templates or {})
+            except Faulty as error:
+                raise ValidationError(error.message) from error
+            if not keys.get("model_id"):
+                raise ValidationError(f"missing field `model_id`, which the template {self.template!r} has not either")
+        return InstanceSpec(**keys | {"extra_args": tuple(keys.get("extra_args", ()))})
 
 
-class UpdateInstance(BaseModel):
-    """What PATCH /instances/{name} takes: what is not said stays, `null` is the default again."""
+class UpdateInstance(_Update):  # type: ignore[misc]
+    """What PATCH /instances/{name} takes: an absent key stays, `null` is the default again.
+
+    Lists and tables are replaced as a whole.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"examples": [{"dtype": "float32"}]})
 
@@ -130,26 +144,9 @@ class UpdateInstance(BaseModel):
         "rolling", description="recreate: the old workers end before the new ones start, where both have no room"
     )
     model_id: Annotated[Text, Field(min_length=1)] | None = Field(None, description="another model")
-    revision: Text | None = Field(None, description="branch, tag or commit on the hub")
-    max_batch_tokens: BatchTokens | None = Field(
-        None, description="token budget of one batch; auto: from the free GPU memory"
-    )
-    max_concurrent_requests: int | None = _number("max_concurrent_requests")
-    pooling: Annotated[Text, _one_of(*POOLINGS)] | None = Field(None, description=", ".join(POOLINGS))
-    kind: Annotated[Text, _one_of(*KINDS)] | None = Field(None, description=", ".join(KINDS))
-    trust_remote_code: bool | None = Field(None, description="run code of the model's own repository")
-    dtype: Annotated[Text, _one_of(*DTYPES)] | None = Field(None, description=", ".join(DTYPES))
-    gpu_id: int | None = _number("gpu_id")
-    threads: int | None = _number("threads")
-    startup_timeout_secs: int | None = _number("startup_timeout_secs")
-    replicas: Literal["per-gpu"] | Annotated[int, Field(ge=1, le=256)] | None = Field(
-        None, description="workers of the instance, or per-gpu: one on each"
-    )
-    tags: dict[TagText, TagText] | None = Field(None, max_length=64, description="all of them anew")
-    extra_args: list[Text] | None = Field(None, max_length=256, description="flags of TEI, all of them anew")
 
     def changes(self) -> dict[str, Any]:
-        """The keys of a spec that were said.
+        """The keys of a spec that were given.
 
         Raises:
             ValidationError: `model_id` is null, and has no default.
@@ -238,36 +235,19 @@ class CardOfInstance(Card):
     instance_memory_bytes: int | None = Field(description="what the driver gave the instance")
 
 
-class InstanceInfo(BaseModel):
+class InstanceInfo(_Info):  # type: ignore[misc]
     """One instance. Every key is always there; null means none."""
 
-    name: str
-    model_id: str
-    port: int
     status: State
     pid: int | None
-    created_at: str | None
     uptime_secs: int | None
     restarts: int
     health_check_failures: int
     last_health_check: str | None = Field(description="last successful probe")
-    gpu_id: int | None
-    prometheus_port: int | None
     reason: str | None = Field(description="why it is not running, or what is wrong with it")
-    wanted_running: bool = Field(description="false after a user's stop")
-    revision: str | None
     dtype: str = Field(description="element type in use once the model is loaded, until then the one asked for")
-    pooling: str | None
     kind: str | None = Field(description="what the model is for once it is loaded, until then the one asked for")
-    trust_remote_code: bool
-    threads: int | None
-    max_batch_tokens: int
-    max_concurrent_requests: int
-    startup_timeout_secs: int | None
     extra_args: list[str] = Field(description="as they were given, but for the value of --api-key")
-    tags: dict[str, str]
-    seeded: bool = Field(description="the configuration made it")
-    replicas: int | Literal["per-gpu"]
     workers: list[WorkerFacts] = Field(description="one for each replica, in an update those of before or after too")
     update: Update | None = Field(description="null while nothing was changed since the daemon started")
     model: ModelFacts | None = Field(description="null until the model is loaded")
@@ -317,43 +297,27 @@ class Failure(BaseModel):
     timestamp: str
 
 
-def _worker_facts(worker: WorkerView) -> dict[str, Any]:
-    return {name: getattr(worker, name) for name in WorkerFacts.model_fields} | {"state": worker.state.value}
-
-
 def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
     """`InstanceInfo` of a view, as plain values; `gpu` is the card it is on, where that was looked up."""
     spec, model = view.spec, view.model
-    return {
-        "name": spec.name,
-        "model_id": spec.model_id,
-        "port": spec.port,
+    info = {name: getattr(spec, name) for name in KEYS} | {
         "status": view.state.value,
         "pid": view.pid,
-        "created_at": spec.created_at,
         "uptime_secs": view.uptime_secs,
         "restarts": view.restarts,
         "health_check_failures": view.health_check_failures,
         "last_health_check": view.last_health_check,
-        "gpu_id": spec.gpu_id,
-        "prometheus_port": spec.prometheus_port,
         "reason": view.reason,
-        "wanted_running": spec.wanted_running,
-        "revision": spec.revision,
-        "dtype": model.dtype if model else spec.dtype,
-        "pooling": model.pooling if model else spec.pooling,
-        "kind": model.kind if model else spec.kind,
-        "trust_remote_code": spec.trust_remote_code,
         "threads": view.threads,
-        "max_batch_tokens": spec.max_batch_tokens,
-        "max_concurrent_requests": spec.max_concurrent_requests,
-        "startup_timeout_secs": spec.startup_timeout_secs,
         "extra_args": shown_args(spec.extra_args),
         "tags": dict(spec.tags),
-        "seeded": spec.seeded,
-        "replicas": spec.replicas,
         "workers": [_worker_facts(worker) for worker in view.workers],
         "update": asdict(view.update) if view.update else None,
         "model": model.to_dict() if model else None,
         "gpu": gpu,
     }
+    return info | {key: getattr(model, key) for key in ("dtype", "pooling", "kind") if model}
+
+
+def _worker_facts(worker: WorkerView) -> dict[str, Any]:
+    return {name: getattr(worker, name) for name in WorkerFacts.model_fields} | {"state": worker.state.value}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from teimgr.clock import now_rfc3339
+from teimgr.config.rules import check_instance
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
@@ -23,7 +24,7 @@ from teimgr.supervision.instance import ManagedInstance, Reach, reach, with_chan
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Start, Stop
 from teimgr.supervision.store import Store, wanted_at_boot
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext, policy_of
-from teimgr.supervision.validation import InstanceValidator, check_fields, check_model
+from teimgr.supervision.validation import InstanceValidator, check_model
 from teimgr.supervision.worker_run import ProbePlan
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Manager:
             InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it cannot be met.
         """
         await self.booted.wait()
-        check_fields(request)
+        check_instance(request)
         await asyncio.to_thread(check_model, worker_spec(request, self._settings, gpu_uuid=None, threads=1))
         request = with_batch_tokens(request, await self._planner.look(), self.tokens_per_gib)
         place(request, self._planner.inventory)
@@ -162,7 +163,7 @@ class Manager:
         await self.booted.wait()
         instance = self._find(name)
         wanted = with_changes(instance.spec, changes)
-        check_fields(wanted)
+        check_instance(wanted)
         await asyncio.to_thread(check_model, worker_spec(wanted, self._settings, gpu_uuid=None, threads=1))
         place(wanted, await self._planner.look())
         if not wanted.max_batch_tokens:

@@ -18,20 +18,12 @@ from teimgr.config.provenance import Value, effective, plain
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source, read
 from teimgr.errors import InvalidConfig, TeimgrError
-from teimgr.spec import InstanceSpec, InstanceView
-from teimgr.supervision.validation import seed_faults
+from teimgr.spec import KEYS, Change, InstanceSpec, InstanceView, key_of
 
 log = logging.getLogger(__name__)
 
-LIVE = frozenset(item.name for item in fields(Settings) if item.metadata["live"])
+LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
 """The keys that a reload changes; the others wait for the next start."""
-
-_NOT_SAID = ("name", "created_at", "wanted_running")
-"""What a seed does not decide."""
-_LEFT_OPEN: Mapping[str, Any] = {"port": 0, "prometheus_port": None, "max_batch_tokens": 0}
-"""Where a seed leaves a choice to the daemon, whatever was chosen fits."""
-_FIXED = ("port", "prometheus_port")
-"""What an instance keeps for its life, so that another one takes its place."""
 
 
 class Fleet(Protocol):
@@ -149,7 +141,7 @@ class Reloader:
             return plan, steps
 
     async def _read(self) -> Configuration:
-        return await asyncio.to_thread(read, self._source, seed_faults)
+        return await asyncio.to_thread(read, self._source)
 
     def _plan(self, found: Configuration, prune: bool | None) -> Plan:
         settings = found.settings
@@ -184,14 +176,13 @@ class Reloader:
 
 
 def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
-    """The keys in which an instance is not what its seed says, with the values of the seed."""
-    found = {}
-    for item in fields(InstanceSpec):
-        said, has = getattr(seed, item.name), getattr(spec, item.name)
-        left_open = item.name in _LEFT_OPEN and said == _LEFT_OPEN[item.name]
-        if item.name not in _NOT_SAID and not left_open and said != has:
-            found[item.name] = said
-    return found
+    """The keys in which an instance differs from its seed, with the seed's values; open keys may differ."""
+    return {
+        name: getattr(seed, name)
+        for name, key in KEYS.items()
+        if name not in ("name", "created_at", "wanted_running")
+        and getattr(seed, name) not in (key.left_open, getattr(spec, name))
+    }
 
 
 def _moved(
@@ -206,7 +197,7 @@ def _moved(
     """Create, update, recreate, remove and left of a plan."""
     known = {spec.name: spec for spec in present}
     changes = {seed.name: differences(seed, known[seed.name]) for seed in seeds if seed.name in known}
-    again = {name for name, each in changes.items() if any(key in each for key in _FIXED)}
+    again = {name for name, keys in changes.items() if any(KEYS[key].change is Change.FIXED for key in keys)}
     named = {seed.name for seed in seeds}
     gone = tuple(spec.name for spec in present if spec.seeded and spec.name not in named)
     return (

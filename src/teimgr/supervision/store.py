@@ -20,7 +20,7 @@ import tomli_w
 
 from teimgr.clock import now_rfc3339
 from teimgr.config import schema
-from teimgr.config.settings import SPEC_RULES, Settings
+from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 from teimgr.files import duplicate, write_atomically
 from teimgr.spec import InstanceSpec
@@ -152,7 +152,7 @@ def _read_entry(entry: object, path: str) -> InstanceSpec:
     known = {name: value for name, value in entry.items() if name in _DEFAULTS}
     if len(known) < len(entry):
         log.warning("unknown keys in the state file", extra={"entry": path, "keys": sorted(entry.keys() - known)})
-    return schema.build(InstanceSpec, known, path, rules=SPEC_RULES)
+    return schema.build(InstanceSpec, known, path)
 
 
 def wanted_at_boot(settings: Settings, store: Store) -> Loaded:
