@@ -49,6 +49,18 @@ async def test_streams_are_iterators(mux_url: str) -> None:
     await asyncio.to_thread(body)
 
 
+async def test_a_download_is_an_iterator_of_events(api_url: str) -> None:
+    def body() -> None:
+        with Client(api_url) as client:
+            assert [event.event for event in client.download_model("org/model")] == ["progress", "done"]
+            stream = client.download_model("org/model")
+            assert next(stream).event == "progress"
+            stream.close()
+            assert client.ready() is True
+
+    await asyncio.to_thread(body)
+
+
 async def test_a_stream_that_is_left_early_leaves_nothing_behind(mux_url: str) -> None:
     def body() -> None:
         with Client(grpc=mux_url) as client:

@@ -11,7 +11,7 @@ from aiohttp import web
 from tests.support.small_servers import Certificates, Daemon, serve
 
 from teimgr.client import AsyncClient, Tls
-from teimgr.client.endpoints import Endpoint
+from teimgr.client.server_address import ServerAddress
 from teimgr.errors import (
     DeadlineExceeded,
     InstanceExists,
@@ -19,9 +19,12 @@ from teimgr.errors import (
     Internal,
     InvalidConfig,
     InvalidInstanceName,
+    ModelGated,
     ModelLoadFailed,
+    ModelNotFound,
     NotRunning,
     Refused,
+    TeimgrError,
     Unavailable,
     ValidationError,
 )
@@ -162,7 +165,7 @@ def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
 
 
 def test_an_endpoint_may_end_in_a_slash() -> None:
-    assert Endpoint.parse("https://host/") == Endpoint("host", 443, True)
+    assert ServerAddress.parse("https://host/") == ServerAddress("host", 443, True)
 
 
 async def test_a_missing_certificate_file_is_named() -> None:
@@ -189,3 +192,34 @@ async def test_a_name_that_is_no_text_is_refused(client: AsyncClient) -> None:
 async def test_a_wish_that_is_no_json_is_refused(client: AsyncClient) -> None:
     with pytest.raises(ValidationError, match="PosixPath"):
         await client.create("mini", Path("models/mini"))
+
+
+async def test_models_are_added_listed_tried_and_deleted(client: AsyncClient) -> None:
+    assert await client.add_model("org/model", revision="main") == {"model_id": "org/model", "revision": "main"}
+    assert [model["model_id"] for model in await client.models()] == ["org/model"]
+    tried = await client.try_model("org/model", device="cpu")
+    assert tried == {"model_id": "org/model", "status": "verified", "device": "cpu"}
+    assert (await client.delete_model("org/model"))["model_id"] == "org/model"
+    assert await client.models() == []
+
+
+async def test_a_download_is_progress_and_then_the_model(client: AsyncClient, daemon: Daemon) -> None:
+    events = [event async for event in client.download_model("org/model", update=True)]
+    assert events == [("progress", {"bytes_done": 1}, None), ("done", {"model_id": "org/model"}, "2")]
+    assert daemon.models["org/model"] == {"update": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        ("no/such", ModelNotFound, "is not on the hub"),
+        ("org/gated", ModelGated, "accept it first"),
+        ("org/cut", Unavailable, "before the download was done"),
+    ],
+)
+async def test_a_download_that_fails_raises(
+    client: AsyncClient, model: str, error: type[TeimgrError], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        async for _ in client.download_model(model):
+            pass

@@ -23,7 +23,7 @@ def auth(*asking: str) -> dict[str, object]:
 def reload(daemon: DaemonProcess, table: dict[str, object]) -> None:
     (daemon.folder / "teimgr.toml").write_text(toml(daemon.settings | {"auth": table}))
     with daemon.client(api_key=ADMIN) as client:
-        client._loop.run(client._client._rest.call("POST", "/config/reload", timeout_s=30))  # type: ignore[union-attr]
+        client._loop.run(client._client._http.call("POST", "/config/reload", timeout_s=30))  # type: ignore[union-attr]
 
 
 def ending(daemon: DaemonProcess, key: str | None) -> type[Exception]:

@@ -266,7 +266,7 @@ def message(descriptor: Any) -> Any:
 
 
 class Daemon:
-    """The lifecycle routes over a dictionary; an instance is running after `polls_to_run` looks at it.
+    """The routes of instances and models over dictionaries; an instance is running after `polls_to_run` requests.
 
     A model `broken` fails instead, and `GET /instances/slow` is never answered.
     """
@@ -275,6 +275,7 @@ class Daemon:
         self.polls_to_run = polls_to_run
         self.instances: dict[str, dict[str, Any]] = {}
         self.polls: dict[str, int] = {}
+        self.models: dict[str, dict[str, Any]] = {}
         self.is_ready = True
 
     def app(self) -> web.Application:
@@ -289,6 +290,11 @@ class Daemon:
         app.router.add_delete("/instances/{name}", self.delete)
         app.router.add_get("/instances/{name}/logs", self.logs)
         app.router.add_post("/instances/{name}/{verb}", self.act)
+        app.router.add_get("/models", self.list_models)
+        app.router.add_post("/models", self.add_model)
+        app.router.add_post("/models/{model}/download", self.download)
+        app.router.add_post("/models/{model}/load", self.load)
+        app.router.add_delete("/models/{model}", self.delete_model)
         return app
 
     async def health(self, request: web.Request) -> web.Response:
@@ -333,6 +339,39 @@ class Daemon:
 
     async def delete(self, request: web.Request) -> web.Response:
         return web.json_response(self.instances.pop(request.match_info["name"]))
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        return web.json_response([{"model_id": name, "status": "available"} for name in self.models])
+
+    async def add_model(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.models[body["model_id"]] = body
+        return web.json_response(body, status=201)
+
+    async def download(self, request: web.Request) -> web.StreamResponse:
+        """Two events in pieces of three bytes, with a comment between; a model `org/gated` fails, `org/cut` ends."""
+        model = request.match_info["model"]
+        if model == "no/such":
+            return failure(404, "MODEL_NOT_FOUND", "Model 'no/such' is not on the hub")
+        self.models[model] = await request.json()
+        last = {
+            "org/gated": 'event: failed\ndata: {"error": "accept it first", "code": "MODEL_GATED"}\n\n',
+            "org/cut": "",
+        }.get(model, f'id: 2\nevent: done\ndata: {{"model_id": "{model}"}}\n\n')
+        text = f'event: progress\ndata: {{"bytes_done": 1}}\n\n: still here\n\n{last}'.encode()
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        for start in range(0, len(text), 3):
+            await reply.write(text[start : start + 3])
+        return reply
+
+    async def load(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_id": request.match_info["model"], "status": "verified"} | await request.json())
+
+    async def delete_model(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"model_id": request.match_info["model"]} | self.models.pop(request.match_info["model"])
+        )
 
     async def logs(self, request: web.Request) -> web.Response:
         lines = ["a", "b", "c"]

@@ -21,9 +21,9 @@ from rich.progress import Progress as Bar
 from teimgr.bench_client import load
 from teimgr.bench_client.load import file_texts, made_texts
 from teimgr.client.checks import check_text
-from teimgr.client.endpoints import Endpoint, Tls
-from teimgr.client.grpc_channel import Calls
-from teimgr.client.messages import HowArrow
+from teimgr.client.grpc_channel import GrpcChannel
+from teimgr.client.payloads import ArrowOptions
+from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import TeimgrError
 
 _CONNECT_S = 20.0
@@ -53,7 +53,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     texts = file_texts(arguments.texts, count) if arguments.texts else made_texts(count or _DEFAULT_TEXTS)
     name = "localhost" if arguments.insecure else None
     tls = Tls(ca=arguments.ca, cert=arguments.cert, key=arguments.key, server_name=name)
-    calls = Calls(Endpoint.parse(arguments.endpoint), tls, arguments.max_message_size_mb * 1024 * 1024)
+    calls = GrpcChannel(ServerAddress.parse(arguments.endpoint), tls, arguments.max_message_size_mb * 1024 * 1024)
     await calls.open()
     try:
         await calls.connect(_CONNECT_S)
@@ -65,12 +65,12 @@ async def _run(arguments: argparse.Namespace) -> int:
     return 1 if outcome.failed else 0
 
 
-async def _load(calls: Calls, arguments: argparse.Namespace, texts: list[str]) -> load.Outcome:
+async def _load(calls: GrpcChannel, arguments: argparse.Namespace, texts: list[str]) -> load.Outcome:
     instance, size, timeout_s = arguments.instance, arguments.batch_size, arguments.timeout_secs
     with _progress(len(texts), f"{arguments.mode} {instance}") as progress:
         if arguments.mode == "standard":
             return await load.standard(calls, instance, texts, size, timeout_s, progress)
-        how: HowArrow = {"instance": instance, "noop": arguments.noop}
+        how: ArrowOptions = {"instance": instance, "noop": arguments.noop}
         return await load.arrow(calls, how, texts, size, timeout_s, progress)
 
 

@@ -12,9 +12,16 @@ from pathlib import Path
 
 import lz4.frame
 
-from teimgr.client.arrow import pack_texts, slices, unpack_vectors
-from teimgr.client.grpc_channel import Calls
-from teimgr.client.messages import HowArrow, arrow_request, embed_request, vector
+from teimgr.client.grpc_channel import GrpcChannel
+from teimgr.client.payloads import (
+    ArrowOptions,
+    arrow_request,
+    embed_request,
+    pack_texts,
+    slices,
+    unpack_vectors,
+    vector,
+)
 from teimgr.errors import Internal, InvalidConfig, TeimgrError
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
@@ -81,7 +88,7 @@ class Outcome:
 
 
 async def standard(
-    calls: Calls, instance: str, texts: Sequence[str], concurrency: int, timeout_s: float, progress: Progress
+    calls: GrpcChannel, instance: str, texts: Sequence[str], concurrency: int, timeout_s: float, progress: Progress
 ) -> Outcome:
     """One unary `Embed` per text over one connection, `concurrency` of them at a time."""
     outcome = Outcome(requests=len(texts))
@@ -110,7 +117,7 @@ async def standard(
 
 
 async def arrow(
-    calls: Calls, how: HowArrow, texts: Sequence[str], batch_rows: int, timeout_s: float, progress: Progress
+    calls: GrpcChannel, how: ArrowOptions, texts: Sequence[str], batch_rows: int, timeout_s: float, progress: Progress
 ) -> Outcome:
     """`EmbedArrow` of `batch_rows` texts, LZ4 in the request, one call after the other.
 

@@ -63,7 +63,7 @@ def config_show(options: argparse.Namespace) -> int:
 
 def models(options: argparse.Namespace) -> int:
     """Run one verb of `teimgr models` against a running daemon."""
-    from teimgr.cli.models import run
+    from teimgr.cli.model_commands import run
 
     return run(options)
 

@@ -9,7 +9,7 @@
 """
 
 from teimgr.client.clients import AsyncClient, Client
-from teimgr.client.endpoints import Tls
+from teimgr.client.server_address import Tls
 from teimgr.client.values import Embedded, Health, Info, Instance, Logs, Prediction, Rank, SparseVector, Token
 
 __all__ = [

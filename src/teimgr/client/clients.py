@@ -1,4 +1,4 @@
-"""The client for code without an event loop: the asynchronous one, run on a loop of its own."""
+"""The asynchronous client, and the blocking one, which runs it on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from teimgr.client.endpoints import Endpoint, Tls
-from teimgr.client.grpc_channel import Calls
+from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.http_channel import HttpChannel
-from teimgr.client.inference import Inference
-from teimgr.client.rest import Lifecycle
-from teimgr.client.scoring import Scoring, Tables
+from teimgr.client.inference_calls import InferenceCalls
+from teimgr.client.rest import Lifecycle, ModelCalls
+from teimgr.client.scoring_calls import ScoringCalls, TableCalls
+from teimgr.client.server_address import ServerAddress, Tls
 
 API = "http://127.0.0.1:9000"
 GRPC = "http://127.0.0.1:9001"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-class AsyncClient(Lifecycle, Inference, Scoring, Tables):
-    """One daemon: `api` is its REST side, `grpc` its multiplexer; `https://` speaks TLS as `tls` says, and
-    `api_key` goes with every call.
+class AsyncClient(Lifecycle, ModelCalls, InferenceCalls, ScoringCalls, TableCalls):
+    """Client of one daemon: `api` is its REST address, `grpc` its mux; `https://` selects TLS with the files of `tls`,
+    `api_key` is sent with every call.
 
     Used as `async with`; nothing is sent before the first call. `timeout_s` bounds every call, stop and restart
-    with their grace included. `max_message_bytes` bounds one gRPC message, either way.
+    with their grace period included. `max_message_bytes` bounds one gRPC message in either direction.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class AsyncClient(Lifecycle, Inference, Scoring, Tables):
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         tls = tls or Tls()
-        self._http = HttpChannel(Endpoint.parse(api), tls, api_key)
-        self._calls = Calls(Endpoint.parse(grpc), tls, max_message_bytes, api_key)
+        self._http = HttpChannel(ServerAddress.parse(api), tls, api_key)
+        self._grpc = GrpcChannel(ServerAddress.parse(grpc), tls, max_message_bytes, api_key)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
         await self._http.open()
         try:
-            await self._calls.open()
+            await self._grpc.open()
         except BaseException:
             await self._http.close()
             raise
@@ -59,9 +59,9 @@ class AsyncClient(Lifecycle, Inference, Scoring, Tables):
         await self.close()
 
     async def close(self) -> None:
-        """End what is under way and close both connections."""
+        """Cancel running calls and close both connections."""
         try:
-            await self._calls.close()
+            await self._grpc.close()
         finally:
             await self._http.close()
 
@@ -81,7 +81,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; an interrupt of the caller cancels it."""
+        """The result of a coroutine; KeyboardInterrupt in the caller cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -112,26 +112,22 @@ def _iterating(
 ) -> Callable[Concatenate[Client, P], Iterator[T]]:
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        stream = method(self._client, *args, **kwargs)
+        stream: Any = method(self._client, *args, **kwargs)
+
+        async def advance() -> Any:  # `anext` returns an awaitable, and a loop runs coroutines
+            return await anext(stream, _END)
+
         try:
-            while (item := self._run(_next(stream))) is not _END:
+            while (item := self._run(advance())) is not _END:
                 yield item
         finally:
-            self._run(_close(stream))
+            self._run(stream.aclose())
 
     return call
 
 
-async def _next(stream: AsyncIterator[Any]) -> Any:
-    return await anext(stream, _END)
-
-
-async def _close(stream: Any) -> None:
-    await stream.aclose()
-
-
 class Client:
-    """`AsyncClient` method by method, blocking; streams are iterators. Used as `with`; safe from several threads."""
+    """The methods of `AsyncClient`, blocking; streams are iterators. Used as `with`; thread-safe."""
 
     def __init__(
         self,
@@ -163,7 +159,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End what is under way, close both connections and the thread."""
+        """Cancel running calls, close both connections and end the thread."""
         if self._loop is not None:
             self._loop.run(self._client.close())
             self._loop.close()
@@ -180,6 +176,12 @@ class Client:
     ready = _blocking(AsyncClient.ready)
     wait_until_running = _blocking(AsyncClient.wait_until_running)
     list = _blocking(AsyncClient.list)
+
+    models = _blocking(AsyncClient.models)
+    add_model = _blocking(AsyncClient.add_model)
+    download_model = _iterating(AsyncClient.download_model)
+    try_model = _blocking(AsyncClient.try_model)
+    delete_model = _blocking(AsyncClient.delete_model)
 
     embed = _blocking(AsyncClient.embed)
     embed_stream = _iterating(AsyncClient.embed_stream)

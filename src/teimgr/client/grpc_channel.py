@@ -1,32 +1,86 @@
-"""One gRPC connection to a multiplexer: serialized messages in and out, failures as `TeimgrError`."""
+"""gRPC connection to a mux: serialized messages in and out, failures as `TeimgrError`."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from teimgr.client.bidi_stream import BidiStream, CallStatus
-from teimgr.client.endpoints import Endpoint, Tls
-from teimgr.client.failures import from_grpc, from_status
-from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Unavailable
+from teimgr.client.server_address import ServerAddress, Tls
+from teimgr.errors import (
+    Cancelled,
+    Code,
+    DeadlineExceeded,
+    Forbidden,
+    InferenceFailed,
+    InstanceExists,
+    InstanceNotFound,
+    Internal,
+    InvalidInput,
+    Overloaded,
+    TeimgrError,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+    WrongModelKind,
+    error_from_code,
+)
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
+# Trailing metadata in which teimgr's mux sends the error code; other servers send only the status.
+CODE_KEY = "x-teimgr-code"
+
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 # grpc's "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9001: reason"
 _LAST_ERROR = re.compile(r"last error: [A-Z_]+: (?:\w+:\S+: )?(.+)")
 _CERTIFICATE_HINT = " (the server may want a client certificate, or speak no TLS)"
 _TLS_HINT = " (the server may speak TLS: https://)"
 
+_BY_GRPC: dict[grpc.StatusCode, type[TeimgrError]] = {
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidInput,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.NOT_FOUND: InstanceNotFound,
+    grpc.StatusCode.ALREADY_EXISTS: InstanceExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.FAILED_PRECONDITION: WrongModelKind,
+    grpc.StatusCode.OUT_OF_RANGE: TooLarge,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.INTERNAL: Internal,
+    grpc.StatusCode.DATA_LOSS: InferenceFailed,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
+}
 
-class Calls:
+T = TypeVar("T")
+FinalStatus: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
+"""Code, details and trailing metadata of a finished call."""
+
+
+def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any) -> TeimgrError:
+    """The exception for a gRPC status; its message is the server's."""
+    message = details or code.name
+    for key, value in trailing or ():
+        if key == CODE_KEY and value in Code.__members__:
+            return error_from_code(Code[value], message)
+    kind = _BY_GRPC.get(code, Internal)
+    if kind is Overloaded and "message larger than max" in message:
+        kind = TooLarge
+    return error_from_code(kind.code, message)
+
+
+class GrpcChannel:
     """Opened and closed by its owner, inside a running event loop."""
 
-    def __init__(self, endpoint: Endpoint, tls: Tls, max_message_bytes: int, api_key: str | None = None) -> None:
-        self._endpoint = endpoint
+    def __init__(self, address: ServerAddress, tls: Tls, max_message_bytes: int, api_key: str | None = None) -> None:
+        self._address = address
         self._tls = tls
         self._max_message_bytes = max_message_bytes
         self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
@@ -34,7 +88,7 @@ class Calls:
         self._unary: dict[str, Any] = {}
 
     async def open(self) -> None:
-        """Prepare; nothing is sent yet.
+        """Create the channel; nothing is sent yet.
 
         Raises:
             InvalidConfig: a certificate file cannot be used.
@@ -44,26 +98,26 @@ class Calls:
             ("grpc.max_send_message_length", self._max_message_bytes),
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        if not self._endpoint.secure:
-            self._channel = grpc.aio.insecure_channel(self._endpoint.authority, options=options)
+        if not self._address.secure:
+            self._channel = grpc.aio.insecure_channel(self._address.authority, options=options)
             return
         if self._tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self._tls.server_name))
         credentials = self._tls.grpc_credentials()
-        self._channel = grpc.aio.secure_channel(self._endpoint.authority, credentials, options=options)
+        self._channel = grpc.aio.secure_channel(self._address.authority, credentials, options=options)
 
     async def close(self) -> None:
-        """Cancel what is under way and close the connection."""
+        """Cancel running calls and close the connection."""
         self._unary.clear()
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
 
     async def connect(self, timeout_s: float) -> None:
-        """Return once the connection stands, instead of finding out with the first call.
+        """Connect now rather than with the first call.
 
         Raises:
-            Unavailable: the address refuses, or TLS fails; the message says which.
+            Unavailable: the connection was refused, or TLS failed; the message has the reason.
         """
         channel = self._opened()
         try:
@@ -71,15 +125,24 @@ class Calls:
                 while (state := channel.get_state(try_to_connect=True)) in _CONNECTING:
                     await channel.wait_for_state_change(state)
         except TimeoutError as error:
-            raise Unavailable(f"{self._endpoint.url}: no connection within {timeout_s:g} s") from error
-        if state is not grpc.ChannelConnectivity.READY:
-            await self._explain(timeout_s)
+            raise Unavailable(f"{self._address.url}: no connection within {timeout_s:g} s") from error
+        if state is grpc.ChannelConnectivity.READY:
+            return
+        # Only a call gets the reason of a failed connection; on a broken channel it fails at once and is never sent.
+        try:
+            await self.unary("Info", b"", timeout_s)
+        except Unavailable as error:
+            found = _LAST_ERROR.search(error.message)
+            reason = found[1] if found else error.message
+            if reason == "Socket closed":
+                reason += _CERTIFICATE_HINT if self._address.secure else _TLS_HINT
+            raise Unavailable(f"{self._address.url}: {reason}") from error
 
     async def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        """The reply to one request; `method` is one of the multiplexer's, or a whole path.
+        """The reply to one request; `method` is a method of the multiplexer service, or a full path.
 
         Raises:
-            TeimgrError: what the status meant; DeadlineExceeded after `timeout_s`.
+            TeimgrError: the error of the reply's status; DeadlineExceeded after `timeout_s`.
         """
         call = self._unary.get(method)
         if call is None:
@@ -87,21 +150,14 @@ class Calls:
         try:
             reply: bytes = await call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise from_grpc(error) from error
+            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise Cancelled("the client was closed during the call") from None
+            _raise_if_closed()
+            raise
         return reply
 
     async def stream(
-        self,
-        method: str,
-        requests: AsyncIterator[bytes],
-        *,
-        window: int,
-        idle_s: float,
+        self, method: str, requests: AsyncIterator[bytes], *, window: int, idle_s: float
     ) -> AsyncIterator[bytes]:
         """One reply per request, in order, with at most `window` requests sent and not answered.
 
@@ -110,7 +166,7 @@ class Calls:
 
         Raises:
             Cancelled: the client was closed.
-            TeimgrError: what the status meant; DeadlineExceeded when a reply is owed for over `idle_s`.
+            TeimgrError: the error of the final status; DeadlineExceeded when a reply is owed for over `idle_s`.
         """
         channel = self._opened()
         first = await anext(requests, None)
@@ -118,26 +174,25 @@ class Calls:
             return
         if self._channel is not channel:
             raise Cancelled("the client was closed during the call")
-        conversation = BidiStream(
-            channel.stream_stream(_path(method))(metadata=self._metadata), first, requests, window
-        )
+        call = channel.stream_stream(_path(method))(metadata=self._metadata)
+        bidi = BidiStream(call, first, requests, window)
         try:
-            while (reply := await conversation.reply(idle_s)) is not None:
+            while (reply := await bidi.reply(idle_s)) is not None:
                 yield reply
         finally:
-            await conversation.end()
+            await bidi.end()
 
     async def collect(self, method: str, requests: AsyncIterator[bytes], *, idle_s: float) -> bytes:
         """The one reply to a stream of requests, sent no faster than the server takes them.
 
-        The call begins with the first request. When `requests` itself fails the call is given up.
+        The call begins with the first request. When `requests` itself fails the call is cancelled.
 
         Raises:
             Cancelled: the client was closed.
-            TeimgrError: what the status meant; DeadlineExceeded when the server takes or says nothing for `idle_s`.
+            TeimgrError: the error of the final status; DeadlineExceeded without progress for `idle_s`.
         """
         call = self._opened().stream_unary(_path(method))(metadata=self._metadata)
-        ending = CallStatus(call)
+        status = CallStatus(call)
         try:
             async for request in requests:
                 async with asyncio.timeout(idle_s):
@@ -150,26 +205,13 @@ class Calls:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             if not call.done():
                 raise
-            raise from_status(*await ending.status()) from None
+            raise error_from_status(*await status.final()) from None
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise Cancelled("the client was closed during the call") from None
+            _raise_if_closed()
+            raise
         finally:
             call.cancel()
         return reply
-
-    async def _explain(self, timeout_s: float) -> None:
-        """Only a call is told why a connection failed; on a broken channel it fails at once and is never sent."""
-        try:
-            await self.unary("Info", b"", timeout_s)
-        except Unavailable as error:
-            found = _LAST_ERROR.search(error.message)
-            reason = found[1] if found else error.message
-            if reason == "Socket closed":
-                reason += _CERTIFICATE_HINT if self._endpoint.secure else _TLS_HINT
-            raise Unavailable(f"{self._endpoint.url}: {reason}") from error
 
     def _opened(self) -> Any:
         if self._channel is None:
@@ -179,3 +221,143 @@ class Calls:
 
 def _path(method: str) -> str:
     return method if method.startswith("/") else SERVICE + method
+
+
+def _raise_if_closed() -> None:
+    """Raise Cancelled where a call was cancelled because its channel was closed, and not with its task."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        raise Cancelled("the client was closed during the call") from None
+
+
+# What grpc.aio puts in place of the server's status when a write comes too late (grpc issue 36066).
+_MADE_UP = "Internal error from Core"
+_LATE_S = 1.0
+_LOOK_S = 0.002
+
+
+class CallStatus:
+    """The final status of one streaming call, despite grpc issue 36066.
+
+    The made-up status may come after the true one, which is therefore noted at once, or before it, and is then
+    replaced a moment later without notice.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._status: FinalStatus | None = None
+        call.add_done_callback(self._note)
+
+    async def final(self) -> FinalStatus:
+        """The status of a call that is done."""
+        if self._status is None:
+            self._status = (await self._call.code(), await self._call.details(), None)
+        end = time.monotonic() + _LATE_S
+        while self._status[1] == _MADE_UP and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+            self._note(self._call)
+        return self._status
+
+    def _note(self, call: Any) -> None:
+        details = _at_once(call.details())
+        self._status = (_at_once(call.code()), details, _at_once(call.trailing_metadata()))
+
+
+def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that does not wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as finished:
+        result: T = finished.value
+        return result
+    raise RuntimeError("the call is not over")
+
+
+_aio: Any = grpc.aio
+_EOF = _aio.EOF
+_SENDER_LIMIT_S = 1.0
+
+
+class BidiStream:
+    """Both directions of one bidirectional call: sends while fewer than `window` requests wait for a reply.
+
+    Owns the sending task until `end`.
+    """
+
+    def __init__(self, call: Any, first: bytes, requests: AsyncIterator[bytes], window: int) -> None:
+        self._call = call
+        self._requests = requests
+        self._window = asyncio.Semaphore(window)
+        self._status = CallStatus(call)
+        self._owed = 0
+        self._waiting_since = 0.0
+        self._reading: asyncio.Future[Any] | None = None
+        self._sending = asyncio.create_task(self._send(first))
+
+    async def reply(self, idle_s: float) -> bytes | None:
+        """The next reply, None after the last.
+
+        Raises:
+            DeadlineExceeded: a reply is owed and did not come for `idle_s`.
+            TeimgrError: the error of the final status.
+            Exception: what `requests` raised, after everything sent before was answered.
+        """
+        self._reading = asyncio.ensure_future(self._call.read())
+        while not (await asyncio.wait((self._reading,), timeout=idle_s - self._waited_s()))[0]:
+            if self._waited_s() >= idle_s:
+                raise DeadlineExceeded(f"no reply on the stream for {idle_s:g} s")
+        if self._reading.cancelled():
+            raise Cancelled("the client was closed during the call")
+        try:
+            received = self._reading.result()
+        except grpc.aio.AioRpcError:
+            received = _EOF
+        if received is _EOF:
+            await self._finish()
+            return None
+        self._owed -= 1
+        self._waiting_since = time.monotonic()
+        self._window.release()
+        return bytes(received)
+
+    async def end(self) -> None:
+        """Cancel what is unfinished; returns when both directions have ended."""
+        self._sending.cancel()
+        self._call.cancel()
+        running = [self._sending] if self._reading is None else [self._sending, self._reading]
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _waited_s(self) -> float:
+        """Seconds without a reply while one is owed."""
+        return time.monotonic() - self._waiting_since if self._owed else 0.0
+
+    async def _finish(self) -> None:
+        """The server ended the stream: raise the error of its status, then the sender's own failure."""
+        status = await self._status.final()
+        if status[0] is not grpc.StatusCode.OK:
+            raise error_from_status(*status)
+        sent, _ = await asyncio.wait((self._sending,), timeout=_SENDER_LIMIT_S)
+        if not sent:
+            raise Internal("the server ended the stream while requests were still to come")
+        await self._sending
+        if self._owed:
+            raise Internal(f"the server ended the stream without answering {self._owed} requests")
+
+    async def _send(self, first: bytes) -> None:
+        request: bytes | None = first
+        await self._window.acquire()
+        try:
+            while request is not None:
+                if not self._owed:
+                    self._waiting_since = time.monotonic()
+                self._owed += 1
+                try:
+                    await self._call.write(request)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # the call is over; `reply` raises the reason
+                await self._window.acquire()
+                request = await anext(self._requests, None)
+        finally:
+            if not self._call.done():
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._call.done_writing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -11,9 +12,18 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from teimgr.client.endpoints import Endpoint, Tls
-from teimgr.client.failures import from_http
-from teimgr.errors import DeadlineExceeded, Internal, Unavailable, ValidationError
+from teimgr.client.server_address import ServerAddress, Tls
+from teimgr.errors import (
+    Code,
+    DeadlineExceeded,
+    Internal,
+    Refused,
+    TeimgrError,
+    Unavailable,
+    ValidationError,
+    error_from_code,
+)
+from teimgr.wire.status import STATUS
 
 Query = Mapping[str, int | str] | list[tuple[str, str]]
 
@@ -31,8 +41,8 @@ class ServerSentEvent(NamedTuple):
 class HttpChannel:
     """Opened and closed by its owner, inside a running event loop."""
 
-    def __init__(self, endpoint: Endpoint, tls: Tls, api_key: str | None = None) -> None:
-        self._endpoint = endpoint
+    def __init__(self, address: ServerAddress, tls: Tls, api_key: str | None = None) -> None:
+        self._address = address
         self._tls = tls
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
@@ -43,7 +53,7 @@ class HttpChannel:
         Raises:
             InvalidConfig: a certificate file cannot be used.
         """
-        context = self._tls.ssl_context() if self._endpoint.secure else True
+        context = self._tls.ssl_context() if self._address.secure else True
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=context),
             headers=self._headers,
@@ -75,7 +85,7 @@ class HttpChannel:
         """
         status, reply = await self._exchange(method, path, body, query, timeout_s)
         if status >= 400:
-            raise from_http(status, reply)
+            raise error_from_reply(status, reply)
         if not reply:
             return None
         try:
@@ -91,7 +101,7 @@ class HttpChannel:
         """
         status, reply = await self._exchange("GET", path, None, None, timeout_s)
         if status not in (200, 503):
-            raise from_http(status, reply)
+            raise error_from_reply(status, reply)
         return status == 200
 
     async def events(
@@ -115,7 +125,7 @@ class HttpChannel:
             headers["Last-Event-ID"] = last_event_id
         async with self._request(method, path, body, query, headers) as reply:
             if reply.status >= 400:
-                raise from_http(reply.status, await reply.read())
+                raise error_from_reply(reply.status, await reply.read())
             pending = b""
             async for chunk in reply.content.iter_any():
                 *blocks, pending = (pending + chunk).split(b"\n\n")
@@ -153,11 +163,26 @@ class HttpChannel:
             payload = None if body is None else aiohttp.JsonPayload(body)
         except (TypeError, ValueError) as error:
             raise ValidationError(str(error)) from error
-        url = URL(self._endpoint.url + path, encoded=True)
+        url = URL(self._address.url + path, encoded=True)
         try:
             async with self._session.request(
                 method, url, data=payload, params=query, headers=headers, server_hostname=self._tls.server_name
             ) as reply:
                 yield reply
         except aiohttp.ClientError as error:
-            raise Unavailable(f"{self._endpoint.url}: {error}") from error
+            raise Unavailable(f"{self._address.url}: {error}") from error
+
+
+def error_from_reply(status: int, body: bytes) -> TeimgrError:
+    """The exception for an HTTP error reply; a body that is no teimgr error becomes its text."""
+    try:
+        fields = json.loads(body)
+        code, message = Code[fields["code"]], str(fields["error"])
+    except (ValueError, KeyError, TypeError):
+        text = body.decode("utf-8", "replace").strip()
+        message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
+        codes = [code for code, row in STATUS.items() if row.http == status]
+        if len(codes) == 1:
+            return error_from_code(codes[0], message)
+        return Refused(message) if status < 500 else Internal(message)
+    return error_from_code(code, message)

@@ -1,16 +1,19 @@
-"""The lifecycle of instances over REST, typed."""
+"""REST calls of a daemon, typed: instances and the model registry."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypedDict, Unpack
+from urllib.parse import quote
 
 from teimgr.client.checks import check_text
-from teimgr.client.http_channel import HttpChannel
+from teimgr.client.http_channel import HttpChannel, ServerSentEvent, error_from_reply
 from teimgr.client.values import Health, Instance, Logs
-from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning
+from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, Unavailable
 from teimgr.spec import State, check_name
 
 _POLL_FIRST_S = 0.02
@@ -120,3 +123,73 @@ def _refuse_ended(instance: Instance) -> None:
         raise ModelLoadFailed(f"Instance '{instance.name}' failed: {instance.reason or 'see its log'}")
     if instance.status is State.STOPPED:
         raise NotRunning(instance.name, instance.status.value)
+
+
+class TrialOptions(TypedDict, total=False):
+    """The optional fields of `POST /models/{id}/load`."""
+
+    gpu_id: int
+    device: str
+    dtype: str
+    revision: str
+    trust_remote_code: bool
+
+
+class ModelCalls:
+    """Calls to the daemon's model registry; a model is the JSON object `ModelInfo` of the REST API.
+
+    Every method raises the `TeimgrError` of the daemon's reply.
+    """
+
+    _http: HttpChannel
+    _timeout_s: float
+
+    async def models(self) -> Sequence[Mapping[str, Any]]:
+        """All models the daemon knows, sorted by id."""
+        models: Sequence[Mapping[str, Any]] = await self._http.call("GET", "/models", timeout_s=self._timeout_s)
+        return models
+
+    async def add_model(self, model_id: str, *, revision: str | None = None) -> Mapping[str, Any]:
+        """Register a hub id or a local directory; nothing is downloaded."""
+        body = {"model_id": model_id} | ({} if revision is None else {"revision": revision})
+        model: Mapping[str, Any] = await self._http.call("POST", "/models", body=body, timeout_s=self._timeout_s)
+        return model
+
+    async def download_model(
+        self, model_id: str, *, revision: str | None = None, update: bool = False
+    ) -> AsyncIterator[ServerSentEvent]:
+        """Download a model from the hub: events `progress` (a `DownloadProgress`), then one `done` (the model).
+
+        With `update` the hub is asked for a newer commit of a model that is present. The download goes on when the
+        iterator is closed.
+
+        Raises:
+            TeimgrError: the download failed.
+            Unavailable: the daemon ended the stream before the download was done.
+        """
+        body = {key: value for key, value in (("revision", revision), ("update", update)) if value}
+        async with aclosing(self._http.events("POST", _model_path(model_id, "/download"), body=body)) as events:
+            async for event in events:
+                if event.event == "failed":
+                    raise error_from_reply(500, json.dumps(event.data).encode())
+                yield event
+                if event.event == "done":
+                    return
+        raise Unavailable("the daemon ended the stream before the download was done")
+
+    async def try_model(self, model_id: str, **options: Unpack[TrialOptions]) -> Mapping[str, Any]:
+        """Load a model in a throw-away worker and measure it; no timeout. `status` is `verified` where it passed."""
+        path = _model_path(model_id, "/load")
+        model: Mapping[str, Any] = await self._http.call("POST", path, body=dict(options), timeout_s=None)
+        return model
+
+    async def delete_model(self, model_id: str) -> Mapping[str, Any]:
+        """Delete a model from the hub's cache; the model as it was."""
+        path = _model_path(model_id)
+        model: Mapping[str, Any] = await self._http.call("DELETE", path, timeout_s=self._timeout_s)
+        return model
+
+
+def _model_path(model_id: str, verb: str = "") -> str:
+    check_text("model_id", model_id)
+    return f"/models/{quote(model_id, safe='')}{verb}"

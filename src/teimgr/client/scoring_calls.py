@@ -1,4 +1,4 @@
-"""Calls of classifiers and rerankers: texts and pairs in, scores out."""
+"""Calls over gRPC of classifiers and rerankers, and of the table service `teimgr.v1.Arrow`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import TypeAlias, Unpack
 
 import pyarrow as pa
 
-from teimgr.client.arrow import Compression, check_compression
-from teimgr.client.checks import (
-    check_flag,
-    check_keywords,
-    check_limit,
-    check_sequence,
-    check_source,
-    check_text,
-    check_texts,
+from teimgr.client.checks import check_flag, check_limit, check_sequence, check_source, check_text, check_texts
+from teimgr.client.inference_calls import RpcCalls, items
+from teimgr.client.payloads import (
+    Compression,
+    InferOptions,
+    ScoreOptions,
+    check_options,
+    infer_request,
+    pack_table,
+    target,
+    truncation,
 )
-from teimgr.client.inference import RpcBase, items
-from teimgr.client.messages import HOW_INFER, HOW_SCORES, HowInfer, HowScores, direction, infer_request, target
 from teimgr.client.values import Prediction, Rank
 from teimgr.config.schema import said
 from teimgr.errors import Internal, ValidationError
@@ -27,67 +27,60 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 
 
-class Scoring(RpcBase):
-    """What classifiers and rerankers serve."""
+class ScoringCalls(RpcCalls):
+    """Calls of classifiers and rerankers."""
 
     async def predict(
-        self, texts: str | Sequence[str], *, in_flight: int = 64, **how: Unpack[HowScores]
+        self, texts: str | Sequence[str], *, in_flight: int = 64, **options: Unpack[ScoreOptions]
     ) -> Sequence[Sequence[Prediction]]:
         """For every text all labels of the model, best first; one text gives one list."""
-        check_keywords(how, HOW_SCORES)
+        check_options(options, ScoreOptions)
 
-        async def ask(text: str) -> Sequence[Prediction]:
+        async def predict_one(text: str) -> Sequence[Prediction]:
             inner = tei_pb2.PredictRequest(
-                inputs=text,
-                truncate=how.get("truncate", True),
-                raw_scores=how.get("raw_scores", False),
-                truncation_direction=direction(how),
+                inputs=text, raw_scores=options.get("raw_scores", False), **truncation(options)
             )
-            request = mux_pb2.PredictRequest(target=target(how), request=inner)
-            return _predictions(await self._ask("Predict", request, tei_pb2.PredictResponse))
+            request = mux_pb2.PredictRequest(target=target(options), request=inner)
+            return _predictions(await self._unary("Predict", request, tei_pb2.PredictResponse))
 
-        return await self._each_text(texts, in_flight, ask)
+        return await self._each_text(texts, in_flight, predict_one)
 
     async def predict_pair(
-        self, pairs: Sequence[tuple[str, str]], *, in_flight: int = 64, **how: Unpack[HowScores]
+        self, pairs: Sequence[tuple[str, str]], *, in_flight: int = 64, **options: Unpack[ScoreOptions]
     ) -> Sequence[Sequence[Prediction]]:
         """As `predict`, for two texts that the model reads together."""
-        check_keywords(how, HOW_SCORES)
+        check_options(options, ScoreOptions)
         check_sequence("pairs", pairs)
 
-        async def ask(position: int, pair: tuple[str, str]) -> Sequence[Prediction]:
+        async def predict_one(position: int, pair: tuple[str, str]) -> Sequence[Prediction]:
             check_texts(f"pairs[{position}]", pair)
             if len(pair) != 2:
                 raise ValidationError(f"pairs[{position}] must be two texts, not {len(pair)}")
             inner = tei_pb2.PredictPairRequest(
-                inputs=pair,
-                truncate=how.get("truncate", True),
-                raw_scores=how.get("raw_scores", False),
-                truncation_direction=direction(how),
+                inputs=pair, raw_scores=options.get("raw_scores", False), **truncation(options)
             )
-            request = mux_pb2.PredictPairRequest(target=target(how), request=inner)
-            return _predictions(await self._ask("PredictPair", request, tei_pb2.PredictResponse))
+            request = mux_pb2.PredictPairRequest(target=target(options), request=inner)
+            return _predictions(await self._unary("PredictPair", request, tei_pb2.PredictResponse))
 
-        return await self._each(pairs, in_flight, ask)
+        return await self._each(pairs, in_flight, predict_one)
 
     async def rerank(
-        self, query: str, texts: Sequence[str], *, return_text: bool = False, **how: Unpack[HowScores]
+        self, query: str, texts: Sequence[str], *, return_text: bool = False, **options: Unpack[ScoreOptions]
     ) -> Sequence[Rank]:
         """Every text's rank for the query, best first; only a reranker serves it."""
-        check_keywords(how, HOW_SCORES)
+        check_options(options, ScoreOptions)
         check_text("query", query)
         check_texts("texts", texts)
         check_flag("return_text", return_text)
         inner = tei_pb2.RerankRequest(
             query=query,
             texts=texts,
-            truncate=how.get("truncate", True),
-            raw_scores=how.get("raw_scores", False),
+            raw_scores=options.get("raw_scores", False),
             return_text=return_text,
-            truncation_direction=direction(how),
+            **truncation(options),
         )
-        request = mux_pb2.RerankRequest(target=target(how), request=inner)
-        return _ranks(await self._ask("Rerank", request, tei_pb2.RerankResponse))
+        request = mux_pb2.RerankRequest(target=target(options), request=inner)
+        return _ranks(await self._unary("Rerank", request, tei_pb2.RerankResponse))
 
     async def rerank_stream(
         self,
@@ -95,10 +88,10 @@ class Scoring(RpcBase):
         texts: Iterable[str] | AsyncIterable[str],
         *,
         return_text: bool = False,
-        **how: Unpack[HowScores],
+        **options: Unpack[ScoreOptions],
     ) -> Sequence[Rank]:
         """As `rerank`, with texts that are sent while they are read: more than one message may hold."""
-        check_keywords(how, HOW_SCORES)
+        check_options(options, ScoreOptions)
         check_text("query", query)
         check_source("texts", texts)
         check_flag("return_text", return_text)
@@ -111,14 +104,13 @@ class Scoring(RpcBase):
                 inner = tei_pb2.RerankStreamRequest(
                     query=query,
                     text=text,
-                    truncate=how.get("truncate", True),
-                    raw_scores=how.get("raw_scores", False),
+                    raw_scores=options.get("raw_scores", False),
                     return_text=return_text,
-                    truncation_direction=direction(how),
+                    **truncation(options),
                 )
-                yield mux_pb2.RerankStreamRequest(target=target(how), request=inner).SerializeToString()
+                yield mux_pb2.RerankStreamRequest(target=target(options), request=inner).SerializeToString()
 
-        reply = await self._calls.collect("RerankStream", requests(), idle_s=self._timeout_s)
+        reply = await self._grpc.collect("RerankStream", requests(), idle_s=self._timeout_s)
         return _ranks(tei_pb2.RerankResponse.FromString(reply))
 
 
@@ -137,8 +129,8 @@ _INPUTS = ("text", "text_pair", "query", "input_ids")
 _WINDOW = 4
 
 
-class Tables(RpcBase):
-    """Several outputs of one run of the model, for texts, pairs or token ids, beside keys of the caller's own."""
+class TableCalls(RpcCalls):
+    """Arrow tables in and out: several outputs of one model run, for texts, pairs or token ids, with key columns."""
 
     async def infer(
         self,
@@ -147,7 +139,7 @@ class Tables(RpcBase):
         batch_rows: int = 2048,
         in_flight: int = 2,
         compression: Compression | None = None,
-        **how: Unpack[HowInfer],
+        **options: Unpack[InferOptions],
     ) -> pa.Table:
         """A row for every row of `table`, in order: the columns `keys`, a column per output, and `error`.
 
@@ -155,20 +147,20 @@ class Tables(RpcBase):
         are no `keys` are not sent. `batch_rows` rows travel per call, `in_flight` calls at a time. A row that fails
         alone has nulls and its reason in `error`; a failing call raises.
         """
-        check_keywords(how, HOW_INFER)
+        check_options(options, InferOptions)
         check_limit("batch_rows", batch_rows)
-        whole = _sent(table, how, "table")
-        starts = range(0, max(whole.num_rows, 1), batch_rows)
+        whole = _sent(table, options, "table")
 
-        async def ask(_: int, start: int) -> pa.Table:
+        async def infer_slice(_: int, start: int) -> pa.Table:
             piece = whole.slice(start, batch_rows)
-            request = infer_request(_pack(piece, compression), how)
-            answer = _unpack(await self._calls.unary(f"{_SERVICE}Infer", request, self._timeout_s))
+            request = infer_request(pack_table(piece, compression), options)
+            answer = _unpack(await self._grpc.unary(f"{_SERVICE}Infer", request, self._timeout_s))
             if answer.num_rows != piece.num_rows:
                 raise Internal(f"the server answered {answer.num_rows} rows for {piece.num_rows}")
             return answer
 
-        return pa.concat_tables(await self._each(starts, in_flight, ask))
+        starts = range(0, max(whole.num_rows, 1), batch_rows)
+        return pa.concat_tables(await self._each(starts, in_flight, infer_slice))
 
     async def infer_stream(
         self,
@@ -176,47 +168,37 @@ class Tables(RpcBase):
         *,
         compression: Compression | None = None,
         window: int = _WINDOW,
-        **how: Unpack[HowInfer],
+        **options: Unpack[InferOptions],
     ) -> AsyncIterator[pa.Table]:
         """One answer per table, in order, while `tables` is still being read.
 
         Memory is constant: at most `window` tables are sent and not answered. A plain iterable is read on a thread.
         """
-        check_keywords(how, HOW_INFER)
+        check_options(options, InferOptions)
         check_limit("window", window)
         check_source("tables", tables)
 
         async def requests() -> AsyncIterator[bytes]:
             number = 0
             async for table in items(tables, at_once=1):
-                yield infer_request(_pack(_sent(table, how, f"tables[{number}]"), compression), how)
+                yield infer_request(pack_table(_sent(table, options, f"tables[{number}]"), compression), options)
                 number += 1
 
-        replies = self._calls.stream(f"{_SERVICE}InferStream", requests(), window=window, idle_s=self._timeout_s)
+        replies = self._grpc.stream(f"{_SERVICE}InferStream", requests(), window=window, idle_s=self._timeout_s)
         async for reply in replies:
             yield _unpack(reply)
 
 
-def _sent(table: Table, how: HowInfer, name: str) -> pa.Table:
+def _sent(table: Table, options: InferOptions, name: str) -> pa.Table:
     """The columns that the server needs."""
     if isinstance(table, pa.RecordBatch):
         table = pa.Table.from_batches([table])
     if not isinstance(table, pa.Table):
         raise ValidationError(f"{name} must be a pyarrow Table or RecordBatch, not {said(table)}")
-    keys = how.get("keys") or ()
+    keys = options.get("keys") or ()
     if missing := [key for key in keys if key not in table.column_names]:
         raise ValidationError(f"{name} has no column {missing[0]!r}")
     return table.select([at for at, column in enumerate(table.column_names) if column in _INPUTS or column in keys])
-
-
-def _pack(table: pa.Table, compression: Compression | None) -> bytes:
-    check_compression(compression)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
-        writer.write_table(table)
-        if not table.num_rows:
-            writer.write_batch(pa.RecordBatch.from_pylist([], schema=table.schema))
-    return bytes(sink.getvalue())
 
 
 def _unpack(reply: bytes) -> pa.Table:

@@ -121,7 +121,7 @@ async def test_without_a_code_the_status_decides(client: AsyncClient) -> None:
 async def test_a_method_the_server_lacks_is_unsupported(mux_url: str) -> None:
     async with AsyncClient(grpc=mux_url) as client:
         with pytest.raises(Unsupported):
-            await client._calls.unary("EmbedSparseArrow", b"", 5)
+            await client._grpc.unary("EmbedSparseArrow", b"", 5)
 
 
 async def test_a_call_that_is_never_answered_ends_at_the_deadline(mux_url: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a server is and how it proves itself: endpoints and certificates."""
+"""Address and TLS files of a server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DEFAULT_PORT = {"http": 80, "https": 443}
 class Tls:
     """PEM files of a TLS connection.
 
-    `ca` verifies the server (None: the system's authorities), `cert` and `key` prove the client and come together,
-    `server_name` is the name expected in the server's certificate where it differs from the address. The server is
-    always verified.
+    `ca` verifies the server (None: the system's authorities), `cert` and `key` authenticate the client and come
+    together, `server_name` is the name expected in the server's certificate where it differs from the address. The
+    server is always verified.
     """
 
     ca: Path | str | None = None
@@ -29,7 +29,6 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse half a key pair."""
         if (self.cert is None) != (self.key is None):
             raise InvalidConfig("a client certificate and its key must be given together")
 
@@ -59,16 +58,16 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A server's address; the prefix `https://` alone decides whether TLS is spoken."""
+class ServerAddress:
+    """Host and port of a server; `secure` (the prefix `https://`) selects TLS."""
 
     host: str
     port: int
     secure: bool
 
     @classmethod
-    def parse(cls, url: str) -> Endpoint:
-        """Read `http://host:port`, `https://host:port` or `host:port`.
+    def parse(cls, url: str) -> ServerAddress:
+        """Parse `http://host:port`, `https://host:port` or `host:port`.
 
         Raises:
             InvalidConfig: it is none of these.
@@ -79,7 +78,7 @@ class Endpoint:
             port = parts.port
         except ValueError as error:
             raise InvalidConfig(f"endpoint {url!r}: {error}") from error
-        # What is neither host nor port would be dropped in silence.
+        # Refuse other parts, which would be ignored silently.
         more = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
         if parts.scheme not in _DEFAULT_PORT or not parts.hostname or port == 0 or more:
             raise InvalidConfig(f"endpoint {url!r} is not http://host:port or https://host:port")
@@ -93,7 +92,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The endpoint with its scheme, without a trailing slash."""
+        """Scheme and authority, without a trailing slash."""
         return f"{'https' if self.secure else 'http'}://{self.authority}"
 
 

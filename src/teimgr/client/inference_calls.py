@@ -1,0 +1,304 @@
+"""Embedding and tokenizer calls over gRPC, typed: texts in, float32 arrays out; and the base of all inference calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, Unpack
+
+import numpy as np
+from google.protobuf.message import Message
+
+from teimgr.client.checks import check_count, check_flag, check_limit, check_sequence, check_source, check_text
+from teimgr.client.grpc_channel import GrpcChannel
+from teimgr.client.payloads import (
+    ArrowOptions,
+    Compression,
+    EmbedOptions,
+    Routing,
+    TextOptions,
+    Texts,
+    arrow_request,
+    check_options,
+    embed_request,
+    joined,
+    pack_texts,
+    slices,
+    target,
+    truncation,
+    unpack_vectors,
+    vector,
+)
+from teimgr.client.values import Embedded, Info, SparseVector, Token, Vectors
+from teimgr.errors import Internal
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+
+T = TypeVar("T")
+MessageT = TypeVar("MessageT", bound=Message)
+ResultT = TypeVar("ResultT")
+
+_STREAM_WINDOW = 512
+_BATCH_WINDOW = 4
+
+
+class RpcCalls:
+    """Base of the classes whose methods are gRPC calls. Every method raises the `TeimgrError` of the reply's status.
+
+    `instance=` or `model=` selects who answers. Calls end after the client's `timeout_s`; streams when a reply is
+    owed for that long.
+    """
+
+    _grpc: GrpcChannel
+    _timeout_s: float
+
+    async def _unary(self, method: str, request: Message, reply: type[MessageT]) -> MessageT:
+        return reply.FromString(await self._grpc.unary(method, request.SerializeToString(), self._timeout_s))
+
+    async def _each_text(
+        self, texts: str | Sequence[str], in_flight: int, call: Callable[[str], Coroutine[Any, Any, ResultT]]
+    ) -> list[ResultT]:
+        """As `_each`, for texts; one text is a sequence of one.
+
+        Raises:
+            ValidationError: `texts` is no sequence, or an item is no text.
+        """
+        several = [texts] if isinstance(texts, str) else texts
+        check_sequence("texts", several)
+
+        async def call_one(position: int, text: str) -> ResultT:
+            check_text(f"texts[{position}]", text)
+            return await call(text)
+
+        return await self._each(several, in_flight, call_one)
+
+    async def _each(
+        self, items: Sequence[T], in_flight: int, call: Callable[[int, T], Coroutine[Any, Any, ResultT]]
+    ) -> list[ResultT]:
+        """The results of `call` for every item and its position, in order, `in_flight` at a time.
+
+        The first failure cancels the rest.
+
+        Raises:
+            ValidationError: `in_flight` is below 1.
+        """
+        check_limit("in_flight", in_flight)
+        results: dict[int, ResultT] = {}
+        waiting = iter(enumerate(items))
+
+        async def work() -> None:
+            for position, item in waiting:
+                results[position] = await call(position, item)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(in_flight, len(items))):
+                    group.create_task(work())
+        except BaseExceptionGroup as failures:
+            # Raise the first failure by itself: the others are its consequences.
+            error: BaseException = failures
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+        return [results[position] for position in range(len(items))]
+
+
+# One hop to a thread fetches this many items, or what the source yields in this time.
+_ITEMS = 256
+_TAKE_S = 0.002
+
+
+async def items(source: Iterable[T] | AsyncIterable[T], at_once: int = _ITEMS) -> AsyncIterator[T]:
+    """The items of `source` in order; a plain iterable is advanced on a thread, so it may block.
+
+    At most `at_once` items are read ahead: 1 for those that are large.
+    """
+    if isinstance(source, AsyncIterable):
+        async for item in source:
+            yield item
+        return
+    iterator = iter(source)
+    failure: Exception | None = None
+    while failure is None:
+        taken, failure = await asyncio.to_thread(_take, iterator, at_once)
+        for item in taken:
+            yield item
+        if not taken:
+            break
+    if failure is not None:
+        raise failure
+
+
+def _take(iterator: Iterator[T], at_once: int) -> tuple[list[T], Exception | None]:
+    """Some items, none at the end, and what the source raised after them."""
+    taken: list[T] = []
+    limit = time.monotonic() + _TAKE_S
+    try:
+        for item in iterator:
+            taken.append(item)
+            if len(taken) == at_once or time.monotonic() > limit:
+                break
+    except Exception as failure:
+        return taken, failure
+    return taken, None
+
+
+class InferenceCalls(RpcCalls):
+    """Calls of embedding models of every kind, and of their tokenizers."""
+
+    async def embed(
+        self, texts: str | Sequence[str], *, in_flight: int = 64, **options: Unpack[EmbedOptions]
+    ) -> Vectors:
+        """One vector per text, float32 [n, dim]; one text gives one row, no text none ([0, 0]).
+
+        Each text is a call of its own, `in_flight` at a time; for thousands of texts `embed_arrow` is faster.
+        The first failure cancels the rest.
+        """
+        check_options(options, EmbedOptions)
+
+        async def embed_one(text: str) -> Vectors:
+            return vector(await self._grpc.unary("Embed", embed_request(text, options), self._timeout_s))
+
+        rows = await self._each_text(texts, in_flight, embed_one)
+        return np.stack(rows) if rows else np.empty((0, 0), np.float32)
+
+    async def embed_sparse(
+        self, texts: str | Sequence[str], *, in_flight: int = 64, **options: Unpack[TextOptions]
+    ) -> Sequence[SparseVector]:
+        """The weights of every text over the model's vocabulary; one text gives one vector."""
+        check_options(options, TextOptions)
+
+        async def embed_one(text: str) -> SparseVector:
+            inner = tei_pb2.EmbedSparseRequest(
+                inputs=text, prompt_name=options.get("prompt_name"), **truncation(options)
+            )
+            request = mux_pb2.EmbedSparseRequest(target=target(options), request=inner)
+            return SparseVector.from_message(await self._unary("EmbedSparse", request, tei_pb2.EmbedSparseResponse))
+
+        return await self._each_text(texts, in_flight, embed_one)
+
+    async def embed_all(
+        self, texts: str | Sequence[str], *, in_flight: int = 64, **options: Unpack[TextOptions]
+    ) -> Sequence[Vectors]:
+        """A vector for every token of every text, float32 [tokens, dim] each; one text gives one matrix.
+
+        A late-interaction model gives the vectors it compares, any other its last hidden states.
+        """
+        check_options(options, TextOptions)
+
+        async def embed_one(text: str) -> Vectors:
+            inner = tei_pb2.EmbedAllRequest(inputs=text, prompt_name=options.get("prompt_name"), **truncation(options))
+            request = mux_pb2.EmbedAllRequest(target=target(options), request=inner)
+            reply = await self._unary("EmbedAll", request, tei_pb2.EmbedAllResponse)
+            rows = [np.array(token.embeddings, np.float32) for token in reply.token_embeddings]
+            return np.stack(rows) if rows else np.empty((0, 0), np.float32)
+
+        return await self._each_text(texts, in_flight, embed_one)
+
+    async def embed_stream(
+        self,
+        texts: Iterable[str] | AsyncIterable[str],
+        *,
+        window: int = _STREAM_WINDOW,
+        **options: Unpack[EmbedOptions],
+    ) -> AsyncIterator[Vectors]:
+        """One row (float32 [dim]) per text, in order, while `texts` is still being read.
+
+        Memory is constant: at most `window` texts are sent and not answered. A plain iterable is read on a thread.
+        """
+        check_options(options, EmbedOptions)
+        check_limit("window", window)
+        check_source("texts", texts)
+
+        async def requests() -> AsyncIterator[bytes]:
+            row = 0
+            async for text in items(texts):
+                check_text(f"texts[{row}]", text)
+                row += 1
+                yield embed_request(text, options)
+
+        async for reply in self._grpc.stream("EmbedStream", requests(), window=window, idle_s=self._timeout_s):
+            yield vector(reply)
+
+    async def embed_arrow(
+        self,
+        texts: Texts,
+        *,
+        batch_rows: int = 2048,
+        in_flight: int = 2,
+        compression: Compression | None = None,
+        **options: Unpack[ArrowOptions],
+    ) -> Embedded:
+        """Many texts as Arrow batches: one vector or one error per text, in order.
+
+        `batch_rows` texts travel per call, `in_flight` calls at a time; `compression` is that of the request.
+        A text that fails alone has its reason in `Embedded.errors`; a failing call raises.
+        """
+        check_options(options, ArrowOptions)
+
+        async def embed_slice(at: int, piece: Texts) -> Embedded:
+            request = arrow_request(pack_texts(piece, compression, first_row=at * batch_rows), options)
+            embedded = unpack_vectors(_ipc(await self._grpc.unary("EmbedArrow", request, self._timeout_s)))
+            if len(embedded.vectors) != len(piece):
+                raise Internal(f"the server answered {len(embedded.vectors)} rows for {len(piece)} texts")
+            return embedded
+
+        return joined(await self._each(list(slices(texts, batch_rows)), in_flight, embed_slice))
+
+    async def embed_arrow_stream(
+        self,
+        batches: Iterable[Texts] | AsyncIterable[Texts],
+        *,
+        compression: Compression | None = None,
+        window: int = _BATCH_WINDOW,
+        **options: Unpack[ArrowOptions],
+    ) -> AsyncIterator[Embedded]:
+        """One answer per batch, in order, with at most `window` batches sent and not answered."""
+        check_options(options, ArrowOptions)
+        check_limit("window", window)
+        check_source("batches", batches)
+
+        async def requests() -> AsyncIterator[bytes]:
+            number = 0
+            async for batch in items(batches, at_once=1):
+                yield arrow_request(pack_texts(batch, compression, name=f"batches[{number}]"), options)
+                number += 1
+
+        async for reply in self._grpc.stream("EmbedArrowStream", requests(), window=window, idle_s=self._timeout_s):
+            yield unpack_vectors(_ipc(reply))
+
+    async def info(self, **routing: Unpack[Routing]) -> Info:
+        """Properties and limits of the served model."""
+        check_options(routing, Routing)
+        request = mux_pb2.InfoRequest(target=target(routing))
+        return Info.from_message(await self._unary("Info", request, tei_pb2.InfoResponse))
+
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, prompt_name: str | None = None, **routing: Unpack[Routing]
+    ) -> Sequence[Token]:
+        """The tokens of a text, prompt included, untruncated."""
+        check_options(routing, Routing)
+        check_text("text", text)
+        check_flag("add_special_tokens", add_special_tokens)
+        if prompt_name is not None:
+            check_text("prompt_name", prompt_name)
+        inner = tei_pb2.EncodeRequest(inputs=text, add_special_tokens=add_special_tokens, prompt_name=prompt_name)
+        request = mux_pb2.EncodeRequest(target=target(routing), request=inner)
+        reply = await self._unary("Tokenize", request, tei_pb2.EncodeResponse)
+        return [Token.from_message(token) for token in reply.tokens]
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, **routing: Unpack[Routing]) -> str:
+        """The text of token ids."""
+        check_options(routing, Routing)
+        check_flag("skip_special_tokens", skip_special_tokens)
+        check_sequence("ids", ids)
+        for position, token in enumerate(ids):
+            check_count(f"ids[{position}]", token)
+        inner = tei_pb2.DecodeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
+        request = mux_pb2.DecodeRequest(target=target(routing), request=inner)
+        return (await self._unary("Decode", request, tei_pb2.DecodeResponse)).text
+
+
+def _ipc(reply: bytes) -> bytes:
+    return mux_pb2.EmbedArrowResponse.FromString(reply).arrow_ipc

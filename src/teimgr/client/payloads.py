@@ -1,0 +1,317 @@
+"""Payloads of the gRPC methods: keyword options, protobuf requests, Arrow IPC streams and their replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, TypeAlias, TypedDict, get_type_hints
+
+import numpy as np
+import pyarrow as pa
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
+from teimgr.client.checks import check_keywords, check_limit, check_sequence, check_source, check_text
+from teimgr.client.values import Embedded, Vectors
+from teimgr.config.schema import said
+from teimgr.errors import Internal, ValidationError
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.pb.teimgr.v1 import arrow_pb2
+
+
+class Routing(TypedDict, total=False):
+    """Which instance answers: one of the two. A `model` goes to any running instance of it."""
+
+    instance: str
+    model: str
+
+
+class TextOptions(Routing, total=False):
+    """`truncate` is true unless given; `prompt_name` is one of the model's prompts."""
+
+    truncate: bool
+    truncation_left: bool
+    prompt_name: str
+
+
+class EmbedOptions(TextOptions, total=False):
+    """`normalize` is true unless given, `dimensions` is the model's."""
+
+    normalize: bool
+    dimensions: int
+
+
+class ScoreOptions(Routing, total=False):
+    """`truncate` is true unless given, `raw_scores` gives logits."""
+
+    truncate: bool
+    truncation_left: bool
+    raw_scores: bool
+
+
+class ArrowOptions(EmbedOptions, total=False):
+    """Zeros without running the model, half-precision replies, LZ4 replies."""
+
+    noop: bool
+    float16: bool
+    lz4_reply: bool
+
+
+class InferOptions(EmbedOptions, total=False):
+    """Options of `teimgr.v1.Arrow`.
+
+    `outputs` are of dense, sparse, multi_vector, tokens and scores; `input` is text, pair or ids where the names of the
+    columns shall not decide; `keys` are columns to return unchanged. `dense_type` and `token_type` are float32,
+    float16, int8, uint8, binary or ubinary.
+    """
+
+    outputs: Sequence[str]
+    input: str
+    keys: Sequence[str]
+    raw_scores: bool
+    dense_type: str
+    token_type: str
+    lz4_reply: bool
+
+
+def check_options(options: Mapping[str, object], kind: type) -> None:
+    """Check keyword arguments against the TypedDict `kind`.
+
+    Raises:
+        ValidationError: an unknown key, or a value of another type.
+    """
+    check_keywords(options, _types_of(kind))
+
+
+@cache
+def _types_of(kind: type) -> Mapping[str, type]:
+    return get_type_hints(kind)
+
+
+# Protobuf requests
+
+
+def target(options: Routing) -> mux_pb2.Target:
+    """The routing of a call.
+
+    Raises:
+        ValidationError: not exactly one of `instance` and `model` is given.
+    """
+    instance, model = options.get("instance"), options.get("model")
+    if (instance is None) == (model is None):
+        raise ValidationError("give exactly one of `instance` and `model`")
+    return mux_pb2.Target(instance_name=instance) if model is None else mux_pb2.Target(model_id=model)
+
+
+def truncation(options: TextOptions | ScoreOptions) -> dict[str, Any]:
+    """The fields `truncate` and `truncation_direction`, which most requests have."""
+    left = options.get("truncation_left", False)
+    direction = tei_pb2.TRUNCATION_DIRECTION_LEFT if left else tei_pb2.TRUNCATION_DIRECTION_RIGHT
+    return {"truncate": options.get("truncate", True), "truncation_direction": direction}
+
+
+def embed_request(text: str, options: EmbedOptions) -> bytes:
+    """`tei_multiplexer.v1.EmbedRequest` for one text."""
+    inner = tei_pb2.EmbedRequest(
+        inputs=text,
+        normalize=options.get("normalize", True),
+        prompt_name=options.get("prompt_name"),
+        dimensions=options.get("dimensions"),
+        **truncation(options),
+    )
+    return mux_pb2.EmbedRequest(target=target(options), request=inner).SerializeToString()
+
+
+def arrow_request(ipc: bytes, options: ArrowOptions) -> bytes:
+    """`tei_multiplexer.v1.EmbedArrowRequest` for one IPC stream of texts."""
+    return mux_pb2.EmbedArrowRequest(
+        target=target(options),
+        arrow_ipc=ipc,
+        normalize=options.get("normalize", True),
+        noop=options.get("noop", False),
+        prompt_name=options.get("prompt_name"),
+        dimensions=options.get("dimensions"),
+        compression=_reply_compression(options),
+        output_dtype=mux_pb2.OUTPUT_DTYPE_F16 if options.get("float16") else mux_pb2.OUTPUT_DTYPE_UNSPECIFIED,
+        **truncation(options),
+    ).SerializeToString()
+
+
+def infer_request(ipc: bytes, options: InferOptions) -> bytes:
+    """`teimgr.v1.ArrowRequest` for one IPC stream.
+
+    Raises:
+        ValidationError: an unknown output, input or element type.
+    """
+    outputs = options.get("outputs") or ()
+    return arrow_pb2.ArrowRequest(
+        target=target(options),
+        arrow_ipc=ipc,
+        outputs=[_enum_name(f"outputs[{at}]", "OUTPUT_", word, arrow_pb2.Output) for at, word in enumerate(outputs)],
+        input=_enum_name("input", "INPUT_", options.get("input"), arrow_pb2.Input),
+        key_columns=options.get("keys") or (),
+        prompt_name=options.get("prompt_name"),
+        normalize=options.get("normalize", True),
+        dimensions=options.get("dimensions"),
+        raw_scores=options.get("raw_scores", False),
+        dense_type=_enum_name("dense_type", "ELEMENT_TYPE_", options.get("dense_type"), arrow_pb2.ElementType),
+        token_type=_enum_name("token_type", "ELEMENT_TYPE_", options.get("token_type"), arrow_pb2.ElementType),
+        compression=_reply_compression(options),
+        **truncation(options),
+    ).SerializeToString()
+
+
+def _reply_compression(options: ArrowOptions | InferOptions) -> mux_pb2.ArrowCompression:
+    return mux_pb2.ARROW_COMPRESSION_LZ4 if options.get("lz4_reply") else mux_pb2.ARROW_COMPRESSION_NONE
+
+
+def _enum_name(name: str, prefix: str, word: str | None, enum: EnumTypeWrapper) -> str:
+    """The enum's value name for a word; the unspecified value for None."""
+    unspecified, *names = (key for key, _ in enum.items())
+    if word is None:
+        return unspecified
+    if (full := f"{prefix}{word.upper()}") not in names:
+        choices = ", ".join(key.removeprefix(prefix).lower() for key in names)
+        raise ValidationError(f"{name} must be one of {choices}, not {said(word)}")
+    return full
+
+
+_EMBEDDINGS_TAG = b"\x0a"  # field 1 of tei.v1.EmbedResponse, length-delimited: packed floats
+
+
+def vector(reply: bytes) -> Vectors:
+    """The vector of a `tei.v1.EmbedResponse`, float32 [dim], read-only, without a copy where it leads the message."""
+    if reply[:1] != _EMBEDDINGS_TAG:
+        return np.array(tei_pb2.EmbedResponse.FromString(reply).embeddings, np.float32)
+    size = shift = 0  # a varint
+    offset = 1
+    while True:
+        byte = reply[offset]
+        offset += 1
+        size |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return np.frombuffer(reply, "<f4", size // 4, offset)
+        shift += 7
+
+
+# Arrow IPC
+
+Texts: TypeAlias = Sequence[str | None] | pa.Array | pa.ChunkedArray
+Compression = Literal["lz4", "zstd"]
+
+_COMPRESSIONS = (None, "lz4", "zstd")
+_STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
+
+
+def slices(texts: Texts, batch_rows: int) -> Iterator[Texts]:
+    """`texts` in slices of `batch_rows`, the last one shorter; no texts give one empty slice.
+
+    Raises:
+        ValidationError: `texts` is no sequence, or `batch_rows` is below 1.
+    """
+    check_limit("batch_rows", batch_rows)
+    check_sequence("texts", texts)
+    for start in range(0, max(len(texts), 1), batch_rows):
+        yield texts[start : start + batch_rows]
+
+
+def pack_texts(
+    texts: Texts, compression: Compression | None = None, *, name: str = "texts", first_row: int = 0
+) -> bytes:
+    """An IPC stream of one batch with the column `text`; the field is nullable only where a text is null.
+
+    Raises:
+        ValidationError: an item of `texts` is no string; the message has `name` and the row, counted from `first_row`.
+    """
+    column = _column(texts, name, first_row)
+    schema = pa.schema([pa.field("text", column.type, nullable=bool(column.null_count))])
+    return pack_table(pa.table([column], schema=schema), compression)
+
+
+def pack_table(table: pa.Table, compression: Compression | None) -> bytes:
+    """An IPC stream of the table, with one batch where it has no rows.
+
+    Raises:
+        ValidationError: `compression` is no codec of Arrow IPC.
+    """
+    if compression not in _COMPRESSIONS:
+        raise ValidationError(f"compression must be 'lz4', 'zstd' or None, not {said(compression)}")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table)
+        if not table.num_rows:
+            writer.write_batch(pa.RecordBatch.from_pylist([], schema=table.schema))
+    return bytes(sink.getvalue())
+
+
+def unpack_vectors(ipc: bytes) -> Embedded:
+    """All rows of an EmbedArrow reply; float16 becomes float32. Without nulls nothing is copied.
+
+    The vectors are the column `embeddings`, else the first; the column `error` may be missing.
+
+    Raises:
+        Internal: the bytes are no such reply.
+    """
+    try:
+        table = pa.ipc.open_stream(ipc).read_all()
+        column = table.column("embeddings" if "embeddings" in table.column_names else 0)
+        matrices = [_matrix(chunk) for chunk in column.chunks] or [np.empty((0, column.type.list_size), np.float32)]
+        vectors = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
+        return Embedded(vectors, _failures(column, table))
+    except (pa.ArrowException, AttributeError, IndexError, ValueError) as error:
+        raise Internal(f"the reply is no Arrow stream of vectors: {error}") from error
+
+
+def joined(parts: Sequence[Embedded]) -> Embedded:
+    """Consecutive answers as one; there must be at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    errors: dict[int, str] = {}
+    offset = 0
+    for part in parts:
+        errors.update({offset + row: reason for row, reason in part.errors.items()})
+        offset += len(part.vectors)
+    return Embedded(np.concatenate([part.vectors for part in parts]), errors)
+
+
+def _column(texts: Texts, name: str, first_row: int) -> Any:
+    if isinstance(texts, pa.ChunkedArray):
+        texts = texts.combine_chunks()
+    if isinstance(texts, pa.Array):
+        if texts.type in _STRINGS or pa.types.is_dictionary(texts.type):
+            return texts
+        raise ValidationError(f"{name} must be an array of strings, not of {texts.type}")
+    check_source(name, texts)
+    try:
+        return pa.array(texts, pa.utf8())
+    except (pa.ArrowException, TypeError, UnicodeEncodeError) as error:
+        for row, text in enumerate(texts, first_row):
+            if text is not None:
+                check_text(f"{name}[{row}]", text)
+        raise ValidationError(f"{name}: {error}") from error
+
+
+def _matrix(column: Any) -> Vectors:
+    """One FixedSizeList array as float32 [n, dim]; null rows are NaN."""
+    dim = column.type.list_size
+    # `values` ignores the array's own offset, `flatten` would drop the null rows.
+    values = column.values.slice(column.offset * dim, len(column) * dim).to_numpy(zero_copy_only=False)
+    rows: Vectors = values.reshape(len(column), dim).astype(np.float32, copy=False)
+    if not column.null_count:
+        return rows
+    rows = rows.copy()
+    rows[column.is_null().to_numpy(zero_copy_only=False)] = np.nan
+    return rows
+
+
+def _failures(column: Any, table: Any) -> dict[int, str]:
+    """Row → reason of the rows without a vector."""
+    reasons = table.column("error").to_pylist() if "error" in table.column_names else [None] * table.num_rows
+    if not column.null_count:
+        return {row: reason for row, reason in enumerate(reasons) if reason is not None}
+    missing = column.is_null().to_pylist()
+    return {
+        row: reason or "no vector"
+        for row, (reason, absent) in enumerate(zip(reasons, missing, strict=True))
+        if absent or reason is not None
+    }
