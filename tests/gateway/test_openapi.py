@@ -12,8 +12,8 @@ from fastapi import FastAPI
 
 from teimgr.gateway.openapi import describe
 from teimgr.gateway.paths import paths
-from teimgr.worker.dialects.openapi import document
-from teimgr.worker.methods.http import ROUTES
+from teimgr.worker.dialects import ROUTES
+from teimgr.worker.dialects.openapi import daemon_document
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def told() -> dict[str, Any]:
 
 
 def test_the_file_is_fresh() -> None:
-    """If it is not: python -m teimgr.worker.dialects.openapi > src/teimgr/front/inference/openapi.json."""
+    """If it is not: python -m teimgr.worker.dialects.openapi > src/teimgr/gateway/openapi.json."""
     text = files("teimgr.gateway").joinpath("openapi.json").read_text()
 
-    assert json.loads(text) == json.loads(json.dumps(document()))
+    assert json.loads(text) == json.loads(json.dumps(daemon_document()))
 
 
 def test_every_path_has_a_route_in_the_worker_and_an_operation(told: dict[str, Any]) -> None:

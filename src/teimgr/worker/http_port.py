@@ -21,12 +21,12 @@ from teimgr.observability.request_context import REQUEST_ID, RequestContext, use
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.wire.status import STATUS
-from teimgr.worker.dialects.tei import OPENAI, POST, facts, refused
-from teimgr.worker.dialects.tei_openapi import document
+from teimgr.worker.dialects import tei
+from teimgr.worker.dialects.openapi import instance_document
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http.answers import to_json
-from teimgr.worker.http.bodies import BodyRefused, expect_json
-from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference, json_reply
+from teimgr.worker.http.bodies import BadRequest, check_content_type
+from teimgr.worker.http.inference import HttpHandler, HttpInference, json_reply
 from teimgr.worker.metrics import TeiMetrics
 
 
@@ -34,14 +34,14 @@ async def read(request: Request, limit_bytes: int) -> HttpRequest:
     """The request with its whole body.
 
     Raises:
-        BodyRefused: it is not said to be JSON, or is over the limit (413).
+        BadRequest: it is not said to be JSON, or is over the limit (413).
         ClientDisconnect: the client went away while it sent.
     """
     content_type = request.headers.get("content-type", "")
-    expect_json(content_type)
+    check_content_type(content_type)
     body = await read_limited(request.stream(), limit_bytes)
     if body is None:
-        raise BodyRefused(413, "Failed to buffer the request body: length limit exceeded")
+        raise BadRequest(413, "Failed to buffer the request body: length limit exceeded")
     headers = {"content-type": content_type}
     return HttpRequest(TEI, request.method, request.url.path, headers=headers, body=body)
 
@@ -172,7 +172,7 @@ class Routes:
 
     async def info(self, request: Request) -> Response:
         """The model and the limits."""
-        return response(await facts(self._exchange, HttpRequest(TEI, "GET", "/info"), CallOptions()))
+        return response(await tei.get_info(self._exchange, HttpRequest(TEI, "GET", "/info")))
 
     async def metrics(self, request: Request) -> Response:
         """The `te_*` metrics."""
@@ -180,24 +180,24 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document."""
-        return response(json_reply(to_json(document())))
+        return response(json_reply(to_json(instance_document())))
 
     async def docs(self, request: Request) -> Response:
         """The same for readers."""
-        return HTMLResponse(page(document(), "/api-doc/openapi.json"), headers=HEADERS)
+        return HTMLResponse(page(instance_document(), "/api-doc/openapi.json"), headers=HEADERS)
 
     def post(self, path: str, route: HttpHandler) -> Endpoint:
         """`route`, and for each way in which it may fail the response that says so."""
-        dialect = TEI_OPENAI if path in OPENAI else TEI
+        dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
 
         async def endpoint(request: Request) -> Response:
             try:
                 asked = await read(request, self._dispatcher.spec.payload_limit_bytes)
-                return response(await unless_hung_up(route(self._exchange, asked, CallOptions()), request.receive))
+                return response(await unless_hung_up(route(self._exchange, asked), request.receive))
             except TeimgrError as error:
                 return response(failure(dialect, error))
-            except BodyRefused as error:
-                return response(refused(error))
+            except BadRequest as error:
+                return response(error.reply(dialect))
             except ClientDisconnect:  # it still sent its body; uvicorn throws the answer away
                 return Response(status_code=STATUS[Code.CANCELLED].http)
             except Exception as error:
@@ -217,7 +217,11 @@ def create_app(dispatcher: Dispatcher) -> ASGIApp:
             Route("/docs", routes.docs),
             Route("/docs/", routes.docs),
             Route("/api-doc/openapi.json", routes.openapi),
-            *(Route(path, routes.post(path, route), methods=["POST"]) for path, route in POST.items()),
+            *(
+                Route(path, routes.post(path, route), methods=["POST"])
+                for (method, path), route in tei.ROUTES.items()
+                if method == "POST"
+            ),
         ],
         exception_handlers={HTTPException: _without_a_body},
     )

@@ -23,7 +23,7 @@ PROMPTS = {"query": "query: ", "document": "document: "}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if "fleet" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
 
 

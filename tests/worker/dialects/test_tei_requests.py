@@ -11,19 +11,20 @@ import pytest
 from teimgr.engine.job import Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import ModelInfo, WorkerSpec
-from teimgr.worker.dialects.tei import DecodeRequest, TokenizeRequest
 from teimgr.worker.dialects.tei_requests import (
-    EmbedAllRequest,
-    EmbedRequest,
-    EmbedSparseRequest,
+    DecodeRequest,
     OpenAICompatRequest,
-    PredictRequest,
-    RerankRequest,
-    SimilarityRequest,
-    VertexRequest,
+    TeiEmbedAllRequest,
+    TeiEmbedRequest,
+    TeiEmbedSparseRequest,
+    TeiPredictRequest,
+    TeiRerankRequest,
+    TeiSimilarityRequest,
+    TeiVertexRequest,
+    TokenizeRequest,
 )
-from teimgr.worker.http.bodies import Body, BodyRefused, expect_json, parse
-from teimgr.worker.http.inference import Inference, InferenceRequest, ServedModel
+from teimgr.worker.http.bodies import TEI_BODY, BadRequest, Body, check_content_type, parse
+from teimgr.worker.http.inference import InferenceRequest, JobSpec, ServedModel
 
 NO_SHAPE = "Failed to deserialize the JSON body into the target type: "
 
@@ -46,13 +47,13 @@ def served(kind: str = "embedding", **terms: Any) -> ServedModel:
 
 
 def read(kind: type[Body], body: Any) -> Any:
-    return parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
+    return parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), TEI_BODY)
 
 
-def asked(kind: type[InferenceRequest], body: Any, model: str = "embedding", **terms: Any) -> Inference:
-    inference = read(kind, body).inference(served(model, **terms))
-    assert isinstance(inference, Inference)
-    return inference
+def asked(kind: type[InferenceRequest], body: Any, model: str = "embedding", **terms: Any) -> JobSpec:
+    spec = read(kind, body).job(served(model, **terms))
+    assert isinstance(spec, JobSpec)
+    return spec
 
 
 def plain(inputs: Any) -> list[Any]:
@@ -61,17 +62,17 @@ def plain(inputs: Any) -> list[Any]:
 
 
 def refusal(kind: type[Body], body: Any) -> tuple[int, str]:
-    with pytest.raises(BodyRefused) as caught:
+    with pytest.raises(BadRequest) as caught:
         read(kind, body)
-    return caught.value.status, caught.value.text
+    return caught.value.status, caught.value.message
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
 def test_another_content_type_is_415(content_type: str) -> None:
-    with pytest.raises(BodyRefused) as caught:
-        expect_json(content_type)
+    with pytest.raises(BadRequest) as caught:
+        check_content_type(content_type)
 
-    assert (caught.value.status, caught.value.text) == (
+    assert (caught.value.status, caught.value.message) == (
         415,
         "Expected request with `Content-Type: application/json`",
     )
@@ -81,12 +82,12 @@ def test_another_content_type_is_415(content_type: str) -> None:
     "content_type", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
 )
 def test_every_json_content_type_is_read(content_type: str) -> None:
-    expect_json(content_type)
+    check_content_type(content_type)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"inputs": "\\ud800"}', b'{"inputs": NaN}', b"[" * 900])
 def test_what_is_no_json_is_400(body: bytes) -> None:
-    status, text = refusal(EmbedRequest, body)
+    status, text = refusal(TeiEmbedRequest, body)
 
     assert status == 400
     assert text.startswith("Failed to parse the request body as JSON: ")
@@ -94,7 +95,7 @@ def test_what_is_no_json_is_400(body: bytes) -> None:
 
 WRONG: list[tuple[type[Body], Any]] = [
     *(
-        (EmbedRequest, body)
+        (TeiEmbedRequest, body)
         for body in (
             {},
             [],
@@ -125,20 +126,20 @@ WRONG: list[tuple[type[Body], Any]] = [
         )
     ),
     *(
-        (PredictRequest, {"inputs": inputs})
+        (TeiPredictRequest, {"inputs": inputs})
         for inputs in ([], ["a", "b", "c"], [[]], [["a"], []], [["a", "b", "c"]], ["a", ["b"]], [["a"], "b"], [1], 1)
     ),
-    (PredictRequest, {"inputs": "a", "raw_scores": None}),
-    (RerankRequest, {"query": "a"}),
-    (RerankRequest, {"texts": ["a"]}),
-    (RerankRequest, {"query": None, "texts": ["a"]}),
-    (RerankRequest, {"query": "a", "texts": "b"}),
-    (RerankRequest, {"query": "a", "texts": [["b"]]}),
-    (RerankRequest, {"query": "a", "texts": ["b"], "return_text": None}),
-    (SimilarityRequest, {"inputs": "a"}),
-    (SimilarityRequest, {"inputs": {"source_sentence": "a", "sentences": "b"}}),
-    (SimilarityRequest, {"inputs": {"sentences": ["b"]}}),
-    (SimilarityRequest, {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": []}),
+    (TeiPredictRequest, {"inputs": "a", "raw_scores": None}),
+    (TeiRerankRequest, {"query": "a"}),
+    (TeiRerankRequest, {"texts": ["a"]}),
+    (TeiRerankRequest, {"query": None, "texts": ["a"]}),
+    (TeiRerankRequest, {"query": "a", "texts": "b"}),
+    (TeiRerankRequest, {"query": "a", "texts": [["b"]]}),
+    (TeiRerankRequest, {"query": "a", "texts": ["b"], "return_text": None}),
+    (TeiSimilarityRequest, {"inputs": "a"}),
+    (TeiSimilarityRequest, {"inputs": {"source_sentence": "a", "sentences": "b"}}),
+    (TeiSimilarityRequest, {"inputs": {"sentences": ["b"]}}),
+    (TeiSimilarityRequest, {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": []}),
     (TokenizeRequest, {"inputs": [1]}),
     (TokenizeRequest, {"inputs": [["a"]]}),
     (TokenizeRequest, {"inputs": "a", "add_special_tokens": None}),
@@ -150,8 +151,8 @@ WRONG: list[tuple[type[Body], Any]] = [
     (OpenAICompatRequest, {"input": "a", "encoding_format": None}),
     (OpenAICompatRequest, {"input": "a", "encoding_format": "Base64"}),
     (OpenAICompatRequest, {"input": "a", "model": 1}),
-    (VertexRequest, {}),
-    (VertexRequest, {"instances": {}}),
+    (TeiVertexRequest, {}),
+    (TeiVertexRequest, {"instances": {}}),
 ]
 
 
@@ -164,8 +165,8 @@ def test_json_of_another_shape_is_422(kind: type[Body], body: Any) -> None:
 
 
 def test_the_text_says_where_the_fault_is() -> None:
-    assert refusal(EmbedRequest, {"inputs": "a", "dimensions": "b"})[1].startswith(NO_SHAPE + "dimensions: ")
-    assert refusal(EmbedRequest, {"inputs": [["a"]]})[1] == NO_SHAPE + "inputs: data did not match any of its forms"
+    assert refusal(TeiEmbedRequest, {"inputs": "a", "dimensions": "b"})[1].startswith(NO_SHAPE + "dimensions: ")
+    assert refusal(TeiEmbedRequest, {"inputs": [["a"]]})[1] == NO_SHAPE + "inputs: data did not match any of its forms"
 
 
 @pytest.mark.parametrize(
@@ -183,13 +184,13 @@ def test_the_text_says_where_the_fault_is() -> None:
     ],
 )
 def test_the_first_form_that_matches_an_input_wins(inputs: Any, expected: list[Any]) -> None:
-    for kind in (EmbedRequest, EmbedAllRequest, EmbedSparseRequest):
+    for kind in (TeiEmbedRequest, TeiEmbedAllRequest, TeiEmbedSparseRequest):
         assert plain(asked(kind, {"inputs": inputs}).inputs) == expected
     assert plain(asked(OpenAICompatRequest, {"input": inputs}).inputs) == expected
 
 
 def test_ids_are_int32() -> None:
-    [ids] = asked(EmbedRequest, {"inputs": [1, 2]}).inputs
+    [ids] = asked(TeiEmbedRequest, {"inputs": [1, 2]}).inputs
 
     assert isinstance(ids, np.ndarray)
     assert ids.dtype == np.int32
@@ -206,36 +207,36 @@ def test_ids_are_int32() -> None:
     ],
 )
 def test_lists_of_strings_are_pairs_to_predict(inputs: Any, expected: list[Any]) -> None:
-    assert asked(PredictRequest, {"inputs": inputs}, "classifier").inputs == expected
+    assert asked(TeiPredictRequest, {"inputs": inputs}, "classifier").inputs == expected
 
 
 def test_a_rerank_is_a_pair_per_text() -> None:
-    inference = asked(RerankRequest, {"query": "q", "texts": ["a", "", "a"]}, "reranker")
+    spec = asked(TeiRerankRequest, {"query": "q", "texts": ["a", "", "a"]}, "reranker")
 
-    assert inference.inputs == [Pair("q", "a"), Pair("q", ""), Pair("q", "a")]
-    assert inference.options.outputs == {Output.SCORES}
+    assert spec.inputs == [Pair("q", "a"), Pair("q", ""), Pair("q", "a")]
+    assert spec.options.outputs == {Output.SCORES}
 
 
 def test_similarity_asks_for_vectors_as_they_are() -> None:
     body = {"inputs": {"source_sentence": "s", "sentences": ["a", "b"]}}
-    inference = asked(SimilarityRequest, body | {"parameters": {"prompt_name": "query", "unknown": 1}})
+    spec = asked(TeiSimilarityRequest, body | {"parameters": {"prompt_name": "query", "unknown": 1}})
 
-    assert inference.inputs == ["s", "a", "b"]
-    assert inference.options.normalize is False
-    assert inference.options.prompt_name == "query"
-    assert asked(SimilarityRequest, body | {"parameters": None}).options.truncate is True
+    assert spec.inputs == ["s", "a", "b"]
+    assert spec.options.normalize is False
+    assert spec.options.prompt_name == "query"
+    assert asked(TeiSimilarityRequest, body | {"parameters": None}).options.truncate is True
 
 
 @pytest.mark.parametrize("auto_truncate", [True, False])
 def test_null_leaves_truncation_to_the_instance(auto_truncate: bool) -> None:
     for body in ({"inputs": "a"}, {"inputs": "a", "truncate": None}):
-        assert asked(EmbedRequest, body, auto_truncate=auto_truncate).options.truncate is auto_truncate
+        assert asked(TeiEmbedRequest, body, auto_truncate=auto_truncate).options.truncate is auto_truncate
     assert asked(OpenAICompatRequest, {"input": "a"}, auto_truncate=auto_truncate).options.truncate is auto_truncate
-    assert asked(EmbedRequest, {"inputs": "a", "truncate": not auto_truncate}).options.truncate is not auto_truncate
+    assert asked(TeiEmbedRequest, {"inputs": "a", "truncate": not auto_truncate}).options.truncate is not auto_truncate
 
 
 def test_the_defaults_are_teis() -> None:
-    options = asked(EmbedRequest, {"inputs": "a", "prompt_name": None, "dimensions": None}).options
+    options = asked(TeiEmbedRequest, {"inputs": "a", "prompt_name": None, "dimensions": None}).options
 
     assert (options.normalize, options.dimensions, options.prompt_name, options.truncation_left) == (
         True,
@@ -247,31 +248,31 @@ def test_the_defaults_are_teis() -> None:
 
 @pytest.mark.parametrize(("name", "left"), [("left", True), ("Left", True), ("right", False), ("Right", False)])
 def test_the_four_names_of_a_direction(name: str, left: bool) -> None:
-    assert asked(EmbedRequest, {"inputs": "a", "truncation_direction": name}).options.truncation_left is left
+    assert asked(TeiEmbedRequest, {"inputs": "a", "truncation_direction": name}).options.truncation_left is left
 
 
 def test_unknown_fields_are_passed_over() -> None:
-    for kind in (EmbedRequest, PredictRequest):
+    for kind in (TeiEmbedRequest, TeiPredictRequest):
         assert asked(kind, {"inputs": "a", "parameters": {}, "nested": {"a": [None]}}).inputs == ["a"]
 
 
 def test_all_embeddings_of_a_late_interaction_model_are_its_token_vectors() -> None:
-    assert asked(EmbedAllRequest, {"inputs": "a"}, "multi-vector").options.outputs == {Output.MULTI_VECTOR}
-    assert asked(EmbedAllRequest, {"inputs": "a"}).options.outputs == {Output.TOKENS}
+    assert asked(TeiEmbedAllRequest, {"inputs": "a"}, "multi-vector").options.outputs == {Output.MULTI_VECTOR}
+    assert asked(TeiEmbedAllRequest, {"inputs": "a"}).options.outputs == {Output.TOKENS}
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "model", "error"),
     [
-        (RerankRequest, {"query": "q", "texts": []}, "embedding", EmptyInput("`texts` cannot be empty")),
+        (TeiRerankRequest, {"query": "q", "texts": []}, "embedding", EmptyInput("`texts` cannot be empty")),
         (
-            RerankRequest,
+            TeiRerankRequest,
             {"query": "q", "texts": ["a"] * 40},
             "classifier",
             WrongModelKind("Backend error: model is not a re-ranker model"),
         ),
         (
-            SimilarityRequest,
+            TeiSimilarityRequest,
             {"inputs": {"source_sentence": "s", "sentences": []}},
             "classifier",
             EmptyInput("`inputs.sentences` cannot be empty"),
@@ -289,9 +290,9 @@ def test_what_is_refused_before_the_inputs_are_counted(
 @pytest.mark.parametrize(
     ("kind", "body", "limit", "inputs"),
     [
-        (EmbedRequest, {"inputs": ["a"] * 33}, 32, 33),
-        (PredictRequest, {"inputs": [["a"]] * 33}, 32, 33),
-        (SimilarityRequest, {"inputs": {"source_sentence": "s", "sentences": ["a"] * 32}}, 32, 33),
+        (TeiEmbedRequest, {"inputs": ["a"] * 33}, 32, 33),
+        (TeiPredictRequest, {"inputs": [["a"]] * 33}, 32, 33),
+        (TeiSimilarityRequest, {"inputs": {"source_sentence": "s", "sentences": ["a"] * 32}}, 32, 33),
         (OpenAICompatRequest, {"input": ["a"] * 2049}, 2048, 2049),
     ],
 )
@@ -300,7 +301,7 @@ def test_one_input_too_many(kind: type[InferenceRequest], body: Any, limit: int,
 
 
 def test_as_many_inputs_as_allowed() -> None:
-    assert asked(EmbedRequest, {"inputs": ["a"] * 32}).over_limit is None
+    assert asked(TeiEmbedRequest, {"inputs": ["a"] * 32}).over_limit is None
     assert asked(OpenAICompatRequest, {"input": ["a"] * 2048}).over_limit is None
     assert asked(OpenAICompatRequest, {"input": ["a"] * 4096}, max_client_batch_size=4096).over_limit is None
 
@@ -308,26 +309,26 @@ def test_as_many_inputs_as_allowed() -> None:
 @pytest.mark.parametrize(
     ("model", "instance", "kind"),
     [
-        ("embedding", {"inputs": "a"}, EmbedRequest),
-        ("sparse", {"inputs": "a"}, EmbedSparseRequest),
-        ("multi-vector", {"inputs": "a"}, EmbedAllRequest),
-        ("classifier", {"inputs": ["a", "b"]}, PredictRequest),
-        ("reranker", {"inputs": "a"}, PredictRequest),
-        ("reranker", {"query": "q", "texts": ["a"]}, RerankRequest),
-        ("embedding", {"query": "q", "texts": ["a"]}, RerankRequest),
+        ("embedding", {"inputs": "a"}, TeiEmbedRequest),
+        ("sparse", {"inputs": "a"}, TeiEmbedSparseRequest),
+        ("multi-vector", {"inputs": "a"}, TeiEmbedAllRequest),
+        ("classifier", {"inputs": ["a", "b"]}, TeiPredictRequest),
+        ("reranker", {"inputs": "a"}, TeiPredictRequest),
+        ("reranker", {"query": "q", "texts": ["a"]}, TeiRerankRequest),
+        ("embedding", {"query": "q", "texts": ["a"]}, TeiRerankRequest),
     ],
 )
 def test_an_instance_of_vertex_is_read_by_the_models_kind(
     model: str, instance: Any, kind: type[InferenceRequest]
 ) -> None:
-    body = read(VertexRequest, {"instances": [instance], "parameters": {}})
+    body = read(TeiVertexRequest, {"instances": [instance], "parameters": {}})
 
     assert [type(one) for one in body.requests(served(model).model)] == [kind]
 
 
 @pytest.mark.parametrize("instance", [5, None, "a", {}, {"inputs": 5}, {"query": "q", "texts": 5}])
 def test_a_bad_instance_of_vertex_is_a_failure_with_a_place(instance: Any) -> None:
-    body = read(VertexRequest, {"instances": [{"inputs": "a"}, instance]})
+    body = read(TeiVertexRequest, {"instances": [{"inputs": "a"}, instance]})
 
     with pytest.raises(InvalidInput, match=r"^Failed to deserialize instance 1: "):
         body.requests(served().model)

@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import TypeAliasType
 
-from teimgr.engine.job import InferOptions, Input, Output
+from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import EmptyInput
-from teimgr.worker.dialects.tei_requests import BATCH_LIMIT, EncodingFormat, embedding_list
-from teimgr.worker.http.bodies import U32, engine_inputs
-from teimgr.worker.http.bodies import Input as InputField
-from teimgr.worker.http.common import simple
-from teimgr.worker.http.inference import HttpHandler, Inference, InferenceRequest, ServedModel
+from teimgr.worker.http.answers import encoded_vector, to_json, usage
+from teimgr.worker.http.bodies import U32, Input, ModelName, engine_inputs
+from teimgr.worker.http.inference import InferenceRequest, JobSpec, Routes, ServedModel, single
+
+# What the official service takes in one request; its clients cut their batches accordingly.
+BATCH_LIMIT = 2048
+
+EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
 
 
-class EmbeddingsRequest(InferenceRequest):
+class OpenAIEmbeddingsRequest(InferenceRequest):
     """What to embed: a text, texts, token ids, or lists of token ids."""
 
-    model: Annotated[str | None, Field(description="an instance, a model id or an alias")] = None
-    input: InputField
+    model: ModelName = None
+    input: Input
     encoding_format: EncodingFormat | None = "float"
     dimensions: Annotated[U32 | None, Field(description="leading dimensions to keep")] = None
     user: Annotated[str | None, Field(description="not used")] = None
 
-    def inference(self, served: ServedModel) -> Inference:
+    def job(self, served: ServedModel) -> JobSpec:
         """Dense vectors of length 1; truncation as the instance is set."""
         inputs = engine_inputs(self.input)
-        if any(_is_empty(one) for one in inputs):
+        if any(one is None or not len(one) for one in inputs):
             raise EmptyInput("`input` cannot be an empty string or an empty array")
         options = InferOptions(
             outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
         )
-        answer = partial(embedding_list, self.model or served.name, self.encoding_format == "base64")
-        return Inference(inputs, options, answer, BATCH_LIMIT)
+        encode = partial(embedding_list, self.model or served.name, self.encoding_format == "base64")
+        return JobSpec(inputs, options, encode, BATCH_LIMIT)
 
 
-def _is_empty(one: Input) -> bool:
-    return one is None or not len(one)
+def embedding_list(model: str, in_base64: bool, job: Job) -> bytes:
+    """OpenAI's list object of a finished job."""
+    return to_json(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "embedding": encoded_vector(vector, in_base64), "index": index}
+                for index, vector in enumerate(job.vectors)
+            ],
+            "model": model,
+            "usage": usage(job.tokens),
+        }
+    )
 
 
-ROUTES: dict[tuple[str, str], HttpHandler] = {("POST", "/v1/embeddings"): simple(EmbeddingsRequest)}
+ROUTES: Routes = {("POST", "/v1/embeddings"): single(OpenAIEmbeddingsRequest)}

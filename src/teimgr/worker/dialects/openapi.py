@@ -1,32 +1,335 @@
-"""What the daemon's OpenAPI document says of the dialects' requests, made from the classes that read them.
+"""OpenAPI: the document of an instance's port, and the dialects' part of the daemon's document.
 
-The daemon does not import a worker's modules, so it reads a file that this one writes:
-`python -m teimgr.worker.dialects.openapi` prints it, and a test sees that it is fresh.
+Requests are described by the classes that read them. The daemon does not import a worker's modules, so it reads its
+part from `gateway/openapi.json`, which `python -m teimgr.worker.dialects.openapi` prints; a test checks that the file
+is fresh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic import BaseModel, RootModel, WithJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import core_schema
+from typing_extensions import TypeAliasType
 
+from teimgr import __version__
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
-from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, vllm
-from teimgr.worker.dialects.tei_openapi import OPERATIONS
-from teimgr.worker.dialects.tei_requests import EmbedRequest
+from teimgr.wire.status import STATUS
+from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei_requests, vllm
 
-_MSGPACK_TOO = (SIE,)
+_TAG = "Text Embeddings Inference"
 
-# Dialect and path, and what is read there.
-_DIALECTS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
-    (OPENAI, "/v1/embeddings"): ("Dense vectors", openai.EmbeddingsRequest),
-    (VLLM, "/v1/embeddings"): ("Dense vectors", openai.EmbeddingsRequest),
-    (COHERE, "/v1/embed"): ("Vectors, as floats or by type", cohere.EmbedRequest),
-    (COHERE, "/v2/embed"): ("Vectors by type", cohere.EmbedRequest),
-    (INFINITY, "/embeddings"): ("Vectors", infinity.EmbeddingsRequest),
+Float = Annotated[float, WithJsonSchema({"type": "number", "format": "float"})]
+ErrorType = TypeAliasType(
+    "ErrorType",
+    Annotated[str, WithJsonSchema({"type": "string", "enum": sorted({status.tei for status in STATUS.values()})})],
+)
+
+
+class ErrorResponse(BaseModel):
+    """A failure."""
+
+    error: str
+    error_type: ErrorType
+
+
+class OpenAICompatErrorResponse(BaseModel):
+    """A failure on the OpenAI routes."""
+
+    message: str
+    code: int
+    type: ErrorType
+
+
+class EmbedResponse(RootModel[list[list[Float]]]):
+    """A vector per input."""
+
+
+class EmbedAllResponse(RootModel[list[list[list[Float]]]]):
+    """A vector per token of each input."""
+
+
+class SparseValue(BaseModel):
+    """The weight of a vocabulary entry."""
+
+    index: int
+    value: Float
+
+
+class EmbedSparseResponse(RootModel[list[list[SparseValue]]]):
+    """The entries that are not zero, per input."""
+
+
+class TeiPrediction(BaseModel):
+    """A label and its score."""
+
+    score: Float
+    label: str
+
+
+class PredictResponse(RootModel[list[TeiPrediction] | list[list[TeiPrediction]]]):
+    """All labels, best first; a list per input where a batch was sent."""
+
+
+class TeiRank(BaseModel):
+    """A text by its place in the request."""
+
+    index: int
+    text: str | None = None
+    score: Float
+
+
+class RerankResponse(RootModel[list[TeiRank]]):
+    """All texts, best first."""
+
+
+class SimilarityResponse(RootModel[list[Float]]):
+    """A cosine per sentence."""
+
+
+class SimpleToken(BaseModel):
+    """A token; offsets are bytes of prompt + text, null for special tokens."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class TokenizeResponse(RootModel[list[list[SimpleToken]]]):
+    """The tokens of each text."""
+
+
+class DecodeResponse(RootModel[list[str]]):
+    """A text per list of ids."""
+
+
+class OpenAICompatEmbedding(BaseModel):
+    """One vector, as numbers or as base64 of little-endian 32-bit floats."""
+
+    object: str
+    embedding: list[Float] | str
+    index: int
+
+
+class OpenAICompatUsage(BaseModel):
+    """Tokens, special ones included."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class OpenAICompatResponse(BaseModel):
+    """The list object."""
+
+    object: str
+    data: list[OpenAICompatEmbedding]
+    model: str
+    usage: OpenAICompatUsage
+
+
+class EmbeddingModel(BaseModel):
+    """A model that gives vectors."""
+
+    pooling: str
+
+
+class ClassifierModel(BaseModel):
+    """A model that gives scores."""
+
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+
+class ModelType(BaseModel):
+    """Exactly one of the three."""
+
+    embedding: EmbeddingModel | None = None
+    classifier: ClassifierModel | None = None
+    reranker: ClassifierModel | None = None
+
+
+class TeiInfo(BaseModel):
+    """The model and the limits; teimgr adds facts of its own."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    served_model_name: str
+    model_type: ModelType
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str
+    sha: str | None
+    docker_label: str | None
+
+
+class VertexResponse(BaseModel):
+    """What each instance's own route would have answered."""
+
+    predictions: list[Any]
+
+
+class Operation(NamedTuple):
+    """A POST route: what it reads, what it answers with, and how a failure looks."""
+
+    name: str
+    summary: str
+    request: type[BaseModel]
+    response: type[BaseModel]
+    error: type[BaseModel] = ErrorResponse
+
+
+TEI_OPERATIONS = {
+    "/embed": Operation("embed", "Dense vectors", tei_requests.TeiEmbedRequest, EmbedResponse),
+    "/embed_all": Operation("embed_all", "A vector per token", tei_requests.TeiEmbedAllRequest, EmbedAllResponse),
+    "/embed_sparse": Operation(
+        "embed_sparse", "Sparse vectors", tei_requests.TeiEmbedSparseRequest, EmbedSparseResponse
+    ),
+    "/predict": Operation("predict", "Scores of labels", tei_requests.TeiPredictRequest, PredictResponse),
+    "/rerank": Operation("rerank", "Texts by relevance to a query", tei_requests.TeiRerankRequest, RerankResponse),
+    "/similarity": Operation(
+        "similarity", "Likeness of sentences to one sentence", tei_requests.TeiSimilarityRequest, SimilarityResponse
+    ),
+    "/tokenize": Operation("tokenize", "Tokens of texts", tei_requests.TokenizeRequest, TokenizeResponse),
+    "/decode": Operation("decode", "Texts of token ids", tei_requests.DecodeRequest, DecodeResponse),
+    "/v1/embeddings": Operation(
+        "openai_embed",
+        "Dense vectors in the OpenAI form",
+        tei_requests.OpenAICompatRequest,
+        OpenAICompatResponse,
+        OpenAICompatErrorResponse,
+    ),
+    "/vertex": Operation("vertex_compatibility", "Vertex AI's form", tei_requests.TeiVertexRequest, VertexResponse),
+}
+
+# Status, description, and whether the body may be TEI's JSON (an error of the model or its rules) and plain text (an
+# unreadable body: the web framework of TEI refuses it).
+_FAILURES = (
+    ("400", "Nothing to work on", True, True),
+    ("413", "The body is larger than the limit", False, True),
+    ("415", "The body is not said to be JSON", False, True),
+    ("422", "The body, an option or a text breaks a rule", True, True),
+    ("424", "Inference failed, or the model does not do this", True, False),
+    ("429", "Model is overloaded", True, False),
+)
+_PLAIN = {"text/plain": {"schema": {"type": "string"}}}
+
+
+@cache
+def instance_document() -> dict[str, Any]:
+    """The document of an instance's port: OpenAPI 3.0.3 with TEI's schema names."""
+    kinds: set[type[BaseModel]] = {TeiInfo, ErrorResponse}
+    for operation in TEI_OPERATIONS.values():
+        kinds |= {operation.request, operation.response, operation.error}
+    return {
+        "openapi": "3.0.3",
+        "info": {
+            "title": "Text Embeddings Inference",
+            "description": "An instance of teimgr, which speaks the dialect of Text Embeddings Inference.",
+            "version": __version__,
+        },
+        "paths": {path: {"post": _post(operation)} for path, operation in TEI_OPERATIONS.items()}
+        | {
+            "/health": _get(
+                "health",
+                "Whether the model gives right vectors",
+                {
+                    "200": {"description": "OK"},
+                    "503": {"description": "The model cannot be used", "content": _json(ErrorResponse)},
+                },
+            ),
+            "/info": _get(
+                "get_model_info",
+                "The model and the limits",
+                {"200": {"description": "OK", "content": _json(TeiInfo)}},
+            ),
+            "/metrics": _get("metrics", "Prometheus metrics", {"200": {"description": "OK", "content": _PLAIN}}),
+        },
+        "components": {"schemas": dict(sorted(_definitions(kinds, generator=_OpenApi30)[1].items()))},
+        "tags": [{"name": _TAG}],
+    }
+
+
+def _post(operation: Operation) -> dict[str, Any]:
+    failures = {
+        status: {
+            "description": text,
+            "content": (_json(operation.error) if in_json else {}) | (_PLAIN if in_plain_text else {}),
+        }
+        for status, text, in_json, in_plain_text in _FAILURES
+    }
+    return {
+        "tags": [_TAG],
+        "summary": operation.summary,
+        "description": operation.summary + ".",
+        "operationId": operation.name,
+        "requestBody": {"required": True, "content": _json(operation.request)},
+        "responses": {"200": {"description": "OK", "content": _json(operation.response)}, **failures},
+    }
+
+
+def _get(name: str, summary: str, responses: dict[str, Any]) -> dict[str, Any]:
+    operation = {"tags": [_TAG], "summary": summary, "description": summary + "."}
+    return {"get": operation | {"operationId": name, "responses": responses}}
+
+
+def _json(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": "#/components/schemas/" + _schema_name(kind.__name__)}}}
+
+
+def _schema_name(class_name: str) -> str:
+    """The client-visible name: a class without the prefix of its dialect (OpenAICompat… is TEI's own)."""
+    return re.sub("^(Tei|Cohere|Infinity|Vllm|Sie|OpenAI(?!Compat))", "", class_name)
+
+
+class _SchemaNames(GenerateJsonSchema):
+    def normalize_name(self, name: str) -> str:
+        return _schema_name(super().normalize_name(name))
+
+
+class _OpenApi30(_SchemaNames):
+    """OpenAPI 3.0 has no type null but the keyword `nullable`."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        inner = self.generate_inner(schema["schema"])
+        return {"nullable": True, "allOf": [inner]} if "$ref" in inner else {**inner, "nullable": True}
+
+
+def _definitions(
+    kinds: Iterable[type[BaseModel]], prefix: str = "", generator: type[GenerateJsonSchema] = _SchemaNames
+) -> tuple[dict[Any, dict[str, Any]], dict[str, Any]]:
+    """A reference to the schema of each class, and the schemas by name, which starts with `prefix`."""
+    template = f"#/components/schemas/{prefix}{{model}}"
+    references, found = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template=template, schema_generator=generator
+    )
+    named = {
+        prefix + name: schema | {"title": name} if "title" in schema else schema
+        for name, schema in found["$defs"].items()
+    }
+    return {kind: dict(reference) for (kind, _), reference in references.items()}, named
+
+
+# Summary and request of each path of the dialects but TEI.
+_OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
+    (OPENAI, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (VLLM, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (COHERE, "/v1/embed"): ("Vectors, as floats or by type", cohere.CohereEmbedRequest),
+    (COHERE, "/v2/embed"): ("Vectors by type", cohere.CohereEmbedRequest),
+    (INFINITY, "/embeddings"): ("Vectors", infinity.InfinityEmbeddingsRequest),
     **dict.fromkeys(
         (
             *((COHERE, "/v1/rerank"), (COHERE, "/v2/rerank"), (JINA, "/v1/rerank"), (INFINITY, "/rerank")),
@@ -34,55 +337,50 @@ _DIALECTS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
         ),
         ("Documents by how well they answer a query", rerank.RerankRequest),
     ),
-    (VLLM, "/score"): ("A score per pair of texts", vllm.ScoreRequest),
-    (VLLM, "/v1/score"): ("A score per pair of texts", vllm.ScoreRequest),
-    (VLLM, "/classify"): ("Probabilities of labels", vllm.ClassifyRequest),
-    (VLLM, "/pooling"): ("Whatever the model pools", vllm.PoolingRequest),
-    (INFINITY, "/classify"): ("All labels with their scores", infinity.ClassifyRequest),
-    (SIE, "/v1/encode"): ("Vectors of several kinds in one call", sie.EncodeRequest),
-    (SIE, "/v1/score"): ("Items by how well they answer a query", sie.ScoreRequest),
+    (VLLM, "/score"): ("A score per pair of texts", vllm.VllmScoreRequest),
+    (VLLM, "/v1/score"): ("A score per pair of texts", vllm.VllmScoreRequest),
+    (VLLM, "/classify"): ("Probabilities of labels", vllm.VllmClassifyRequest),
+    (VLLM, "/pooling"): ("Whatever the model pools", vllm.VllmPoolingRequest),
+    (INFINITY, "/classify"): ("All labels with their scores", infinity.InfinityClassifyRequest),
+    (SIE, "/v1/encode"): ("Vectors of several kinds in one call", sie.SieEncodeRequest),
+    (SIE, "/v1/score"): ("Items by how well they answer a query", sie.SieScoreRequest),
 }
 
 
-def document() -> dict[str, Any]:
+def daemon_document() -> dict[str, Any]:
     """`operations` by dialect and path, each with a summary, a request and a response; `schemas` by name."""
     schemas: dict[str, Any] = {}
     operations: dict[str, dict[str, Any]] = {}
-    for (dialect, path), (summary, request) in _DIALECTS.items():
-        types = ("application/json", "application/msgpack") if dialect in _MSGPACK_TOO else ("application/json",)
+
+    def schema(dialect: str, kind: type[BaseModel]) -> dict[str, Any]:
+        references, found = _definitions([kind], dialect.title())
+        schemas.update(found)
+        return references[kind]
+
+    for (dialect, path), (summary, request) in _OPERATIONS.items():
         operations.setdefault(dialect, {})[path] = {
             "summary": summary,
-            "types": list(types),
-            "request": _schema(dialect, request, schemas),
+            "types": ["application/json", *(["application/msgpack"] if dialect == SIE else [])],
+            "request": schema(dialect, request),
             "response": {"type": "object"},
         }
-    for path, operation in OPERATIONS.items():
-        dialect = TEI_OPENAI if path == "/v1/embeddings" else TEI
-        operations.setdefault(dialect, {})[path] = {
+    for path, operation in TEI_OPERATIONS.items():
+        operations.setdefault(TEI_OPENAI if path == "/v1/embeddings" else TEI, {})[path] = {
             "summary": operation.summary,
             "types": ["application/json"],
-            "request": _schema(TEI, operation.request, schemas),
-            "response": _schema(TEI, operation.response, schemas),
+            "request": schema(TEI, operation.request),
+            "response": schema(TEI, operation.response),
         }
     operations[TEI_OPENAI]["/embeddings"] = operations[TEI_OPENAI]["/v1/embeddings"]
     for path in ("/", "/invocations"):
         operations[TEI][path] = operations[TEI]["/embed"] | {
             "summary": "What the model is for",
-            "description": f"The request is that of the model's kind, such as {EmbedRequest.__name__}.",
+            "description": "The request is that of the model's kind, such as EmbedRequest.",
             "request": {"type": "object"},
             "response": {"type": "array"},
         }
     return {"operations": operations, "schemas": dict(sorted(schemas.items()))}
 
 
-def _schema(dialect: str, kind: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """A reference to the schema of `kind`, which goes into `schemas` under a name with that of the dialect."""
-    prefix = dialect.title().replace("-", "")
-    wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(kind, "validation")]
-    references, found = models_json_schema(wanted, ref_template=f"#/components/schemas/{prefix}{{model}}")
-    schemas |= {prefix + name: schema for name, schema in found["$defs"].items()}
-    return dict(references[kind, "validation"])
-
-
 if __name__ == "__main__":
-    print(orjson.dumps(document(), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode())
+    print(orjson.dumps(daemon_document(), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode())

@@ -1,4 +1,4 @@
-"""How well documents answer queries, by whatever the model has for it: a cross-encoder's scores, or its vectors.
+"""Relevance scores of documents to queries: a cross-encoder's scores, or products of vectors.
 
 Dense and sparse vectors are compared by their product (of dense ones of length 1 that is the cosine), vectors per token
 by the sum over the query's tokens of the best match in the document, as late interaction does.
@@ -7,19 +7,23 @@ by the sum over the query's tokens of the best match in the document, as late in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.job import InferOptions, Input, Job, Output, Pair, SparseRow
-from teimgr.spec import ModelInfo
-from teimgr.worker.http.common import DOCUMENT_PROMPTS, MOST_INPUTS, QUERY_PROMPTS, need_kind, prompt_among
-from teimgr.worker.http.inference import CallOptions, HttpInference, Inference, ServedModel
+from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
+from teimgr.worker.http.inference import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    HttpInference,
+    JobSpec,
+    need_kind,
+    prompt_among,
+)
 from teimgr.worker.scores import RERANKER
 
-# What a model's texts are compared by.
+# The output by which the texts of a model are compared.
 _OUTPUT_OF_KIND = {
     "embedding": Output.DENSE,
     "sparse": Output.SPARSE,
@@ -28,22 +32,16 @@ _OUTPUT_OF_KIND = {
 
 
 class Relevance(NamedTuple):
-    """`scores` is float32 [N]; `jobs` are those that it took."""
+    """`scores` is float32 [N]; `tokens` counts all that the model read."""
 
     scores: NDArray[np.float32]
-    jobs: Sequence[Job]
-
-    @property
-    def tokens(self) -> int:
-        """All that the model read."""
-        return sum(job.tokens for job in self.jobs)
+    tokens: int
 
 
 async def relevance(
-    exchange: HttpInference,
+    inference: HttpInference,
     queries: Sequence[str],
     documents: Sequence[str],
-    terms: CallOptions,
     *,
     truncate: bool,
     raw_scores: bool = False,
@@ -55,36 +53,28 @@ async def relevance(
 
     Raises:
         WrongModelKind: a classifier has no such score.
-        TeimgrError: as `Exchange.jobs`.
+        TeimgrError: as `HttpInference.jobs`.
     """
-    model = exchange.served.model
+    model = inference.served.model
     need_kind(model, (RERANKER, *_OUTPUT_OF_KIND), "scoring")
     if model.kind == RERANKER:
         pairs = [Pair(queries[min(row, len(queries) - 1)], text) for row, text in enumerate(documents)]
         options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=raw_scores)
-        jobs = await exchange.jobs([partial(_inference, pairs, options)], terms)
-        return Relevance(jobs[0].scores[:, 0], jobs)
-    sides = ((queries, QUERY_PROMPTS, "query"), (documents, DOCUMENT_PROMPTS, "document"))
-    asked = [
-        partial(_inference, texts, _options(model, truncate, names if with_prompts else (), role))
-        for texts, names, role in sides
-    ]
-    of_queries, of_documents = await exchange.jobs(asked, terms)
-    scores = await exchange.dispatcher.off_loop(_compared, model.kind, of_queries, of_documents)
-    return Relevance(scores, (of_queries, of_documents))
+        [scored] = await inference.jobs([lambda served: JobSpec(pairs, options)])
+        return Relevance(scored.scores[:, 0], scored.tokens)
 
+    def side(role: str, prompts: Sequence[str]) -> InferOptions:
+        name = role if model.kind == "multi-vector" else prompt_among(model, prompts if with_prompts else ())
+        return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name)
 
-def _options(model: ModelInfo, truncate: bool, prompts: Sequence[str], role: str) -> InferOptions:
-    name = role if model.kind == "multi-vector" else prompt_among(model, prompts)
-    return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name)
-
-
-def _inference(inputs: Sequence[Input], options: InferOptions, served: ServedModel) -> Inference:
-    return Inference(inputs, options, _unwritten, MOST_INPUTS)
-
-
-def _unwritten(job: Job) -> bytes:
-    raise NotImplementedError("the answer is made of all jobs together")
+    of_queries, of_documents = await inference.jobs(
+        [
+            lambda served: JobSpec(queries, side("query", QUERY_PROMPTS)),
+            lambda served: JobSpec(documents, side("document", DOCUMENT_PROMPTS)),
+        ]
+    )
+    scores = await inference.dispatcher.off_loop(_compared, model.kind, of_queries, of_documents)
+    return Relevance(scores, of_queries.tokens + of_documents.tokens)
 
 
 def _compared(kind: str, queries: Job, documents: Job) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
-"""Reranking as Cohere, Jina, vLLM and Infinity ask for it: one tolerant request, and an answer in the form of each.
+"""Reranking in the dialects of Cohere, Jina, vLLM and Infinity: one tolerant request, and an answer in each form.
 
-`/v1/rerank` is claimed by three of them, so its answer is the union of theirs. Whether documents come back where the
-request does not say is the one thing they disagree on: they do for Jina and vLLM, and do not for the others.
+`/v1/rerank` is a path of three of them, so its answer is the union of theirs. They disagree only on whether documents
+are returned by default: Jina and vLLM return them, the others do not.
 """
 
 from __future__ import annotations
@@ -16,21 +16,9 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.worker.http.answers import to_json
-from teimgr.worker.http.bodies import U32, Body
-from teimgr.worker.http.common import (
-    MOST_INPUTS,
-    Refused,
-    best_first,
-    named,
-    need_kind,
-    now,
-    read,
-    shortened,
-    text_of_parts,
-    usage,
-)
-from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference, Inference, ServedModel, json_reply
+from teimgr.worker.http.answers import best_first, new_id, to_json, unix_time, usage
+from teimgr.worker.http.bodies import U32, BadRequest, Body, ModelName, text_of_parts
+from teimgr.worker.http.inference import HttpHandler, HttpInference, JobSpec, ServedModel, need_kind
 from teimgr.worker.scores import RERANKER
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
@@ -41,7 +29,7 @@ Document = str | dict[str, Any]
 class RerankRequest(Body):
     """A query, and the documents that are to be ordered by how well they answer it."""
 
-    model: Annotated[str | None, Field(description="an instance, a model id or an alias")] = None
+    model: ModelName = None
     query: str
     documents: Annotated[
         list[Document], Field(description="texts, or objects with `text` (or what `rank_fields` names)")
@@ -54,11 +42,7 @@ class RerankRequest(Body):
     truncation: Annotated[bool | None, Field(description="false: what is too long is refused")] = None
 
     def texts(self) -> list[str]:
-        """The text of each document.
-
-        Raises:
-            Refused: one of them has none.
-        """
+        """The text of each document; raises BadRequest where one has none."""
         return [self._text(place, document) for place, document in enumerate(self.documents)]
 
     def _text(self, place: int, document: Document) -> str:
@@ -70,73 +54,61 @@ class RerankRequest(Body):
         if isinstance(found, list):
             found = text_of_parts(found)
         if not isinstance(found, str):
-            raise Refused(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
+            raise BadRequest(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
         return found
 
 
-class Ranked(NamedTuple):
-    """A document by its row in the request."""
-
-    row: int
-    score: Any
-    document: Document | None
-
-
 class Ranking(NamedTuple):
-    """What an answer is made of."""
+    """The contents of an answer: `rows` best first, and `documents` by row where they are returned."""
 
     model: str
     job: Job
-    ranks: list[Ranked]
+    rows: list[int]
+    documents: list[Document] | None
 
 
-class Form(NamedTuple):
-    """How a dialect answers; `documents` is whether they come back where the request does not say."""
+class RerankForm(NamedTuple):
+    """A dialect's answer; `documents` is whether they are returned by default."""
 
     write: Callable[[Ranking], dict[str, Any]]
     documents: bool
 
 
-def route(form: Form) -> HttpHandler:
-    """A route that answers in `form`."""
+def handler(form: RerankForm) -> HttpHandler:
+    """The handler of a route that answers in `form`."""
 
-    async def answer(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
-        asked = await read(exchange, request, RerankRequest)
-        texts = await shortened(exchange, asked.texts(), asked.max_tokens_per_doc)
-        [reply] = await exchange.infer([partial(_inference, asked, texts, form)], terms)
-        return json_reply(reply.payload)
+    async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:
+        body = await inference.read(request, RerankRequest)
+        texts = await inference.truncated(body.texts(), body.max_tokens_per_doc)
+        return await inference.respond(lambda served: _job(body, texts, form, served))
 
-    return answer
+    return handle
 
 
-def _inference(asked: RerankRequest, texts: list[str], form: Form, served: ServedModel) -> Inference:
+def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: ServedModel) -> JobSpec:
     if not texts:
         raise EmptyInput("`documents` cannot be empty")
     need_kind(served.model, (RERANKER,), "reranking")
-    truncate = served.spec.auto_truncate if asked.truncation is None else asked.truncation
-    options = InferOptions(outputs=frozenset({Output.SCORES}), truncate=truncate, raw_scores=bool(asked.raw_scores))
-    wanted = form.documents if asked.return_documents is None else asked.return_documents
+    truncate = served.spec.auto_truncate if body.truncation is None else body.truncation
+    options = InferOptions(outputs=frozenset({Output.SCORES}), truncate=truncate, raw_scores=bool(body.raw_scores))
+    returned = form.documents if body.return_documents is None else body.return_documents
 
-    def answer(job: Job) -> bytes:
-        scores = job.scores[:, 0]
-        ranks = [
-            Ranked(row, scores[row], asked.documents[row] if wanted else None)
-            for row in best_first(scores, asked.top_n or None)
-        ]
-        return to_json(form.write(Ranking(asked.model or served.name, job, ranks)))
+    def encode(job: Job) -> bytes:
+        rows = best_first(job.scores[:, 0], body.top_n or None)
+        return to_json(form.write(Ranking(body.model or served.name, job, rows, body.documents if returned else None)))
 
-    return Inference([Pair(asked.query, text) for text in texts], options, answer, MOST_INPUTS)
+    return JobSpec([Pair(body.query, text) for text in texts], options, encode)
 
 
 def _union(version: str, ranking: Ranking) -> dict[str, Any]:
     """Cohere's `id` and `meta`, Jina's `object` and `usage`, vLLM's `model` and `usage`."""
     units = math.ceil(len(ranking.job.inputs) / _DOCUMENTS_PER_SEARCH_UNIT)
     return {
-        "id": named("rerank"),
+        "id": new_id("rerank"),
         "object": "list",
         "model": ranking.model,
-        "results": [_as_object(one) for one in ranking.ranks],
-        "usage": usage(ranking.job),
+        "results": _results(ranking),
+        "usage": usage(ranking.job.tokens),
         "meta": {
             "api_version": {"version": version},
             "billed_units": {"search_units": units},
@@ -147,40 +119,43 @@ def _union(version: str, ranking: Ranking) -> dict[str, Any]:
 
 def _vllm(ranking: Ranking) -> dict[str, Any]:
     return {
-        "id": named("rerank"),
+        "id": new_id("rerank"),
         "model": ranking.model,
-        "usage": usage(ranking.job),
-        "results": [_as_object(one) for one in ranking.ranks],
+        "usage": usage(ranking.job.tokens),
+        "results": _results(ranking),
     }
 
 
 def _infinity(ranking: Ranking) -> dict[str, Any]:
+    documents, scores = ranking.documents, ranking.job.scores
+    texts = None if documents is None else [one if isinstance(one, str) else str(one.get("text")) for one in documents]
     return {
         "object": "rerank",
         "results": [
-            {"relevance_score": one.score, "index": one.row, "document": _as_text(one.document)}
-            for one in ranking.ranks
+            {"relevance_score": scores[row, 0], "index": row, "document": None if texts is None else texts[row]}
+            for row in ranking.rows
         ],
         "model": ranking.model,
-        "usage": usage(ranking.job),
-        "id": named("infinity"),
-        "created": now(),
+        "usage": usage(ranking.job.tokens),
+        "id": new_id("infinity"),
+        "created": unix_time(),
     }
 
 
-def _as_object(one: Ranked) -> dict[str, Any]:
-    told: dict[str, Any] = {"index": one.row, "relevance_score": one.score}
-    if one.document is None:
-        return told
-    return told | {"document": {"text": one.document} if isinstance(one.document, str) else one.document}
+def _results(ranking: Ranking) -> list[dict[str, Any]]:
+    """The results of all but Infinity: a document that was sent as a text is returned as an object."""
+    results: list[dict[str, Any]] = []
+    for row in ranking.rows:
+        result: dict[str, Any] = {"index": row, "relevance_score": ranking.job.scores[row, 0]}
+        if ranking.documents is not None:
+            document = ranking.documents[row]
+            result["document"] = {"text": document} if isinstance(document, str) else document
+        results.append(result)
+    return results
 
 
-def _as_text(document: Document | None) -> str | None:
-    return document if document is None or isinstance(document, str) else str(document.get("text"))
-
-
-COHERE_1 = Form(partial(_union, "1"), documents=False)
-COHERE_2 = Form(partial(_union, "2"), documents=False)
-JINA = Form(partial(_union, "1"), documents=True)
-VLLM = Form(_vllm, documents=True)
-INFINITY = Form(_infinity, documents=False)
+COHERE_1 = RerankForm(partial(_union, "1"), documents=False)
+COHERE_2 = RerankForm(partial(_union, "2"), documents=False)
+JINA = RerankForm(partial(_union, "1"), documents=True)
+VLLM = RerankForm(_vllm, documents=True)
+INFINITY = RerankForm(_infinity, documents=False)

@@ -1,4 +1,4 @@
-"""Superlinked's inference engine: typed vectors of several kinds in one call, and scores of items against a query.
+"""Superlinked's inference engine (SIE): vectors of several kinds in one call, and scores of items against a query.
 
 Bodies are msgpack or JSON, arrays in msgpack as msgpack-numpy has them: a map of `nd`, `type`, `kind`, `shape`, `data`.
 """
@@ -6,9 +6,8 @@ Bodies are msgpack or JSON, arrays in msgpack as msgpack-numpy has them: a map o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgpack
 import numpy as np
@@ -20,36 +19,24 @@ from teimgr.errors import InvalidInput
 from teimgr.http_server import media_type
 from teimgr.spec import ModelInfo
 from teimgr.wire.element_types import Precision, converted
-from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.http.answers import to_json
-from teimgr.worker.http.bodies import Body
-from teimgr.worker.http.common import (
-    DOCUMENT_PROMPTS,
-    MOST_INPUTS,
-    QUERY_PROMPTS,
-    Refused,
-    best_first,
-    need_texts,
-    prompt_among,
-    read,
-    validated,
-)
+from teimgr.worker.http.answers import best_first, to_json
+from teimgr.worker.http.bodies import JSON, JSON_BODY, BadRequest, Body, BodyFormat
 from teimgr.worker.http.inference import (
-    LARGE_BODY_BYTES,
-    CallOptions,
-    HttpHandler,
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
     HttpInference,
-    Inference,
+    JobSpec,
+    Routes,
     ServedModel,
     json_reply,
+    need_texts,
+    prompt_among,
 )
 
 MSGPACK = "application/msgpack"
-_JSON = "application/json"
 _MSGPACK_TYPES = (MSGPACK, "application/x-msgpack")
-
-BodyT = TypeVar("BodyT", bound=Body)
 
 OutputType = Literal["dense", "sparse", "multivector"]
 OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary"]
@@ -61,7 +48,7 @@ _PRECISIONS = {
     "uint8": Precision.UINT8,
     "binary": Precision.UBINARY,
 }
-# Options that would change the vectors and that nothing here does.
+# Options that would change the vectors and are not implemented.
 _NOT_SERVED = ("lora_id", "muvera", "pooling", "query_template", "doc_template")
 
 
@@ -84,15 +71,20 @@ class EncodeParams(Body):
     instruction: Annotated[str | None, Field(description="the name of one of the model's prompts")] = None
     options: Annotated[dict[str, Any] | None, Field(description="is_query, normalize, output_dtype")] = None
 
+    @property
+    def outputs(self) -> Sequence[OutputType]:
+        """`output_types`, dense where none are given."""
+        return self.output_types or ["dense"]
 
-class EncodeRequest(Body):
+
+class SieEncodeRequest(Body):
     """`POST /v1/encode/{model}`."""
 
     items: list[Item]
     params: EncodeParams | None = None
 
 
-class ScoreRequest(Body):
+class SieScoreRequest(Body):
     """`POST /v1/score/{model}`."""
 
     query: Item
@@ -101,55 +93,49 @@ class ScoreRequest(Body):
     options: dict[str, Any] | None = None
 
 
-async def _encode(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
+async def _encode(inference: HttpInference, request: HttpRequest) -> HttpReply:
     began = time.monotonic()
-    asked = await _read(exchange, request, EncodeRequest)
-    [job] = await exchange.jobs([partial(_inference, asked, asked.params or EncodeParams())], terms)
-    return await exchange.dispatcher.off_loop(_encoded, exchange.served, request, asked, job, began)
+    body = await inference.read(request, SieEncodeRequest, _body_format(request))
+    [job] = await inference.jobs([lambda served: _job(body, served)])
+    return await inference.dispatcher.off_loop(_encoded, inference.served, request, body, job, began)
 
 
-async def _score(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
-    asked = await _read(exchange, request, ScoreRequest)
-    if asked.instruction:
-        raise Refused(400, "instruction: not served here", "instruction")
-    _check_options(asked.options or {})
-    query, *texts = (_text(one, place) for place, one in _placed(asked))
+async def _score(inference: HttpInference, request: HttpRequest) -> HttpReply:
+    body = await inference.read(request, SieScoreRequest, _body_format(request))
+    if body.instruction:
+        raise BadRequest(400, "instruction: not served here", "instruction")
+    _check_options(body.options or {})
+    query = _text(body.query, "query")
+    texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
     need_texts(texts, "items")
-    truncate = exchange.served.spec.auto_truncate
-    found = await relevance(exchange, [query], texts, terms, truncate=truncate, with_prompts=True)
-    told = [
-        {"item_id": asked.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
-        for rank, row in enumerate(best_first(found.scores, None))
+    served = inference.served
+    found = await relevance(inference, [query], texts, truncate=served.spec.auto_truncate, with_prompts=True)
+    scores = [
+        {"item_id": body.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
+        for rank, row in enumerate(best_first(found.scores))
     ]
-    answer = {"model": exchange.served.name, "query_id": asked.query.id, "scores": told}
+    answer = {"model": served.name, "query_id": body.query.id, "scores": scores}
     return _reply(request, answer | {"usage": {"input_tokens": found.tokens}})
 
 
-def _placed(asked: ScoreRequest) -> list[tuple[str, Item]]:
-    return [("query", asked.query), *((f"items.{row}", item) for row, item in enumerate(asked.items))]
-
-
-def _inference(asked: EncodeRequest, params: EncodeParams, served: ServedModel) -> Inference:
-    texts = [_text(item, f"items.{row}") for row, item in enumerate(asked.items)]
+def _job(body: SieEncodeRequest, served: ServedModel) -> JobSpec:
+    params = body.params or EncodeParams()
+    texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
     need_texts(texts, "items")
     options = params.options or {}
     _check_options(options)
     chosen = InferOptions(
-        outputs=frozenset(_OUTPUTS[name] for name in _types(params)),
+        outputs=frozenset(_OUTPUTS[name] for name in params.outputs),
         truncate=served.spec.auto_truncate,
         prompt_name=_prompt(params, options, served.model),
         normalize=options.get("normalize") is not False and served.model.kind != "sparse",
     )
-    return Inference(texts, chosen, _unwritten, MOST_INPUTS)
-
-
-def _types(params: EncodeParams) -> Sequence[OutputType]:
-    return params.output_types or ["dense"]
+    return JobSpec(texts, chosen)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     if found := [name for name in _NOT_SERVED if options.get(name)]:
-        raise Refused(400, f"options.{found[0]}: not served here", "options")
+        raise BadRequest(400, f"options.{found[0]}: not served here", "options")
 
 
 def _prompt(params: EncodeParams, options: Mapping[str, Any], model: ModelInfo) -> str | None:
@@ -163,23 +149,19 @@ def _prompt(params: EncodeParams, options: Mapping[str, Any], model: ModelInfo) 
 
 def _text(item: Item, place: str) -> str:
     if any(one is not None for one in (item.images, item.audio, item.video, item.document)) or item.text is None:
-        raise Refused(400, f"{place}: must have a text, and nothing else can be encoded here", place.split(".")[0])
+        raise BadRequest(400, f"{place}: must have a text, and nothing else can be encoded here", place.split(".")[0])
     return item.text
 
 
-def _unwritten(job: Job) -> bytes:
-    raise NotImplementedError("the answer is made by the route")
-
-
-def _encoded(served: ServedModel, request: HttpRequest, asked: EncodeRequest, job: Job, began: float) -> HttpReply:
-    params = asked.params or EncodeParams()
-    named = params.output_dtype or (params.options or {}).get("output_dtype") or "float32"
-    if named not in _PRECISIONS:
+def _encoded(served: ServedModel, request: HttpRequest, body: SieEncodeRequest, job: Job, began: float) -> HttpReply:
+    params = body.params or EncodeParams()
+    dtype = params.output_dtype or (params.options or {}).get("output_dtype") or "float32"
+    if dtype not in _PRECISIONS:
         raise InvalidInput(f"output_dtype: must be one of {', '.join(_PRECISIONS)}")
-    told = {name: _VECTORS[name](job, served.model, named) for name in _types(params)}
+    vectors = {name: _vectors(name, job, served.model, dtype) for name in params.outputs}
     items = [
-        ({} if item.id is None else {"id": item.id}) | {name: rows[row] for name, rows in told.items()}
-        for row, item in enumerate(asked.items)
+        ({} if item.id is None else {"id": item.id}) | {name: rows[row] for name, rows in vectors.items()}
+        for row, item in enumerate(body.items)
     ]
     timing = {
         "total_ms": (time.monotonic() - began) * 1e3,
@@ -191,67 +173,58 @@ def _encoded(served: ServedModel, request: HttpRequest, asked: EncodeRequest, jo
     return _reply(request, answer)
 
 
-def _dense(job: Job, model: ModelInfo, named: str) -> list[dict[str, Any]]:
-    rows = converted(job.vectors, _PRECISIONS[named])
-    return [{"dims": job.vectors.shape[1], "dtype": named, "values": row} for row in rows]
-
-
-def _sparse(job: Job, model: ModelInfo, named: str) -> list[dict[str, Any]]:
-    """Weights are numbers of any size, so that of the types only float16 is one for them."""
-    half = named == "float16"
-    return [
-        {
-            "dims": model.dimension if model.kind == "sparse" else None,
-            "dtype": "float16" if half else "float32",
-            "indices": vector.indices.astype(np.int32),
-            "values": converted(vector.values, Precision.FLOAT16) if half else vector.values,
-        }
-        for vector in job.sparse
-        if vector is not None
-    ]
-
-
-def _multivector(job: Job, model: ModelInfo, named: str) -> list[dict[str, Any]]:
+def _vectors(name: OutputType, job: Job, model: ModelInfo, dtype: str) -> list[dict[str, Any]]:
+    """One output of each item. Sparse weights are of any size: of the types only the floats can hold them."""
+    if name == "dense":
+        dense = converted(job.vectors, _PRECISIONS[dtype])
+        return [{"dims": job.vectors.shape[1], "dtype": dtype, "values": row} for row in dense]
+    if name == "sparse":
+        half = dtype == "float16"
+        return [
+            {
+                "dims": model.dimension if model.kind == "sparse" else None,
+                "dtype": "float16" if half else "float32",
+                "indices": vector.indices.astype(np.int32),
+                "values": converted(vector.values, Precision.FLOAT16) if half else vector.values,
+            }
+            for vector in job.sparse
+            if vector is not None
+        ]
     return [
         {
             "token_dims": rows.shape[1],
             "num_tokens": rows.shape[0],
-            "dtype": named,
-            "values": np.ascontiguousarray(converted(rows, _PRECISIONS[named])),
+            "dtype": dtype,
+            "values": np.ascontiguousarray(converted(rows, _PRECISIONS[dtype])),
         }
         for rows in job.multi_vectors
         if rows is not None
     ]
 
 
-_VECTORS: Mapping[str, Callable[[Job, ModelInfo, str], list[dict[str, Any]]]] = {
-    "dense": _dense,
-    "sparse": _sparse,
-    "multivector": _multivector,
-}
-
-
-async def _read(exchange: HttpInference, request: HttpRequest, kind: type[BodyT]) -> BodyT:
-    if media_type(request.headers.get("content-type", "")) not in _MSGPACK_TYPES:
-        return await read(exchange, request, kind)
-    if len(request.body) > LARGE_BODY_BYTES:
-        return await exchange.dispatcher.off_loop(_unpacked, kind, request)
-    return _unpacked(kind, request)
-
-
-def _unpacked(kind: type[BodyT], request: HttpRequest) -> BodyT:
+def _unpack(body: Buffer) -> Any:
     try:
-        value = msgpack.unpackb(request.body, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise Refused(400, f"The body is no msgpack: {error}") from error
-    return validated(kind, value)
+        return msgpack.unpackb(body, raw=False, strict_map_key=False)
+    except msgpack.UnpackException as error:  # not all are ValueErrors
+        raise ValueError(str(error)) from error
+
+
+def _is_msgpack(content_type: str) -> bool:
+    return media_type(content_type) in _MSGPACK_TYPES
+
+
+_MSGPACK_BODY = BodyFormat(decode=_unpack, accepts=_is_msgpack, undecodable="The body is no msgpack: {}")
+
+
+def _body_format(request: HttpRequest) -> BodyFormat:
+    return _MSGPACK_BODY if _is_msgpack(request.headers.get("content-type", "")) else JSON_BODY
 
 
 def _reply(request: HttpRequest, answer: dict[str, Any]) -> HttpReply:
-    """In msgpack, unless JSON was asked for, or sent by one who says nothing of what he takes."""
+    """The answer in JSON where that is accepted, in msgpack where that is accepted or was sent, else in JSON."""
     accepted = request.headers.get("accept", "")
-    sent = media_type(request.headers.get("content-type", ""))
-    if _JSON in accepted or (not any(one in accepted for one in _MSGPACK_TYPES) and sent not in _MSGPACK_TYPES):
+    wants_msgpack = any(one in accepted for one in _MSGPACK_TYPES)
+    if JSON in accepted or not (wants_msgpack or _is_msgpack(request.headers.get("content-type", ""))):
         return json_reply(to_json(answer))
     return HttpReply(200, {"content-type": MSGPACK}, msgpack.packb(answer, default=_array, use_bin_type=True))
 
@@ -263,4 +236,4 @@ def _array(value: object) -> dict[bytes, Any]:
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
 
 
-ROUTES: dict[tuple[str, str], HttpHandler] = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}
+ROUTES: Routes = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}

@@ -1,40 +1,38 @@
-"""The inference requests of TEI's own routes, one class per route."""
+"""Requests of TEI's own routes, one class per route, and their answers as TEI writes them."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import orjson
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError
-from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput
 from teimgr.spec import ModelInfo
-from teimgr.worker.http import answers
+from teimgr.worker import scores
+from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.http.answers import to_json
 from teimgr.worker.http.bodies import (
     U32,
     Body,
     Input,
+    InputIds,
     PredictInput,
+    TokenizeInput,
     TruncationDirection,
     engine_inputs,
-    first_fault,
+    first_error,
+    id_lists,
     text_lists,
 )
-from teimgr.worker.http.inference import Inference, InferenceRequest, ServedModel
-from teimgr.worker.scores import need_reranker_http, output_per_token
+from teimgr.worker.http.inference import InferenceRequest, JobSpec, ServedModel
 
-# What the official service takes in one request; its clients cut their batches accordingly.
-BATCH_LIMIT = 2048
-
-EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
+if TYPE_CHECKING:  # importing the engine imports torch
+    from teimgr.engine.engine import Engine
 
 
 class OpenAICompatRequest(InferenceRequest):
@@ -46,42 +44,64 @@ class OpenAICompatRequest(InferenceRequest):
     encoding_format: EncodingFormat = "float"
     dimensions: U32 | None = None
 
-    def inference(self, served: ServedModel) -> Inference:
+    def job(self, served: ServedModel) -> JobSpec:
         """Dense vectors of length 1; truncation as the instance is set, on the right."""
         options = InferOptions(
             outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
         )
-        answer = partial(embedding_list, served.name, self.encoding_format == "base64")
+        encode = partial(embedding_list, served.name, self.encoding_format == "base64")
         limit = max(BATCH_LIMIT, served.spec.max_client_batch_size)
-        return Inference(engine_inputs(self.input), options, answer, limit)
+        return JobSpec(engine_inputs(self.input), options, encode, limit)
 
 
-def embedding_list(model: str, in_base64: bool, job: Job) -> bytes:
-    """The list object of a finished job; usage counts every token, special ones and prompt included."""
-    encode = _base64 if in_base64 else _floats
+def vectors(job: Job) -> bytes:
+    """`[[0.1, …], …]`: always a list of lists, for one input too."""
+    return to_json(job.vectors)
+
+
+def per_token(job: Job) -> bytes:
+    """`[[[0.1, …], …], …]`: input, token, value."""
+    return to_json([np.ascontiguousarray(rows) for rows in job.multi_vectors or job.tokens_of])
+
+
+def sparse(job: Job) -> bytes:
+    """`[[{"index": 5, "value": 0.1}, …], …]`, ascending indices."""
+    rows = [
+        [{"index": index, "value": value} for index, value in zip(vector.indices.tolist(), vector.values, strict=True)]
+        for vector in job.sparse
+        if vector is not None
+    ]
+    return to_json(rows)
+
+
+def predictions(labels: Sequence[str], is_batch: bool, job: Job) -> bytes:
+    """`[{"score": 0.9, "label": "x"}, …]`, best first, or a list of those for a batch."""
+    rows = [[one._asdict() for one in scores.predictions(row, labels)] for row in job.scores]
+    return to_json(rows if is_batch else rows[0])
+
+
+def ranks(texts: Sequence[str] | None, job: Job) -> bytes:
+    """`[{"index": 1, "score": 0.9}, …]`, best first; with the text between the two where `texts` are given."""
     return to_json(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "embedding": encode(vector), "index": index}
-                for index, vector in enumerate(job.vectors)
-            ],
-            "model": model,
-            "usage": {"prompt_tokens": job.tokens, "total_tokens": job.tokens},
-        }
+        [
+            {"index": rank.row, **({} if texts is None else {"text": texts[rank.row]}), "score": rank.score}
+            for rank in scores.ranks(job.scores)
+        ]
     )
 
 
-def _floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    return vector
+def similarities(job: Job) -> bytes:
+    """`[0.9, …]`: the cosine of the first vector with each of the others; 0 where one of the two is zero."""
+    wide = job.vectors.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1)
+    products = lengths[0] * lengths[1:]
+    dots = wide[1:] @ wide[0]
+    cosines = np.divide(dots, products, out=np.zeros_like(dots), where=products > 0)
+    return to_json(cosines.astype(np.float32))
 
 
-def _base64(vector: NDArray[np.float32]) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-class Truncating(Body):
-    """What happens to a text that is too long: null leaves it to the instance."""
+class TeiTruncation(Body):
+    """Fields for texts that are too long: null leaves it to the instance."""
 
     truncate: bool | None = None
     truncation_direction: TruncationDirection = "right"
@@ -96,64 +116,59 @@ class Truncating(Body):
         )
 
 
-class EmbedAllRequest(InferenceRequest, Truncating):
+class TeiEmbedAllRequest(InferenceRequest, TeiTruncation):
     """`POST /embed_all`: a vector per token."""
 
     inputs: Input
     prompt_name: str | None = None
 
-    def inference(self, served: ServedModel) -> Inference:
+    def job(self, served: ServedModel) -> JobSpec:
         """Hidden states, or the token vectors that a late-interaction model makes of them."""
-        output = output_per_token(served.model)
-        return self._of_inputs(served, self.options(served, output, prompt_name=self.prompt_name), answers.per_token)
+        output = scores.output_per_token(served.model)
+        return self._of_inputs(served, self.options(served, output, prompt_name=self.prompt_name), per_token)
 
-    def _of_inputs(self, served: ServedModel, options: InferOptions, answer: answers.Answer) -> Inference:
-        return Inference(engine_inputs(self.inputs), options, answer, served.spec.max_client_batch_size)
+    def _of_inputs(self, served: ServedModel, options: InferOptions, encode: Callable[[Job], bytes]) -> JobSpec:
+        return JobSpec(engine_inputs(self.inputs), options, encode, served.spec.max_client_batch_size)
 
 
-class EmbedSparseRequest(EmbedAllRequest):
+class TeiEmbedSparseRequest(TeiEmbedAllRequest):
     """`POST /embed_sparse`: the weights of vocabulary entries."""
 
-    def inference(self, served: ServedModel) -> Inference:
+    def job(self, served: ServedModel) -> JobSpec:
         """Sparse vectors."""
         options = self.options(served, Output.SPARSE, prompt_name=self.prompt_name)
-        return self._of_inputs(served, options, answers.sparse)
+        return self._of_inputs(served, options, sparse)
 
 
-class EmbedRequest(EmbedAllRequest):
+class TeiEmbedRequest(TeiEmbedAllRequest):
     """`POST /embed`: a vector per input."""
 
     normalize: bool = True
     dimensions: U32 | None = None
 
-    def inference(self, served: ServedModel) -> Inference:
+    def job(self, served: ServedModel) -> JobSpec:
         """Dense vectors."""
-        options = self.options(
-            served,
-            Output.DENSE,
-            prompt_name=self.prompt_name,
-            normalize=self.normalize,
-            dimensions=self.dimensions,
-        )
-        return self._of_inputs(served, options, answers.vectors)
+        more = {"prompt_name": self.prompt_name, "normalize": self.normalize, "dimensions": self.dimensions}
+        options = self.options(served, Output.DENSE, **more)
+        return self._of_inputs(served, options, vectors)
 
 
-class PredictRequest(InferenceRequest, Truncating):
+class TeiPredictRequest(InferenceRequest, TeiTruncation):
     """`POST /predict`: a score per label. A list of strings is one text or one pair, a list of such lists a batch."""
 
     inputs: PredictInput
     raw_scores: bool = False
 
-    def inference(self, served: ServedModel) -> Inference:
+    def job(self, served: ServedModel) -> JobSpec:
         """Scores, as a list per input where a batch was sent."""
         batch, is_batch = text_lists(self.inputs)
         options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
-        answer = partial(answers.predictions, served.model.labels, is_batch)
+        encode = partial(predictions, served.model.labels, is_batch)
         inputs = [texts[0] if len(texts) == 1 else Pair(*texts) for texts in batch]
-        return Inference(inputs, options, answer, served.spec.max_client_batch_size)
+        return JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
 
 
-class RerankRequest(InferenceRequest, Truncating):
+class TeiRerankRequest(InferenceRequest, TeiTruncation):
     """`POST /rerank`: texts by how well they answer a query."""
 
     query: str
@@ -161,60 +176,60 @@ class RerankRequest(InferenceRequest, Truncating):
     raw_scores: bool = False
     return_text: bool = False
 
-    def inference(self, served: ServedModel) -> Inference:
+    def job(self, served: ServedModel) -> JobSpec:
         """A score per pair of query and text."""
         if not self.texts:
             raise EmptyInput("`texts` cannot be empty")
-        need_reranker_http(served.model)
+        scores.need_reranker_http(served.model)
         options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
-        answer = partial(answers.ranks, self.texts if self.return_text else None)
+        encode = partial(ranks, self.texts if self.return_text else None)
         inputs = [Pair(self.query, text) for text in self.texts]
-        return Inference(inputs, options, answer, served.spec.max_client_batch_size)
+        return JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
 
 
-class SimilarityInput(Body):
+class TeiSimilarityInput(Body):
     """A sentence, and those it is compared with."""
 
     source_sentence: str
     sentences: list[str]
 
 
-class SimilarityParameters(Truncating):
+class TeiSimilarityParameters(TeiTruncation):
     """How the sentences are embedded."""
 
     prompt_name: str | None = None
 
 
-class SimilarityRequest(InferenceRequest):
+class TeiSimilarityRequest(InferenceRequest):
     """`POST /similarity`: how near sentences are to one sentence."""
 
-    inputs: SimilarityInput
-    parameters: SimilarityParameters | None = None
+    inputs: TeiSimilarityInput
+    parameters: TeiSimilarityParameters | None = None
 
-    def inference(self, served: ServedModel) -> Inference:
-        """Dense vectors as the model gives them; what is told is the cosine of the first with each of the others."""
+    def job(self, served: ServedModel) -> JobSpec:
+        """Dense vectors, not normalized; the answer is the cosine of the first with each of the others."""
         if not self.inputs.sentences:
             raise EmptyInput("`inputs.sentences` cannot be empty")
-        parameters = self.parameters or SimilarityParameters()
+        parameters = self.parameters or TeiSimilarityParameters()
         options = parameters.options(served, Output.DENSE, prompt_name=parameters.prompt_name, normalize=False)
         inputs = [self.inputs.source_sentence, *self.inputs.sentences]
-        return Inference(inputs, options, answers.similarities, served.spec.max_client_batch_size)
+        return JobSpec(inputs, options, similarities, served.spec.max_client_batch_size)
 
 
-# What a request that names no task asks for.
+# The request class of a body on a path that names no task.
 REQUEST_OF_KIND: dict[str, type[InferenceRequest]] = {
-    "embedding": EmbedRequest,
-    "sparse": EmbedSparseRequest,
-    "multi-vector": EmbedAllRequest,
-    "reranker": RerankRequest,
-    "classifier": PredictRequest,
+    "embedding": TeiEmbedRequest,
+    "sparse": TeiEmbedSparseRequest,
+    "multi-vector": TeiEmbedAllRequest,
+    "reranker": TeiRerankRequest,
+    "classifier": TeiPredictRequest,
 }
 
-# A rerank request is known by its fields.
-_OF_KIND = REQUEST_OF_KIND | {"reranker": PredictRequest}
+# On /vertex a rerank request is recognized by its fields.
+_OF_KIND = REQUEST_OF_KIND | {"reranker": TeiPredictRequest}
 
 
-class VertexRequest(Body):
+class TeiVertexRequest(Body):
     """`POST /vertex`: what an instance may be depends on the model."""
 
     instances: Annotated[list[Any], Field(fail_fast=True)]
@@ -225,18 +240,59 @@ class VertexRequest(Body):
         Raises:
             InvalidInput: an instance is neither.
         """
-        return [_request(place, instance, _OF_KIND[model.kind]) for place, instance in enumerate(self.instances)]
+        found: list[InferenceRequest] = []
+        for place, instance in enumerate(self.instances):
+            is_rerank = isinstance(instance, dict) and instance.keys() >= {"query", "texts"}
+            kind = TeiRerankRequest if is_rerank else _OF_KIND[model.kind]
+            try:
+                found.append(kind.model_validate(instance))
+            except ValidationError as error:
+                raise InvalidInput(f"Failed to deserialize instance {place}: {first_error(error)}") from error
+        return found
 
 
-def predictions(bodies: Sequence[bytes]) -> bytes:
-    """The answers of the single requests in one body."""
-    return orjson.dumps({"predictions": [orjson.Fragment(body) for body in bodies]})
+class TokenizerRequest(Body):
+    """A body answered by the tokenizer alone."""
+
+    def answer(self, engine: Engine, limit: int) -> bytes:
+        """The answer as JSON, for at most `limit` texts; blocks while the tokenizer works.
+
+        Raises:
+            EmptyInput, InvalidInput, TokenizerFailed
+        """
+        raise NotImplementedError
 
 
-def _request(place: int, instance: Any, kind: type[InferenceRequest]) -> InferenceRequest:
-    if isinstance(instance, dict) and instance.keys() >= {"query", "texts"}:
-        kind = RerankRequest
-    try:
-        return kind.model_validate(instance)
-    except ValidationError as error:
-        raise InvalidInput(f"Failed to deserialize instance {place}: {first_fault(error)}") from error
+class TokenizeRequest(TokenizerRequest):
+    """`POST /tokenize`: the tokens of texts, untruncated."""
+
+    inputs: TokenizeInput
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+    def answer(self, engine: Engine, limit: int) -> bytes:
+        """`[[{"id": 101, "text": "[CLS]", "special": true, "start": null, "stop": null}, …], …]`."""
+        texts = [self.inputs] if isinstance(self.inputs, str) else self.inputs
+        if not texts:
+            raise EmptyInput("`inputs` cannot be empty")
+        _check_count(texts, limit)
+        tokens = (engine.tokenize(text, self.add_special_tokens, self.prompt_name) for text in texts)
+        return to_json([[asdict(token) for token in of_text] for of_text in tokens])
+
+
+class DecodeRequest(TokenizerRequest):
+    """`POST /decode`: the texts of token ids."""
+
+    ids: InputIds
+    skip_special_tokens: bool = True
+
+    def answer(self, engine: Engine, limit: int) -> bytes:
+        """`["what is deep learning?", …]`."""
+        batch = id_lists(self.ids)
+        _check_count(batch, limit)
+        return to_json([engine.decode(ids, self.skip_special_tokens) for ids in batch])
+
+
+def _check_count(batch: Sequence[object], limit: int) -> None:
+    if len(batch) > limit:
+        raise InvalidInput(f"batch size {len(batch)} > maximum allowed batch size {limit}")

@@ -1,17 +1,15 @@
-"""vLLM's pooling routes: scores, classes, and whatever a model pools. https://docs.vllm.ai/en/latest/models/pooling_models
+"""vLLM's pooling routes: scores, classes, and pooled outputs. https://docs.vllm.ai/en/latest/models/pooling_models
 
-What is too long is refused unless `truncate_prompt_tokens` is given, as there: a number of tokens, or -1 for the most
-that the model takes.
+As there, inputs that are too long are refused unless `truncate_prompt_tokens` is given: a number of tokens, or -1 for
+the most that the model takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
@@ -20,10 +18,17 @@ from teimgr.errors import InvalidInput
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects import infinity, openai, rerank
 from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.http.answers import to_json
-from teimgr.worker.http.bodies import Body, Input, Texts, engine_inputs
-from teimgr.worker.http.common import MOST_INPUTS, Refused, base64_of, named, need_kind, need_texts, now, read, usage
-from teimgr.worker.http.inference import CallOptions, HttpHandler, HttpInference, Inference, ServedModel, json_reply
+from teimgr.worker.http.answers import encoded_vector, new_id, to_json, unix_time, usage
+from teimgr.worker.http.bodies import BadRequest, Body, Input, ModelName, Texts, engine_inputs
+from teimgr.worker.http.inference import (
+    HttpInference,
+    JobSpec,
+    Routes,
+    ServedModel,
+    json_reply,
+    need_kind,
+    need_texts,
+)
 from teimgr.worker.scores import RERANKER
 
 _PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
@@ -32,10 +37,10 @@ Text = str | Texts
 Task = Literal["embed", "classify", "token_embed", "token_classify"]
 
 
-class Truncating(Body):
-    """What every request of vLLM's may say of length."""
+class VllmRequest(Body):
+    """The fields that all requests share: the model and the truncation."""
 
-    model: Annotated[str | None, Field(description="an instance, a model id or an alias")] = None
+    model: ModelName = None
     truncate_prompt_tokens: Annotated[
         int | None, Field(ge=-1, description="cut to so many tokens, -1: to what the model takes; absent: refuse")
     ] = None
@@ -48,24 +53,24 @@ class Truncating(Body):
         return self.truncation_side == "left"
 
     def limit(self, served: ServedModel) -> int | None:
-        """To how many tokens texts are to be cut before the model cuts them itself; None to none.
+        """The tokens that texts are cut to before the engine's own truncation; None where that suffices.
 
         Raises:
-            Refused: to none at all.
+            BadRequest: it is 0.
         """
         tokens = self.truncate_prompt_tokens
         if tokens == 0:
-            raise Refused(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
+            raise BadRequest(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
         return None if tokens is None or not 0 < tokens < served.model.max_input_length else tokens
 
     def options(self, output: Output, **more: Any) -> InferOptions:
-        """Options for `output`."""
+        """Options for `output`; `more` are other fields of `InferOptions`."""
         truncate = self.truncate_prompt_tokens is not None
         return InferOptions(frozenset({output}), truncate=truncate, truncation_left=self.left, **more)
 
 
-class ScoreRequest(Truncating):
-    """One text or as many as there are on the other side, and those they are compared with."""
+class VllmScoreRequest(VllmRequest):
+    """One text or as many as on the other side, and those they are compared with."""
 
     queries: Text | None = None
     documents: Text | None = None
@@ -77,15 +82,15 @@ class ScoreRequest(Truncating):
     use_activation: Annotated[bool | None, Field(description="false: logits instead of scores")] = None
 
     def sides(self) -> tuple[list[str], list[str]]:
-        """Both sides, of equal length but where the first is one text.
+        """Both sides: of equal length, or one text and several.
 
         Raises:
-            Refused: a side is missing, or they do not match.
+            BadRequest: a side is missing, or they do not match.
         """
         first = self._first_of("queries", "text_1", "data_1")
         second = self._first_of("documents", "items", "text_2", "data_2")
         if len(first) not in (1, len(second)):
-            raise Refused(400, f"Input lengths must be 1:1, 1:N or N:N, not {len(first)}:{len(second)}")
+            raise BadRequest(400, f"Input lengths must be 1:1, 1:N or N:N, not {len(first)}:{len(second)}")
         return first, second
 
     def _first_of(self, *names: str) -> list[str]:
@@ -95,19 +100,19 @@ class ScoreRequest(Truncating):
                 texts = [value] if isinstance(value, str) else value
                 need_texts(texts, name)
                 return texts
-        raise Refused(400, f"{names[0]}: Field required (or {', '.join(names[1:])})", names[0])
+        raise BadRequest(400, f"{names[0]}: Field required (or {', '.join(names[1:])})", names[0])
 
 
-class ClassifyRequest(Truncating):
-    """Texts or ids to classify. `raw_scores` is Infinity's field: who sends it is answered as Infinity does."""
+class VllmClassifyRequest(VllmRequest):
+    """Texts or ids to classify. `raw_scores` is Infinity's field: with it the answer has Infinity's form."""
 
     input: Input
     use_activation: Annotated[bool | None, Field(description="false: logits instead of probabilities")] = None
     raw_scores: Annotated[bool | None, Field(description="Infinity's: answered in its form")] = None
 
 
-class PoolingRequest(Truncating):
-    """Texts or ids to pool; what comes out is the task's, and where none is named the model's own."""
+class VllmPoolingRequest(VllmRequest):
+    """Texts or ids to pool; without a task the output is the model's own."""
 
     input: Input
     task: Task | None = None
@@ -116,75 +121,69 @@ class PoolingRequest(Truncating):
     use_activation: bool | None = None
 
 
-async def _score(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
-    asked = await read(exchange, request, ScoreRequest)
-    queries, documents = asked.sides()
-    limit = asked.limit(exchange.served)
+async def _score(inference: HttpInference, request: HttpRequest) -> HttpReply:
+    body = await inference.read(request, VllmScoreRequest)
+    queries, documents = body.sides()
+    limit = body.limit(inference.served)
     if limit is not None:
-        documents = await exchange.dispatcher.off_loop(_fit_pairs, exchange, queries, documents, limit, asked.left)
-    found = await relevance(
-        exchange,
-        queries,
-        documents,
-        terms,
-        truncate=asked.truncate_prompt_tokens is not None,
-        raw_scores=asked.use_activation is False,
-    )
+        documents = await inference.dispatcher.off_loop(_fit_pairs, inference, queries, documents, limit, body.left)
+    truncate, raw_scores = body.truncate_prompt_tokens is not None, body.use_activation is False
+    found = await relevance(inference, queries, documents, truncate=truncate, raw_scores=raw_scores)
     data = [{"index": row, "object": "score", "score": score} for row, score in enumerate(found.scores)]
-    tokens = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
-    return json_reply(to_json(_list("score", asked.model or exchange.served.name, data, tokens)))
+    return json_reply(_list("score", body.model or inference.served.name, data, found.tokens))
 
 
-async def _classify(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
-    asked = await read(exchange, request, ClassifyRequest)
-    if asked.raw_scores is not None:
-        return await infinity.classify(exchange, request, terms)
-    inputs = await _prepared(exchange, asked, engine_inputs(asked.input))
-    [reply] = await exchange.infer([partial(_classification, asked, inputs)], terms)
-    return json_reply(reply.payload)
+async def _classify(inference: HttpInference, request: HttpRequest) -> HttpReply:
+    body = await inference.read(request, VllmClassifyRequest)
+    if body.raw_scores is not None:
+        return await infinity.classify(inference, request)
+    inputs = await _truncated(inference, body, engine_inputs(body.input))
+
+    def job(served: ServedModel) -> JobSpec:
+        need_texts(inputs, "input")
+        need_kind(served.model, ("classifier", RERANKER), "classification")
+        labels = served.model.labels
+
+        def encode(job: Job) -> bytes:
+            data = [
+                {"index": row, "label": labels[int(scores.argmax())], "probs": scores, "num_classes": len(labels)}
+                for row, scores in enumerate(job.scores)
+            ]
+            return _list("classify", body.model or served.name, data, job.tokens)
+
+        return JobSpec(inputs, body.options(Output.SCORES, raw_scores=body.use_activation is False), encode)
+
+    return await inference.respond(job)
 
 
-async def _pooling(exchange: HttpInference, request: HttpRequest, terms: CallOptions) -> HttpReply:
-    asked = await read(exchange, request, PoolingRequest)
-    inputs = await _prepared(exchange, asked, engine_inputs(asked.input))
-    [reply] = await exchange.infer([partial(_pooled, asked, inputs)], terms)
-    return json_reply(reply.payload)
+async def _pooling(inference: HttpInference, request: HttpRequest) -> HttpReply:
+    body = await inference.read(request, VllmPoolingRequest)
+    inputs = await _truncated(inference, body, engine_inputs(body.input))
 
+    def job(served: ServedModel) -> JobSpec:
+        need_texts(inputs, "input")
+        output = _output(body.task, served)
 
-def _classification(asked: ClassifyRequest, inputs: Sequence[EngineInput], served: ServedModel) -> Inference:
-    need_texts(inputs, "input")
-    need_kind(served.model, ("classifier", RERANKER), "classification")
-    labels = served.model.labels
+        def encode(job: Job) -> bytes:
+            rows: Any = {Output.DENSE: job.vectors, Output.SCORES: job.scores}.get(output)
+            if rows is None:
+                rows = job.multi_vectors or job.tokens_of
+            in_base64 = body.encoding_format == "base64"
+            data = [
+                {"index": row, "object": "pooling", "data": encoded_vector(values, in_base64)}
+                for row, values in enumerate(rows)
+            ]
+            return _list("pool", body.model or served.name, data, job.tokens)
 
-    def answer(job: Job) -> bytes:
-        data = [
-            {"index": row, "label": labels[int(scores.argmax())], "probs": scores, "num_classes": len(labels)}
-            for row, scores in enumerate(job.scores)
-        ]
-        return to_json(_list("classify", asked.model or served.name, data, usage(job)))
+        normalize = body.normalize is not False and served.model.kind != "sparse"
+        options = body.options(output, normalize=normalize, raw_scores=body.use_activation is False)
+        return JobSpec(inputs, options, encode)
 
-    options = asked.options(Output.SCORES, raw_scores=asked.use_activation is False)
-    return Inference(inputs, options, answer, MOST_INPUTS)
-
-
-def _pooled(asked: PoolingRequest, inputs: Sequence[EngineInput], served: ServedModel) -> Inference:
-    need_texts(inputs, "input")
-    output = _output(asked.task, served)
-    encode = base64_of if asked.encoding_format == "base64" else _as_it_is
-
-    def answer(job: Job) -> bytes:
-        rows = {Output.DENSE: job.vectors, Output.SCORES: job.scores}.get(output)
-        found: Any = (job.multi_vectors or job.tokens_of) if rows is None else rows
-        data = [{"index": row, "object": "pooling", "data": encode(values)} for row, values in enumerate(found)]
-        return to_json(_list("pool", asked.model or served.name, data, usage(job)))
-
-    normalize = asked.normalize is not False and served.model.kind != "sparse"
-    options = asked.options(output, normalize=normalize, raw_scores=asked.use_activation is False)
-    return Inference(inputs, options, answer, MOST_INPUTS)
+    return await inference.respond(job)
 
 
 def _output(task: Task | None, served: ServedModel) -> Output:
-    """What a task is to this model.
+    """The output of a task, or of the model where no task is given.
 
     Raises:
         InvalidInput: no model here does the task.
@@ -199,59 +198,57 @@ def _output(task: Task | None, served: ServedModel) -> Output:
     return Output.SCORES if task == "classify" else Output.DENSE
 
 
-async def _prepared(exchange: HttpInference, asked: Truncating, inputs: list[EngineInput]) -> list[EngineInput]:
-    """The inputs, cut to what the request says."""
-    limit = asked.limit(exchange.served)
+async def _truncated(inference: HttpInference, body: VllmRequest, inputs: list[EngineInput]) -> list[EngineInput]:
+    """The inputs, cut to the request's limit."""
+    limit = body.limit(inference.served)
     if limit is None:
         return inputs
-    return await exchange.dispatcher.off_loop(lambda: [_fit(exchange, one, limit, asked.left) for one in inputs])
+    return await inference.dispatcher.off_loop(lambda: [_fit(inference, one, limit, body.left) for one in inputs])
 
 
-def _fit(exchange: HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
-    """An input that has at most `limit` tokens, special ones and the default prompt included."""
+def _fit(inference: HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
+    """An input of at most `limit` tokens, special ones and the default prompt included."""
     if isinstance(one, np.ndarray):
         return one[-limit:] if left else one[:limit]
     if not isinstance(one, str) or not one:
         return one
-    engine = exchange.dispatcher.engine
+    engine = inference.dispatcher.engine
     text = engine.cut(one, limit, left=left)
     over = len(engine.tokenize(text, True, None)) - limit
     if over >= limit:
-        raise Refused(400, f"truncate_prompt_tokens: {limit} leave no token of the text", "truncate_prompt_tokens")
+        raise BadRequest(400, f"truncate_prompt_tokens: {limit} leave no token of the text", "truncate_prompt_tokens")
     return engine.cut(text, limit - over, left=left) if over > 0 else text
 
 
 def _fit_pairs(
-    exchange: HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
+    inference: HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
 ) -> list[str]:
     """Documents cut so that each has at most `limit` tokens together with its query."""
-    engine = exchange.dispatcher.engine
+    engine = inference.dispatcher.engine
     taken = [len(engine.tokenize(query, True, None)) + _PAIR_TOKENS for query in queries]
-    rooms = [limit - taken[min(row, len(taken) - 1)] for row in range(len(documents))]
-    if min(rooms) < 1:
-        raise Refused(400, f"truncate_prompt_tokens: {limit} leave no token of a document", "truncate_prompt_tokens")
-    return [engine.cut(text, room, left=left) for text, room in zip(documents, rooms, strict=True)]
+    room = [limit - taken[min(row, len(taken) - 1)] for row in range(len(documents))]
+    if min(room) < 1:
+        raise BadRequest(400, f"truncate_prompt_tokens: {limit} leave no token of a document", "truncate_prompt_tokens")
+    return [engine.cut(text, tokens, left=left) for text, tokens in zip(documents, room, strict=True)]
 
 
-def _list(prefix: str, model: str, data: list[dict[str, Any]], tokens: dict[str, int]) -> dict[str, Any]:
-    return {
-        "id": named(prefix),
-        "object": "list",
-        "created": now(),
-        "model": model,
-        "data": data,
-        "usage": tokens | {"completion_tokens": 0},
-    }
+def _list(prefix: str, model: str, data: list[dict[str, Any]], tokens: int) -> bytes:
+    return to_json(
+        {
+            "id": new_id(prefix),
+            "object": "list",
+            "created": unix_time(),
+            "model": model,
+            "data": data,
+            "usage": usage(tokens) | {"completion_tokens": 0},
+        }
+    )
 
 
-def _as_it_is(values: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(values)
-
-
-ROUTES: dict[tuple[str, str], HttpHandler] = {
+ROUTES: Routes = {
     **openai.ROUTES,
     **{("POST", path): _score for path in ("/score", "/v1/score")},
-    **{("POST", path): rerank.route(rerank.VLLM) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+    **{("POST", path): rerank.handler(rerank.VLLM) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("POST", "/classify"): _classify,
     ("POST", "/pooling"): _pooling,
 }

@@ -1,5 +1,4 @@
-"""TEI's HTTP dialect without a transport: JSON values in, engine jobs, JSON bytes out.
+"""HTTP inference, shared by all dialects: request bodies, calls through the dispatcher, JSON answers.
 
-Bodies, texts and orders are those of Text Embeddings Inference 1.9.3. Nothing here knows HTTP or a socket, so the same
-pieces serve an instance's own port and whoever else speaks this dialect.
+No sockets here: the instance's own port and the frames of the daemon's gateway both end in `HttpInference`.
 """

@@ -1,4 +1,4 @@
-"""What request bodies are made of: the unions of TEI's dialect, and how a body is read or refused.
+"""HTTP request bodies: field types, the strict base model, and the one reader with its refusals.
 
 Unions are tried from left to right and the first match wins, as TEI's own reader does: `[1, 2]` is one input of two
 ids, `[]` is one of none.
@@ -6,8 +6,8 @@ ids, `[]` is one of none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
@@ -17,6 +17,8 @@ from typing_extensions import TypeAliasType
 
 from teimgr.engine import job
 from teimgr.http_server import is_json
+from teimgr.wire.error_bodies import TEI, TEI_OPENAI, refusal
+from teimgr.wire.http_frames import Buffer, HttpReply
 
 JSON = "application/json"
 
@@ -25,19 +27,19 @@ _I32_MAX = 2**31 - 1
 
 
 class _FirstMatch:
-    """A union whose members are tried from left to right; what fits none of them is refused in one sentence."""
+    """Annotation of a union: members are tried from left to right, and a mismatch is one error, not one per member."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         union = handler(source)
         assert union["type"] == "union"
-        refusal = {"custom_error_type": "no_match", "custom_error_message": "data did not match any of its forms"}
-        return {**union, "mode": "left_to_right", **refusal}
+        error = {"custom_error_type": "no_match", "custom_error_message": "data did not match any of its forms"}
+        return {**union, "mode": "left_to_right", **error}
 
 
 _FIRST_MATCH = _FirstMatch()
 
 U32 = Annotated[int, Field(ge=0, le=_U32_MAX)]
-# A list that is none fails at its first element: the union's next member is tried without a report on thousands.
+# A list of another type fails at its first element: no report on thousands before the union's next member is tried.
 Ids = Annotated[list[U32], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 OneOrTwo = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
@@ -48,67 +50,93 @@ InputIds = TypeAliasType("InputIds", Annotated[Ids | Annotated[list[Ids], Field(
 TokenizeInput = TypeAliasType("TokenizeInput", Annotated[str | Texts, _FIRST_MATCH])
 PredictInput = TypeAliasType(
     "PredictInput",
-    Annotated[
-        str | OneOrTwo | Annotated[list[OneOrTwo], Field(min_length=1, fail_fast=True)],
-        _FIRST_MATCH,
-    ],
+    Annotated[str | OneOrTwo | Annotated[list[OneOrTwo], Field(min_length=1, fail_fast=True)], _FIRST_MATCH],
 )
 TruncationDirection = TypeAliasType(
     "TruncationDirection",
     Annotated[Literal["Left", "left", "Right", "right"], WithJsonSchema({"type": "string", "enum": ["Left", "Right"]})],
 )
+ModelName = Annotated[str | None, Field(description="an instance, a model id or an alias")]
 
 
 class Body(BaseModel):
-    """A JSON object of the dialect: types are strict, unknown fields ignored, null is taken where a field says so."""
+    """A JSON object: types are strict, unknown fields are ignored, null is accepted where a field declares it."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class BodyRefused(Exception):
-    """A body that is not what the route reads: an HTTP status and a plain sentence, as TEI's framework answers."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-        self.text = text
 
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def expect_json(content_type: str) -> None:
-    """See that a body is said to be JSON.
+class BadRequest(Exception):
+    """A request whose body cannot be read: HTTP status, sentence, and the field at fault if there is one."""
 
-    Raises:
-        BodyRefused: 415, it is not.
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def reply(self, dialect: str) -> HttpReply:
+        """The response in `dialect`; TEI's web framework answers in plain text."""
+        if dialect in (TEI, TEI_OPENAI):
+            return HttpReply(self.status, {"content-type": "text/plain; charset=utf-8"}, self.message.encode())
+        return refusal(dialect, self.status, self.message, self.param)
+
+
+class BodyFormat(NamedTuple):
+    """How a body is decoded, and a dialect's sentences for one that cannot be decoded or has another shape.
+
+    `{}` in `undecodable` is the decoder's error, in `misshapen` the place and error of the first wrong value; `root`
+    names the place of the body itself.
     """
-    if not is_json(content_type):
-        raise BodyRefused(415, f"Expected request with `Content-Type: {JSON}`")
+
+    decode: Callable[[Buffer], Any] = orjson.loads
+    accepts: Callable[[str], bool] = is_json
+    undecodable: str = "The body is no JSON: {}"
+    misshapen: str = "{}"
+    misshapen_status: int = 400
+    root: str = "body"
 
 
-def parse(kind: type[BodyT], body: bytes | bytearray | memoryview) -> BodyT:
-    """The request's body as a `kind`.
+JSON_BODY = BodyFormat()
+TEI_BODY = BodyFormat(
+    undecodable="Failed to parse the request body as JSON: {}",
+    misshapen="Failed to deserialize the JSON body into the target type: {}",
+    misshapen_status=422,
+    root="",
+)
+
+
+def check_content_type(content_type: str, accepts: Callable[[str], bool] = is_json) -> None:
+    """Raises BadRequest 415 for a Content-Type header that does not name JSON (or what `accepts`)."""
+    if not accepts(content_type):
+        raise BadRequest(415, f"Expected request with `Content-Type: {JSON}`")
+
+
+def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) -> BodyT:
+    """Decode and validate a body.
 
     Raises:
-        BodyRefused: 400 not JSON, 422 JSON of another shape.
+        BadRequest: 400 it cannot be decoded; `misshapen_status` it is no `kind`, with the field at fault.
     """
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BodyRefused(400, f"Failed to parse the request body as JSON: {error}") from error
+        value = body_format.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(400, body_format.undecodable.format(error)) from error
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        text = f"Failed to deserialize the JSON body into the target type: {first_fault(error)}"
-        raise BodyRefused(422, text) from error
+        place = error.errors(include_url=False, include_input=False, include_context=False)[0]["loc"]
+        message = body_format.misshapen.format(first_error(error, body_format.root))
+        raise BadRequest(body_format.misshapen_status, message, str(place[0]) if place else None) from error
 
 
-def first_fault(error: ValidationError) -> str:
-    """Where a value has another shape than it should, and what is wrong there."""
+def first_error(error: ValidationError, root: str = "") -> str:
+    """`place: message` of the first wrong value; `root` is the place of the value itself."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
+    place = ".".join(map(str, first["loc"])) or root
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def engine_inputs(inputs: str | Sequence[Any]) -> list[job.Input]:
@@ -132,8 +160,15 @@ def id_lists(ids: list[int] | list[list[int]]) -> list[list[int]]:
     return batch or [[one for one in ids if isinstance(one, int)]]
 
 
+def text_of_parts(parts: list[Any]) -> str | None:
+    """The text of a content given in parts; None where one of them is not text."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return "\n".join(whole) if len(whole) == len(parts) else None
+
+
 def _engine_input(one: str | Sequence[int]) -> job.Input:
     if isinstance(one, str):
         return one
-    # No vocabulary reaches the upper half of what the dialect allows; the engine's ids are signed.
+    # No vocabulary reaches the upper half of what TEI allows; the engine's ids are signed.
     return np.minimum(np.array(one, dtype=np.int64), _I32_MAX).astype(np.int32)

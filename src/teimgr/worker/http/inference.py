@@ -1,57 +1,64 @@
-"""Inference over HTTP, on the instance port and behind the gateway: calls to the dispatcher, and their answers."""
+"""HTTP inference: jobs of a request submitted to the dispatcher, and their answers awaited and encoded."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Pair
-from teimgr.errors import InvalidInput, TeimgrError
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.calls import CallReply, Unwritten, WorkerCall, raise_first
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.http import answers
-from teimgr.worker.http.bodies import Body
+from teimgr.worker.http.answers import number_count
+from teimgr.worker.http.bodies import JSON_BODY, Body, BodyFormat, BodyT, check_content_type, parse
 
-if TYPE_CHECKING:  # it would bring torch along, which who only speaks the dialect can do without
-    pass
+# A call of more inputs than this is bulk work, whichever lane the request came in.
+_INTERACTIVE_INPUTS = 4
+# Writing more numbers than this takes over a millisecond: done on a codec thread, other answers need not wait.
+_LARGE_ANSWER = 2**16
+# A body beyond this size is parsed on a codec thread; the loop serves others meanwhile.
+_LARGE_BODY_BYTES = 128 * 1024
+# Batch limit of the dialects that document none.
+MOST_INPUTS = 10_000
 
-
-Answer = Callable[[Job], bytes]
+# The names under which models keep the prompts for the two sides of a search, in order of preference.
+QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_query")
+DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus", "doc", "text")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model behind a route, and the terms on which it is served."""
+    """The loaded model and its instance's settings."""
 
     model: ModelInfo
     spec: WorkerSpec
 
     @property
     def name(self) -> str:
-        """What the OpenAI dialect calls the model."""
+        """The model's name in answers of the OpenAI dialect."""
         return self.spec.served_model_name or self.model.model_id
 
 
 @dataclass(frozen=True, slots=True)
-class Inference:
-    """Inputs and options for a job, and the bytes that a finished job without errors is answered with.
+class JobSpec:
+    """Inputs and options of an engine job, and the encoder of its answer when no input failed.
 
-    `limit` is how many inputs the dialect lets a client send at once.
+    `limit` is how many inputs the dialect lets a client send at once. `encode` is None where the answer is made of
+    several jobs (`HttpInference.jobs`).
     """
 
     inputs: Sequence[Input]
     options: InferOptions
-    answer: Answer
-    limit: int
+    encode: Callable[[Job], bytes] | None = None
+    limit: int = MOST_INPUTS
 
     @property
     def size_bytes(self) -> int:
@@ -60,20 +67,20 @@ class Inference:
 
     @property
     def over_limit(self) -> str | None:
-        """TEI's sentence for too many inputs, None where they are not too many."""
+        """TEI's sentence for too many inputs; None where they are not too many."""
         if len(self.inputs) <= self.limit:
             return None
         return f"batch size {len(self.inputs)} > maximum allowed batch size {self.limit}"
 
 
 class InferenceRequest(Body):
-    """A body that asks for inference."""
+    """A body that describes one job."""
 
-    def inference(self, served: ServedModel) -> Inference:
-        """What it asks for.
+    def job(self, served: ServedModel) -> JobSpec:
+        """The job.
 
         Raises:
-            EmptyInput, WrongModelKind: TEI refuses it before it counts the inputs.
+            EmptyInput, WrongModelKind: refused before the inputs are counted.
         """
         raise NotImplementedError
 
@@ -81,155 +88,173 @@ class InferenceRequest(Body):
 def _size(one: Input) -> int:
     if isinstance(one, Pair):
         return len(one.first) + len(one.second)
-    if isinstance(one, np.ndarray):
-        return one.nbytes
-    return len(one or "")
-
-
-# A call of more inputs than this is bulk work, whoever waits for it.
-_INTERACTIVE_INPUTS = 4
-# To write more numbers than this takes more than a millisecond, which the answers of others need not wait for.
-_LARGE_ANSWER = 2**16
-
-Asking = Callable[[ServedModel], Inference]
+    return one.nbytes if isinstance(one, np.ndarray) else len(one or "")
 
 
 class HttpCall(WorkerCall):
-    """An inference that an HTTP request asks for, answered through a future.
+    """A job of an HTTP request, answered through a future; `job` is the finished job where it is kept unencoded."""
 
-    `late` is the finished job of a call whose answer is made by whoever asked.
-    """
-
-    __slots__ = ("future", "late")
+    __slots__ = ("future", "job")
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None) -> None:
         super().__init__(size_bytes, lane, deadline)
         self.future: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
-        self.late: Job | None = None
+        self.job: Job | None = None
 
     def reply(self, reply: CallReply) -> None:
-        """Let the handler go on."""
         if not self.future.done():
             self.future.set_result(reply)
 
     def fail(self, error: TeimgrError) -> None:
-        """Let the handler raise."""
         if not self.future.done():
             self.future.set_exception(error)
 
     def forget(self) -> None:
-        """Nobody will ask for the answer."""
+        """Cancel the future, or mark its exception as retrieved: asyncio would log it otherwise."""
         if not self.future.cancel() and not self.future.cancelled():
-            self.future.exception()  # an exception that nobody looked at would be logged
+            self.future.exception()
 
 
-class CallOptions(NamedTuple):
-    """On which terms a request is served: who waits for it, and until when (`time.monotonic`)."""
-
-    lane: Lane = Lane.INTERACTIVE
-    deadline: float | None = None
-
-
-Encode = Callable[[HttpCall, Inference, Job], CallReply | Unwritten]
+MakeJob = Callable[[ServedModel], JobSpec]
 
 
 class HttpInference:
-    """Asks the dispatcher on behalf of HTTP clients."""
+    """Inference for one HTTP request; `deadline` is a `time.monotonic` value or None."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """Where it asks."""
-        return self._dispatcher
+    def __init__(self, dispatcher: Dispatcher, lane: Lane = Lane.INTERACTIVE, deadline: float | None = None) -> None:
+        self.dispatcher = dispatcher
+        self._lane = lane
+        self._deadline = deadline
 
     @property
     def served(self) -> ServedModel:
-        """What is served here, and how.
+        """The model of this worker.
 
         Raises:
             Unavailable: the model is still loading.
         """
-        return ServedModel(self._dispatcher.engine.info, self._dispatcher.spec)
+        return ServedModel(self.dispatcher.engine.info, self.dispatcher.spec)
 
-    async def infer(self, asked: Sequence[Asking], terms: CallOptions) -> list[CallReply]:
-        """The replies to `asked`, in order; cancelling the await gives them up.
+    async def read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat = JSON_BODY) -> BodyT:
+        """The request's body.
 
         Raises:
-            TeimgrError: why the first that failed did; the others are given up.
+            BadRequest: 415 another content type, otherwise as `parse`.
         """
-        with self._entered(asked, terms, _reply) as entered:
-            return [await call.future for _, call in entered]
+        check_content_type(request.headers.get("content-type", ""), body_format.accepts)
+        if len(request.body) > _LARGE_BODY_BYTES:
+            return await self.dispatcher.off_loop(parse, kind, request.body, body_format)
+        return parse(kind, request.body, body_format)
 
-    async def jobs(self, asked: Sequence[Asking], terms: CallOptions) -> list[Job]:
-        """The finished jobs of `asked` themselves, for an answer that is made of several; errors as `infer`."""
-        with self._entered(asked, terms, _kept) as entered:
-            for _, call in entered:
-                await call.future
-            return [call.late for _, call in entered if call.late is not None]
+    async def respond(self, make: MakeJob, *, timings: bool = False) -> HttpReply:
+        """The response of a request that is one job, with TEI's cost headers where `timings`; errors as `run`."""
+        [reply] = await self.run([make])
+        return json_reply(reply.payload, reply.timings.headers() if timings and reply.timings is not None else {})
 
-    @contextmanager
-    def _entered(
-        self, asked: Sequence[Asking], terms: CallOptions, encode: Encode
-    ) -> Iterator[list[tuple[Inference, HttpCall]]]:
-        """The inferences at the dispatcher; those that are unanswered when the block ends are given up."""
-        inferences = [self._inference(one) for one in asked]
-        entered = [(inference, self._enter(inference, terms, encode)) for inference in inferences]
+    async def run(self, makers: Sequence[MakeJob]) -> list[CallReply]:
+        """The encoded answers of the jobs, in order; cancelling the await cancels the jobs.
+
+        Raises:
+            TeimgrError: of the first job that failed; the others are cancelled.
+        """
+        return [reply for _, reply in await self._submitted(makers, _encode)]
+
+    async def jobs(self, makers: Sequence[MakeJob]) -> list[Job]:
+        """The finished jobs themselves, for an answer that is made of several; errors as `run`."""
+        return [call.job for call, _ in await self._submitted(makers, _keep) if call.job is not None]
+
+    async def truncated(self, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
+        """The texts cut to `limit` tokens, at the head where `left`; unchanged where the model takes no more anyway."""
+        engine = self.dispatcher.engine
+        if limit is None or limit >= engine.info.max_input_length:
+            return texts
+        return await self.dispatcher.off_loop(lambda: [engine.cut(text, limit, left=left) for text in texts])
+
+    async def _submitted(
+        self, makers: Sequence[MakeJob], encode: Callable[[HttpCall, JobSpec, Job], CallReply | Unwritten]
+    ) -> list[tuple[HttpCall, CallReply]]:
+        specs = [self._job(make) for make in makers]
+        calls = [self._submit(spec, encode) for spec in specs]
         try:
-            yield entered
+            return [(call, await call.future) for call in calls]
         finally:
-            for _, call in entered:
-                self._dispatcher.cancel(call)
+            for call in calls:
+                self.dispatcher.cancel(call)
                 call.forget()
 
-    def _inference(self, asked: Asking) -> Inference:
-        metrics = self._dispatcher.metrics
+    def _job(self, make: MakeJob) -> JobSpec:
+        metrics = self.dispatcher.metrics
         try:
-            inference = asked(self.served)
+            spec = make(self.served)
         except TeimgrError as error:
             metrics.received(0)
             metrics.failed(error)
             raise
-        metrics.received(len(inference.inputs))
-        if inference.over_limit is not None:
+        metrics.received(len(spec.inputs))
+        if spec.over_limit is not None:
             metrics.batch_too_large()
-            raise InvalidInput(inference.over_limit)
-        return inference
+            raise InvalidInput(spec.over_limit)
+        return spec
 
-    def _enter(self, inference: Inference, terms: CallOptions, encode: Encode) -> HttpCall:
-        inputs = inference.inputs
-        lane = Lane.INTERACTIVE if len(inputs) <= _INTERACTIVE_INPUTS else Lane.BULK
-        call = HttpCall(inference.size_bytes, Lane.BULK if terms.lane is Lane.BULK else lane, terms.deadline)
-        kept = partial(encode, call, inference)
-        self._dispatcher.enter(call, lambda: self._dispatcher.infer(call, inputs, inference.options, kept))
+    def _submit(self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | Unwritten]) -> HttpCall:
+        lane = Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else self._lane
+        call = HttpCall(spec.size_bytes, lane, self._deadline)
+        encoder = partial(encode, call, spec)
+        self.dispatcher.enter(call, lambda: self.dispatcher.infer(call, spec.inputs, spec.options, encoder))
         return call
 
 
-def _reply(call: HttpCall, inference: Inference, job: Job) -> CallReply | Unwritten:
+def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | Unwritten:
     """Finisher thread: the answer, unless it is a large one."""
     raise_first(job)
-    written = partial(_written, call, inference, job)
-    return Unwritten(written) if answers.values(job) > _LARGE_ANSWER else written()
+    encode = spec.encode
+    assert encode is not None
+
+    def write() -> CallReply:
+        return CallReply(encode(job), call.timings(job))
+
+    return Unwritten(write) if number_count(job) > _LARGE_ANSWER else write()
 
 
-def _written(call: HttpCall, inference: Inference, job: Job) -> CallReply:
-    return CallReply(inference.answer(job), call.timings(job))
-
-
-def _kept(call: HttpCall, inference: Inference, job: Job) -> CallReply:
-    """Finisher thread: nothing is written yet."""
+def _keep(call: HttpCall, spec: JobSpec, job: Job) -> CallReply:
+    """Finisher thread: keep the job for the handler, which encodes the answer."""
     raise_first(job)
-    call.late = job
+    call.job = job
     return CallReply(b"", call.timings(job))
 
 
-HttpHandler = Callable[[HttpInference, HttpRequest, CallOptions], Coroutine[Any, Any, HttpReply]]
+HttpHandler = Callable[[HttpInference, HttpRequest], Coroutine[Any, Any, HttpReply]]
+Routes = Mapping[tuple[str, str], HttpHandler]  # by HTTP method and path
 
-# A body beyond this size is parsed on a codec thread; the loop serves others meanwhile.
-LARGE_BODY_BYTES = 128 * 1024
+
+def single(kind: type[InferenceRequest]) -> HttpHandler:
+    """The handler of a route whose request is one job and whose answer is the whole reply."""
+
+    async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:
+        return await inference.respond((await inference.read(request, kind)).job)
+
+    return handle
 
 
 def json_reply(body: bytes, headers: Mapping[str, str] | None = None) -> HttpReply:
-    """200 with a body of JSON."""
+    """200 with a JSON body."""
     return HttpReply(200, {**JSON_TYPE, **(headers or {})}, body)
+
+
+def prompt_among(model: ModelInfo, names: Sequence[str]) -> str | None:
+    """The first of `names` that is a prompt of the model; None where none is, which means the model's default."""
+    return next((name for name in names if name in model.prompts), None)
+
+
+def need_texts(texts: Sequence[object], field: str) -> None:
+    """Raises EmptyInput where there are no texts or one of them is empty."""
+    if not texts:
+        raise EmptyInput(f"`{field}` cannot be empty")
+    if any(isinstance(text, str) and not text for text in texts):
+        raise EmptyInput(f"`{field}` cannot have an empty text")
+
+
+def need_kind(model: ModelInfo, kinds: Sequence[str], doing: str) -> None:
+    """Raises WrongModelKind where the model is of none of `kinds`."""
+    if model.kind not in kinds:
+        raise WrongModelKind(f"The model '{model.model_id}' is of kind {model.kind} and does not do {doing}")

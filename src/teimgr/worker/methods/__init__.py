@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from teimgr.errors import Internal, TeimgrError
 from teimgr.observability.request_context import CURRENT
+from teimgr.wire.frames import Method
 from teimgr.worker.calls import Handler, MethodCall
+from teimgr.worker.dialects import handle_http
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods.arrow import ArrowCalls
 from teimgr.worker.methods.embedding import EmbeddingCalls, PlainCalls
-from teimgr.worker.methods.http import DialectCalls
 from teimgr.worker.methods.scoring import ScoringCalls
 
 
@@ -22,7 +25,7 @@ class Service:
             **EmbeddingCalls(dispatcher).handlers,
             **ScoringCalls(dispatcher).handlers,
             **ArrowCalls(dispatcher).handlers,
-            **DialectCalls(dispatcher).handlers,
+            Method.HTTP: partial(handle_http, dispatcher),
         }
 
     def handle(self, call: MethodCall) -> None:
