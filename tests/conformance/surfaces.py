@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from tests.conformance.case import BY_METADATA, DAEMON, MUX, PORT, AskGrpc, AskHttp, Http, Replies, Reply, Rpc
 from tests.conformance.fleet import MODELS
 from tests.support.daemon_process import DaemonProcess
+from tests.support.polling import until
 
 LIMIT_S = 60.0
 TEI = {method.name: method for service in tei_pb2.DESCRIPTOR.services_by_name.values() for method in service.methods}
@@ -123,10 +123,7 @@ class Surfaces:
 
     def until(self, true: Callable[[], Any], what: str) -> None:
         """Ask again and again."""
-        deadline = time.monotonic() + LIMIT_S
-        while not true():
-            assert time.monotonic() < deadline, what
-            time.sleep(0.02)
+        until(true, what)
 
 
 def wrapped(method: str, instance: str, message: Message) -> Message:

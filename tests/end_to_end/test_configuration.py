@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib import request as urllib
@@ -14,6 +13,7 @@ from urllib import request as urllib
 import pytest
 from tests.support.daemon_process import DaemonProcess, toml
 from tests.support.models import build
+from tests.support.polling import until
 
 LIMIT_S = 100.0
 pytestmark = pytest.mark.timeout(300)
@@ -34,14 +34,6 @@ class Daemon(DaemonProcess):
 
     def status(self, name: str) -> str:
         return str(self.call("GET", f"/instances/{name}")["status"])
-
-
-def until(holds: Callable[[], Any]) -> Any:
-    limit = time.monotonic() + LIMIT_S
-    while not (found := holds()):
-        assert time.monotonic() < limit, "not in time"
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture(scope="module")

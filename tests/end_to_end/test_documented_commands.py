@@ -12,7 +12,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 from tests.support.authority import Authority, needs_openssl
 from tests.support.daemon_process import MINILM, DaemonProcess
 from tests.support.models import build_splade
+from tests.support.polling import until
 
 GRPCURL = Path(__file__).resolve().parents[1] / "contract" / "grpcurl.py"
 LIMIT_S = 100.0
@@ -55,14 +55,13 @@ class Shell:
 
     def until(self, command: str, status: str) -> Any:
         """The JSON of a command, once its `status` is this one."""
-        limit = time.monotonic() + LIMIT_S
-        while True:
+
+        def reached() -> Any:
             found = self.json(command)
-            if found["status"] == status:
-                return found
-            assert time.monotonic() < limit, found
-            assert found["status"] != "failed", found
-            time.sleep(0.05)
+            assert found["status"] in (status, "starting", "stopping"), found
+            return found["status"] == status and found
+
+        return until(reached)
 
 
 @pytest.fixture
@@ -99,13 +98,12 @@ def test_the_documented_commands_work_in_their_order(shell: Shell) -> None:
 
 def wait_for_port(port: int) -> None:
     """Return once somebody listens there: REST answers a moment before the multiplexer does."""
-    limit = time.monotonic() + LIMIT_S
-    while True:
+
+    def listens() -> bool:
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    until(listens)
 
 
 def the_daemon_is_alive(shell: Shell) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from tests.support.daemon_process import MINILM, DaemonProcess
 from tests.support.load import Load
 from tests.support.models import build
+from tests.support.polling import until
 
 from teimgr.errors import NotRunning, TeimgrError
 from teimgr.spec import State
@@ -174,13 +174,12 @@ def test_workers_without_a_daemon_end_when_the_grace_is_over(tiny: Path) -> None
 
 def wait_for_other_pid(client: object, name: str, before: int) -> int:
     """The pid of the next running worker of `name`."""
-    limit = time.monotonic() + HEAL_LIMIT_S
-    while time.monotonic() < limit:
+
+    def other_pid() -> int:
         instance = client.get(name)  # type: ignore[attr-defined]
-        if instance.status is State.RUNNING and instance.pid not in (None, before):
-            return int(instance.pid)
-        time.sleep(0.02)
-    raise AssertionError(f"{name} did not come back")
+        return instance.pid if instance.status is State.RUNNING and instance.pid not in (None, before) else 0
+
+    return until(other_pid, f"{name} running again", HEAL_LIMIT_S)
 
 
 def is_worker_of(process: psutil.Process, name: str) -> bool:

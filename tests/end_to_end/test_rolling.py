@@ -8,7 +8,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tests.support.daemon_process import DaemonProcess, free_ports
 from tests.support.models import build
+from tests.support.polling import until
 from tests.support.rolling_load import SteadyLoad
 
 LIMIT_S = 60.0
@@ -67,13 +68,6 @@ def load(daemon: DaemonProcess) -> SteadyLoad:
     return SteadyLoad(daemon, "a", instance(daemon)["port"])
 
 
-def eventually(holds: Callable[[], object]) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < limit, "it did not come to be"
-        time.sleep(0.05)
-
-
 def only_serving(daemon: DaemonProcess, replicas: int) -> bool:
     """Whether there are so many workers, all serve, and nothing of others is left."""
     workers = instance(daemon)["workers"]
@@ -87,14 +81,14 @@ def test_a_change_of_model_dtype_and_replicas_under_load_loses_no_call(
     with load(daemon) as calls:
         told = rest(daemon, "PATCH", "/instances/a", {"model_id": str(models["large"])}, status=202)
         assert told["update"]["state"] == "rolling"
-        eventually(lambda: instance(daemon)["update"]["state"] == "done")
+        until(lambda: instance(daemon)["update"]["state"] == "done")
         calls.progress(20)
         for change in ({"dtype": "bfloat16"}, {"replicas": 2}, {"max_batch_tokens": 4096}, {"replicas": 1}):
             rest(daemon, "PATCH", "/instances/a?wait=true", change)
             calls.progress(20)
         rest(daemon, "POST", "/instances/a/restart?wait=true", {"rolling": True})
         calls.progress(20)
-        eventually(lambda: only_serving(daemon, 1))
+        until(lambda: only_serving(daemon, 1))
         calls.progress(20)
 
     assert calls.failures == {}
@@ -126,9 +120,9 @@ def test_a_replica_that_is_killed_costs_its_own_calls_alone(daemon: DaemonProces
     workers = instance(daemon)["workers"]
     with load(daemon) as calls:
         os.kill(workers[1]["pid"], signal.SIGKILL)
-        eventually(lambda: instance(daemon)["workers"][1]["restarts"] == 1)
+        until(lambda: instance(daemon)["workers"][1]["restarts"] == 1)
         assert instance(daemon)["status"] == "running"
-        eventually(lambda: all(each["state"] == "running" for each in instance(daemon)["workers"]))
+        until(lambda: all(each["state"] == "running" for each in instance(daemon)["workers"]))
         after = calls.failures.copy()
         calls.progress(50)
 
@@ -147,7 +141,7 @@ def test_a_daemon_that_is_killed_in_a_change_leaves_one_of_the_two(
         daemon.kill()
         calls.progress(20)
         daemon.start()
-        eventually(lambda: instance(daemon)["status"] == "running" and only_serving(daemon, 1))
+        until(lambda: instance(daemon)["status"] == "running" and only_serving(daemon, 1))
         calls.progress(20)
         serving = instance(daemon)
         rest(daemon, "POST", "/instances/a/restart?wait=true", {"rolling": True})  # of an adopted worker

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.engine.conftest import WAIT_S, Served
 from tests.support.models import build
+from tests.support.polling import until
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads import Rows
@@ -120,8 +121,7 @@ def test_a_query_overtakes_bulk_work(bert: Served, gate: Gate) -> None:
     assert gate.held.wait(WAIT_S)
     bulk = bert.send([LONG] * 400, Lane.BULK)
     query = bert.send(["fog"], Lane.INTERACTIVE)
-    while bert.engine.stats().queued_texts < 401:
-        time.sleep(0.001)
+    until(lambda: bert.engine.stats().queued_texts >= 401)
     gate.open.set()
     bert.wait(query)
 
@@ -165,8 +165,7 @@ def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
     with pytest.raises(Overloaded, match="Model is overloaded"):
         served.send([LONG], Lane.BULK)
     query = served.send(["fog"], Lane.INTERACTIVE)
-    while served.engine.stats().queued_texts < 11:
-        time.sleep(0.001)
+    until(lambda: served.engine.stats().queued_texts >= 11)
 
     gate.open.set()
     assert all(not served.wait(job).errors for job in (held, query, waiting))
@@ -181,13 +180,11 @@ def test_what_was_cancelled_makes_room_when_its_turn_comes(
     held = served.send(["rain"])
     assert gate.held.wait(WAIT_S)
     gone = served.send([LONG] * 10, Lane.BULK)
-    while served.engine.stats().queued_texts < 10:
-        time.sleep(0.001)
+    until(lambda: served.engine.stats().queued_texts >= 10)
     gone.cancel()
     gate.open.set()
     served.wait(held)
-    while served.engine.stats().queued_tokens:
-        time.sleep(0.001)
+    until(lambda: not served.engine.stats().queued_tokens)
 
     assert served.embed([LONG] * 10, Lane.BULK).errors == {}
     assert not served.was_delivered(gone)
@@ -329,8 +326,7 @@ def test_closing_without_grace_fails_what_waits(bert: Served, gate: Gate) -> Non
     waiting = bert.send(["fog"] * 3)
     closer = threading.Thread(target=bert.engine.close, args=(0.0,))
     closer.start()
-    while not bert.engine._queue._abandoned:
-        time.sleep(0.001)
+    until(lambda: bert.engine._queue._abandoned)
     gate.open.set()
     closer.join(WAIT_S)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 from aiohttp import web
+from tests.support.polling import eventually
 
 from teimgr.config.settings import Webhook
 from teimgr.events.fleet_events import EventLog
@@ -28,12 +29,6 @@ def began(*views: InstanceView) -> EventLog:
     happenings = EventLog()
     happenings.note(views)
     return happenings
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def test_what_is_there_at_first_has_not_happened() -> None:
@@ -92,9 +87,9 @@ async def test_a_follower_hears_what_was_and_what_comes_until_the_end() -> None:
             heard.append(each.kind)  # noqa: PERF401  in time, not at the end
 
     task = asyncio.create_task(follow())
-    await until(lambda: heard)
+    await eventually(lambda: heard)
     happenings.note([replace(VIEW, state=State.RUNNING)])
-    await until(lambda: len(heard) == 2)
+    await eventually(lambda: len(heard) == 2)
     happenings.close()
     await asyncio.wait_for(task, LIMIT_S)
     assert heard == ["starting", "running"]
@@ -187,10 +182,10 @@ async def test_what_is_refused_or_fails_too_often_is_given_up_and_told(receiver:
         await receiver.heard(1)
         happenings.note([])
         await receiver.heard(3)
-        await until(lambda: "event 3" in "".join(webhooks.alarms()))
+        await eventually(lambda: "event 3" in "".join(webhooks.alarms()))
         happenings.note([VIEW])
         bodies = await receiver.heard(4)
-        await until(lambda: not webhooks.alarms())
+        await eventually(lambda: not webhooks.alarms())
     assert [body["event"] for body in bodies] == ["created", "deleted", "deleted", "created"]
 
 
@@ -204,7 +199,7 @@ async def test_what_may_be_a_secret_in_an_address_is_not_told(
     async with webhooks.running([Webhook(url=url, events=("created",), max_attempts=1) for url in (secret, nobody)]):
         await asyncio.sleep(0)
         happenings.note([VIEW])
-        await until(lambda: len(webhooks.alarms()) == 2)
+        await eventually(lambda: len(webhooks.alarms()) == 2)
         told = "".join(webhooks.alarms())
     assert f"{receiver.url.removesuffix('/hook')}: event" in told
     assert "hush" not in told + "".join(str(record.__dict__) for record in caplog.records if "webhook" in record.msg)
@@ -217,7 +212,7 @@ async def test_a_reload_ends_what_is_gone_and_leaves_the_rest(receiver: Receiver
     async with webhooks.running([stays, goes]):
         await asyncio.sleep(0)
         happenings.note([VIEW])
-        await until(webhooks.alarms)
+        await eventually(webhooks.alarms)
         webhooks.configure([stays])
         assert webhooks.alarms() == []
         happenings.note([])

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.fleet import LIMIT_S, RESIDENT, children, eventually, local_launcher
+from tests.support.fleet import LIMIT_S, RESIDENT, children, local_launcher
+from tests.support.polling import eventually
 
 from teimgr.errors import Code, InvalidConfig
 from teimgr.launch import local

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.authority import Authority, needs_openssl, put
 from tests.support.mux_process import Control, embed, mux_pb2, running, stub
+from tests.support.polling import eventually
 
 from teimgr.auth.policy import CertificateRules, Key, Policy, digest
 from teimgr.config.mux import MuxTls
@@ -151,11 +152,11 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(
 
 async def alarmed(control: Control, expected: bool) -> None:
     """Return when the mux says, or does not say, that its files cannot be used."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            if bool((await control.stats())["alarm"]) is expected:
-                return
-            await asyncio.sleep(0.05)
+
+    async def holds() -> bool:
+        return bool((await control.stats())["alarm"]) is expected
+
+    await eventually(holds)
 
 
 def test_a_mux_does_not_begin_with_files_that_cannot_be_used(tmp_path: Path, start_mux: Any) -> None:

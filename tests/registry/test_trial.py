@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.fleet import RESIDENT, children, eventually, local_launcher, settings_for
+from tests.support.fleet import RESIDENT, children, local_launcher, settings_for
+from tests.support.polling import eventually
 
 from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable
 from teimgr.observability.metrics import Metrics

@@ -17,6 +17,7 @@ import pytest
 import uvloop
 from tests.support.authority import Authority, needs_openssl, put
 from tests.support.memory_fleet import Fleet
+from tests.support.polling import eventually
 from tests.support.rest_listener import Front, listening
 
 from teimgr.auth.callers import certificate_from_tls
@@ -185,14 +186,6 @@ async def served(url: str, context: ssl.SSLContext) -> bytes | None:
     return certificate if answer.startswith(b"HTTP/1.1 200") else None
 
 
-async def until(what: Any) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            if await what():
-                return
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.clause("M6-renewal")
 @on_uvloop
 async def test_certificates_and_authority_are_renewed_under_live_traffic(settings: Settings, tmp_path: Path) -> None:
@@ -226,13 +219,13 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(setting
         async def renewed() -> bool:
             return await served(url, new_client) is not None
 
-        await until(renewed)
+        await eventually(renewed)
         assert await served(url, new_client) != first
         assert await served(url, old_client) is None  # it trusts another authority than that of the new server
         trusting = client(after.ca, before)
         assert await served(url, trusting) is None  # and would be refused if it did
         seen = answers
-        await until(lambda: asyncio.sleep(0, answers > seen + 50))  # connections that were there go on
+        await eventually(lambda: answers > seen + 50)  # connections that were there go on
         stop.set()
         await asyncio.gather(*asking)
     assert failures == []
@@ -251,14 +244,14 @@ async def test_broken_files_change_nothing_but_the_alarm(
         first = await served(url, client(ours.ca, ours))
         ours.sign("other")
         put(ours.folder / "other.key", files.key)
-        await until(lambda: asyncio.sleep(0, bool(tls.alarms())))
+        await eventually(tls.alarms)
         assert "the private key is not that of the certificate" in tls.alarms()[0]
         assert tls.alarms()[0] in caplog.messages
         assert await served(url, client(ours.ca, ours)) == first
 
         (ours.folder / "good.key").write_bytes(good_key)
         put(ours.folder / "good.key", files.key)
-        await until(lambda: asyncio.sleep(0, not tls.alarms()))
+        await eventually(lambda: not tls.alarms())
         assert await served(url, client(ours.ca, ours)) == first
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fleet import LIMIT_S, Fleet, eventually
+from tests.support.fleet import LIMIT_S, Fleet
+from tests.support.polling import eventually
 
 from teimgr.directory import RouteEntry, RoutingSnapshot
 from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError

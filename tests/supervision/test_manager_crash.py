@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.fleet import Fleet, eventually
+from tests.support.fleet import Fleet
+from tests.support.polling import eventually
 
 from teimgr.directory import RoutingSnapshot
 from teimgr.launch.process_handle import look_up

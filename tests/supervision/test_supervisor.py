@@ -11,7 +11,8 @@ from contextlib import closing
 
 import psutil
 import pytest
-from tests.support.fleet import LIMIT_S, Fleet, eventually
+from tests.support.fleet import LIMIT_S, Fleet
+from tests.support.polling import eventually
 
 from teimgr.errors import (
     AlreadyRunning,

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
+from tests.support.polling import until
 
 from teimgr.client import AsyncClient, Client
 
@@ -150,15 +150,15 @@ class DaemonProcess:
         self._await_port(self.api_port)
 
     def _await_port(self, port: int) -> None:
-        limit = time.monotonic() + LISTEN_LIMIT_S
-        while True:
+        process = self.process
+        assert process is not None
+
+        def listens() -> bool:
+            assert process.poll() is None, f"the daemon ended:\n{self.log()}"
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
-            assert self.process is not None
-            if self.process.poll() is not None or time.monotonic() > limit:
-                raise AssertionError(f"the daemon did not come up:\n{self.log()}")
-            time.sleep(0.02)
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listens, f"a listener on port {port}", LISTEN_LIMIT_S)
 
 
 def free_ports(count: int) -> list[int]:

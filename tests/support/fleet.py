@@ -53,13 +53,6 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-async def eventually(holds: Callable[[], object]) -> None:
-    """Wait for something in another process that no event tells of."""
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 def local_launcher(folder: Path, **options: object) -> LocalLauncher:
     """A launcher whose nursery forks the scripted worker and imports nothing."""
     values = {

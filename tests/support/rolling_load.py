@@ -14,6 +14,7 @@ from typing import Self
 import aiohttp
 import grpc
 from tests.support.daemon_process import DaemonProcess
+from tests.support.polling import until
 
 from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
@@ -55,10 +56,11 @@ class SteadyLoad:
     def progress(self, answers: int, limit_s: float = 60.0) -> None:
         """Wait for so many more answers over each way."""
         before = Counter({way: self._answers(way) for way in ("mux", "http", "grpc")})
-        limit = time.monotonic() + limit_s
-        while any(self._answers(way) - before[way] < answers for way in before):
-            assert time.monotonic() < limit, f"no progress: {self.done} {self.failures}"
-            time.sleep(0.01)
+        until(
+            lambda: all(self._answers(way) - before[way] >= answers for way in before),
+            f"progress beyond {self.done} {self.failures}",
+            limit_s,
+        )
 
     def dimensions(self) -> dict[str, set[int]]:
         """The dimensions of the answers over each way."""
