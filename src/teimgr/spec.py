@@ -265,6 +265,10 @@ class WorkerSpec:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+WORKER_KEYS = tuple(item.name for item in fields(WorkerSpec) if item.name in KEYS and item.name != "threads")
+"""The keys of an instance that its workers are launched with; `threads` is resolved to a share of the cores."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a ready worker says of its model. Lengths are tokens.

@@ -10,7 +10,18 @@
 
 from teimgr.client.clients import AsyncClient, Client
 from teimgr.client.server_address import Tls
-from teimgr.client.values import Embedded, Health, Info, Instance, Logs, Prediction, Rank, SparseVector, Token
+from teimgr.client.values import (
+    Embedded,
+    Health,
+    Info,
+    Instance,
+    InstanceEvent,
+    Logs,
+    Prediction,
+    Rank,
+    SparseVector,
+    Token,
+)
 
 __all__ = [
     "AsyncClient",
@@ -19,6 +30,7 @@ __all__ = [
     "Health",
     "Info",
     "Instance",
+    "InstanceEvent",
     "Logs",
     "Prediction",
     "Rank",

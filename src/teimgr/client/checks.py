@@ -1,33 +1,59 @@
-"""What a caller gave, judged before anything is sent: nothing is ignored, and every refusal is a `ValidationError`.
+"""Validation of arguments before a request is sent; every refusal is a `ValidationError`.
 
-Each function takes the argument's name as the message shall say it, `texts[3]` for the fourth of several.
+Each function takes the argument's name for the message, `texts[3]` for the fourth of several.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from numbers import Integral
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
-from teimgr.config.schema import said, unknown
+from teimgr.config.schema import Faulty, convert, said, unknown
 from teimgr.errors import ValidationError
+from teimgr.spec import KEYS, InstanceSpec
 
 _MOST = 2**32 - 1  # protobuf's uint32
+_HINTS = get_type_hints(InstanceSpec)
 
 
 def check_keywords(given: Mapping[str, object], known: Mapping[str, type]) -> None:
-    """Judge keywords, which Python's `**` lets through whatever they are; strings and numbers may be None.
+    """Check the names and types of keywords; strings and numbers may be None.
 
     Raises:
-        ValidationError: a key is not in `known`, and the message offers the nearest one; or a value has another type.
+        ValidationError: A key is not in `known`, and the message offers the nearest one; or a value has another type.
     """
     for name, value in given.items():
         if name not in known:
             raise ValidationError(unknown(name, value, known))
         if value is not None or known[name] is bool:
             _BY_TYPE[known[name]](name, value)
+
+
+def checked_keys(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Keys of an instance, checked by their declaration and ready for JSON; None passes.
+
+    Raises:
+        ValidationError: A key is not in `known`, and the message offers the nearest; or it cannot have this value.
+    """
+    for name in given.keys() - known:
+        raise ValidationError(unknown(name, given[name], known))
+    return {name: None if value is None else _checked(name, value) for name, value in given.items()}
+
+
+def _checked(name: str, value: Any) -> Any:
+    key = KEYS.get(name)
+    if key and key.auto and value == "auto":
+        return value
+    try:
+        value = convert(value, _HINTS.get(name, str), name, key)
+    except Faulty as error:
+        raise ValidationError(error.message) from error
+    if key and (problem := key.not_a_word(value)):
+        raise ValidationError(f"{name}: {problem}")
+    return value
 
 
 def check_text(name: str, value: object) -> None:

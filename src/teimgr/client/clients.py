@@ -166,6 +166,8 @@ class Client:
             self._loop = None
 
     create = _blocking(AsyncClient.create)
+    update = _blocking(AsyncClient.update)
+    events = _iterating(AsyncClient.events)
     get = _blocking(AsyncClient.get)
     start = _blocking(AsyncClient.start)
     stop = _blocking(AsyncClient.stop)

@@ -1,4 +1,4 @@
-"""REST calls of a daemon, typed: instances and the model registry."""
+"""Calls of the REST API, typed: instances, by the keys of `spec.InstanceSpec`, and the model registry."""
 
 from __future__ import annotations
 
@@ -7,45 +7,107 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 from urllib.parse import quote
 
-from teimgr.client.checks import check_text
-from teimgr.client.http_channel import HttpChannel, ServerSentEvent, error_from_reply
-from teimgr.client.values import Health, Instance, Logs
+from teimgr.client.checks import check_text, checked_keys
+from teimgr.client.http_channel import HttpChannel, Query, ServerSentEvent, error_from_reply
+from teimgr.client.values import Health, Instance, InstanceEvent, Logs
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, Unavailable
-from teimgr.spec import State, check_name
+from teimgr.spec import KEYS, State, check_name, updatable
 
 _POLL_FIRST_S = 0.02
 _POLL_MOST_S = 0.5
 
 
-class Wishes(TypedDict, total=False):
-    """The optional fields of `POST /instances`; what is not given is left to the daemon."""
+class InstanceKeys(TypedDict, total=False):
+    """The keys of `spec.InstanceSpec`, but for the model, that an update may change; None is the default again."""
 
-    port: int
-    max_batch_tokens: int
-    max_concurrent_requests: int
-    pooling: str
-    gpu_id: int
-    prometheus_port: int
-    startup_timeout_secs: int
-    extra_args: Sequence[str]
-    dtype: str
-    revision: str
-    threads: int
+    revision: str | None
+    max_batch_tokens: int | Literal["auto"] | None
+    max_concurrent_requests: int | None
+    pooling: str | None
+    kind: str | None
+    trust_remote_code: bool | None
+    dtype: str | None
+    gpu_id: int | None
+    threads: int | None
+    startup_timeout_secs: int | None
+    replicas: int | Literal["per-gpu"] | None
+    tags: Mapping[str, str] | None
+    extra_args: Sequence[str] | None
+
+
+class NewInstanceKeys(InstanceKeys, total=False):
+    """The optional keys of a new instance; an absent one is left to the template and the daemon."""
+
+    template: str
+    port: int | None
+    prometheus_port: int | None
 
 
 class Lifecycle:
-    """Create, watch and end instances. Every method raises the `TeimgrError` that the daemon meant."""
+    """Create, change, watch and end instances. Every method raises the `TeimgrError` that the daemon answered."""
 
     _http: HttpChannel
     _timeout_s: float
 
-    async def create(self, name: str, model_id: str, **wishes: Unpack[Wishes]) -> Instance:
-        """A new instance, starting. `model_id` is a hub id or a local directory."""
-        body: dict[str, Any] = {"name": name, "model_id": model_id, **wishes}
+    async def create(self, name: str, model_id: str | None = None, **keys: Unpack[NewInstanceKeys]) -> Instance:
+        """Create an instance; it is starting. `model_id`, a hub id or a local directory, may come from a `template`.
+
+        Raises:
+            ValidationError: A key is unknown, or cannot have this value.
+        """
+        given = {"name": name, **_given(model_id), **keys}
+        body = checked_keys(given, [*(key for key in KEYS if KEYS[key].in_rest), "template"])
         return Instance.from_json(await self._call("POST", "/instances", body=body))
+
+    async def update(
+        self,
+        name: str,
+        *,
+        model_id: str | None = None,
+        recreate: bool = False,
+        wait: bool = False,
+        **changes: Unpack[InstanceKeys],
+    ) -> Instance:
+        """Change an instance without a gap: new workers start beside the old ones and take over.
+
+        With `recreate` the old workers end first. With `wait` this returns when the change is complete, within the
+        client's timeout; without it the view's `details["update"]` shows the progress.
+
+        Raises:
+            ValidationError: A key is unknown, fixed, or cannot have this value.
+            UpdateInProgress, UpdateFailed: Another change is under way; with `wait`, this one failed.
+        """
+        body = checked_keys({**_given(model_id), **changes}, [key for key in KEYS if updatable(key)])
+        body |= {"strategy": "recreate" if recreate else "rolling"}
+        return Instance.from_json(await self._call("PATCH", _path(name), body=body, query=_flags(wait=wait)))
+
+    async def events(
+        self,
+        instances: Sequence[str] = (),
+        kinds: Sequence[str] = (),
+        *,
+        last: int = 0,
+        follow: bool = True,
+        after: int | None = None,
+    ) -> AsyncIterator[InstanceEvent]:
+        """Fleet events: the `last` latest, then with `follow` each as it happens; `after` is an id to resume after.
+
+        `instances` and `kinds` select; empty means all. Where the daemon dropped events before they were sent, an event
+        of the kind "missed" has their number in its `details`.
+        """
+        query = [("instance", each) for each in instances] + [("event", each) for each in kinds]
+        query.append(("last", str(last)))
+        if not follow:
+            for body in await self._call("GET", "/events", query=query):
+                yield InstanceEvent.from_json(body["event"], body)
+            return
+        seen = None if after is None else str(after)
+        async with aclosing(self._http.events("GET", "/events", query=query, last_event_id=seen)) as stream:
+            async for each in stream:
+                yield InstanceEvent.from_json(each.event, each.data)
 
     async def get(self, name: str) -> Instance:
         """One instance as it is now."""
@@ -59,9 +121,10 @@ class Lifecycle:
         """Drain and stop an instance; it stays known."""
         return Instance.from_json(await self._call("POST", _path(name, "stop")))
 
-    async def restart(self, name: str) -> Instance:
-        """Stop, then start."""
-        return Instance.from_json(await self._call("POST", _path(name, "restart")))
+    async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> Instance:
+        """Stop, then start; `rolling` as an `update` without changes."""
+        query = _flags(rolling=rolling, wait=wait)
+        return Instance.from_json(await self._call("POST", _path(name, "restart"), query=query))
 
     async def delete(self, name: str) -> Instance | None:
         """Stop and forget an instance; its last view, None from a server that sends none."""
@@ -75,7 +138,7 @@ class Lifecycle:
         return Logs(tuple(body["lines"]), body["start"], body["end"], body["total_lines"])
 
     async def health(self) -> Health:
-        """What the daemon says of itself while it is alive."""
+        """The daemon's liveness report."""
         body = await self._call("GET", "/health")
         return Health(body["status"], body)
 
@@ -84,11 +147,11 @@ class Lifecycle:
         return await self._http.succeeds("/ready", timeout_s=self._timeout_s)
 
     async def wait_until_running(self, name: str, *, deadline_s: float = 300.0) -> Instance:
-        """The instance once it is running. REST has no events, so this asks, at first 50 and at last 2 times a second.
+        """The instance once it is running; polls 50 times a second at first and 2 times at last, as tei-manager needs.
 
         Raises:
-            ModelLoadFailed: it failed for good; the message has the reason.
-            NotRunning: it is stopped, and nobody will start it.
+            ModelLoadFailed: It failed for good; the message has the reason.
+            NotRunning: It is stopped.
             DeadlineExceeded: `deadline_s` passed.
         """
         end = time.monotonic() + deadline_s
@@ -107,9 +170,17 @@ class Lifecycle:
         return [Instance.from_json(body) for body in await self._call("GET", "/instances")]
 
     async def _call(
-        self, method: str, path: str, *, body: dict[str, Any] | None = None, query: dict[str, int] | None = None
+        self, method: str, path: str, *, body: dict[str, Any] | None = None, query: Query | None = None
     ) -> Any:
         return await self._http.call(method, path, body=body, query=query, timeout_s=self._timeout_s)
+
+
+def _given(model_id: str | None) -> dict[str, Any]:
+    return {} if model_id is None else {"model_id": model_id}
+
+
+def _flags(**flags: bool) -> dict[str, int | str]:
+    return {name: "true" for name, given in flags.items() if given}
 
 
 def _path(name: str, verb: str = "") -> str:

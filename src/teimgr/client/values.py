@@ -1,10 +1,10 @@
-"""What the client hands out: frozen values, read from JSON or from messages, tolerant of a newer server."""
+"""Results of client calls: frozen values read from JSON or from messages; unknown fields are ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ _NAMED_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One instance as REST shows it. Timestamps are RFC 3339 in UTC.
+    """One instance as REST shows it; keys that a server does not send are None. Timestamps are RFC 3339 in UTC.
 
     `details` is the whole JSON object, for keys that have no attribute here.
     """
@@ -29,36 +29,57 @@ class Instance:
     model_id: str
     port: int
     status: State
-    pid: int | None
-    created_at: str | None
-    uptime_secs: int | None
-    restarts: int
-    health_check_failures: int
-    last_health_check: str | None
-    gpu_id: int | None
-    prometheus_port: int | None
-    reason: str | None
+    pid: int | None = None
+    uptime_secs: int | None = None
+    restarts: int = 0
+    health_check_failures: int = 0
+    last_health_check: str | None = None
+    reason: str | None = None
+    max_batch_tokens: int | None = None
+    max_concurrent_requests: int | None = None
+    pooling: str | None = None
+    gpu_id: int | None = None
+    prometheus_port: int | None = None
+    startup_timeout_secs: int | None = None
+    extra_args: Sequence[str] | None = None
+    created_at: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    threads: int | None = None
+    kind: str | None = None
+    trust_remote_code: bool | None = None
+    replicas: int | Literal["per-gpu"] | None = None
+    tags: Mapping[str, str] | None = None
+    wanted_running: bool | None = None
+    seeded: bool | None = None
     details: Mapping[str, Any]
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Instance:
-        """Read the contract's object; keys it may lack are None."""
-        return cls(
-            name=body["name"],
-            model_id=body["model_id"],
-            port=body["port"],
-            status=State(body["status"]),
-            pid=body.get("pid"),
-            created_at=body.get("created_at"),
-            uptime_secs=body.get("uptime_secs"),
-            restarts=body.get("restarts", 0),
-            health_check_failures=body.get("health_check_failures", 0),
-            last_health_check=body.get("last_health_check"),
-            gpu_id=body.get("gpu_id"),
-            prometheus_port=body.get("prometheus_port"),
-            reason=body.get("reason"),
-            details=dict(body),
-        )
+        """Read the contract's object."""
+        known = {item.name: body[item.name] for item in fields(cls) if item.name in body}
+        return cls(**known | {"status": State(body["status"]), "details": dict(body)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceEvent:
+    """One fleet event; `event` is one of `spec.EVENTS` or "missed", `id` counts from 1 in the life of a daemon."""
+
+    event: str
+    id: int | None = None
+    timestamp: str | None = None
+    instance: str | None = None
+    model_id: str | None = None
+    status: str | None = None
+    reason: str | None = None
+    tags: Mapping[str, str] | None = None
+    details: Mapping[str, Any]
+
+    @classmethod
+    def from_json(cls, event: str, body: Mapping[str, Any]) -> InstanceEvent:
+        """Read REST's object."""
+        known = {item.name: body[item.name] for item in fields(cls) if item.name in body}
+        return cls(**known | {"event": event, "details": dict(body)})
 
 
 @dataclass(frozen=True, slots=True)

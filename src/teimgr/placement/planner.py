@@ -11,7 +11,7 @@ from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
 from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
-from teimgr.spec import InstanceSpec, WorkerSpec
+from teimgr.spec import WORKER_KEYS, InstanceSpec, WorkerSpec
 
 
 def worker_spec(
@@ -23,21 +23,11 @@ def worker_spec(
         InvalidConfig: an extra argument cannot be understood.
     """
     told = WorkerSpec(
-        name=spec.name,
-        model_id=spec.model_id,
+        **{name: getattr(spec, name) for name in WORKER_KEYS},
         replica=replica,
-        revision=spec.revision,
-        dtype=spec.dtype,
-        pooling=spec.pooling,
-        kind=spec.kind,
-        trust_remote_code=spec.trust_remote_code,
         gpu=gpu_uuid,
         threads=threads,
         instance_host=settings.instance_host,
-        port=spec.port,
-        prometheus_port=spec.prometheus_port,
-        max_batch_tokens=spec.max_batch_tokens,
-        max_concurrent_requests=spec.max_concurrent_requests,
         max_client_batch_size=settings.max_client_batch_size,
         max_message_bytes=settings.grpc_max_message_bytes,
         arrow_output_dtype=settings.arrow_output_dtype,

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 from teimgr.clock import now_rfc3339
@@ -28,17 +27,9 @@ from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
 from teimgr.placement.planner import worker_spec
-from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView, WorkerSpec
+from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, UpdateView, WorkerSpec
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Retire, Start, Stop
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
-
-
-class Reach(Enum):
-    """What a change needs."""
-
-    IN_PLACE = "the daemon alone knows of it"
-    SCALE = "other workers of the same kind come or go"
-    REPLACE = "every worker gives way to another"
 
 
 def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
@@ -48,19 +39,19 @@ def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec
     return replace(spec, **values)
 
 
-def reach(old: InstanceSpec, new: InstanceSpec, settings: Settings) -> Reach:
-    """What it takes to get from one to the other.
+def change_needed(old: InstanceSpec, new: InstanceSpec, settings: Settings) -> Change:
+    """What an update from `old` to `new` needs, by the declared keys and by what the workers are launched with.
 
     Raises:
-        InvalidConfig: an extra argument of `new` cannot be understood.
+        InvalidConfig: An extra argument of `new` is invalid.
     """
-
-    def told(spec: InstanceSpec) -> str:
-        return worker_spec(spec, settings, gpu_uuid=None, threads=1).hash
-
-    if told(old) != told(new) or old.gpu_id != new.gpu_id:
-        return Reach.REPLACE
-    return Reach.IN_PLACE if old.replicas == new.replicas else Reach.SCALE
+    launched = [worker_spec(spec, settings, gpu_uuid=None, threads=1) for spec in (old, new)]
+    if launched[0].hash != launched[1].hash:
+        return Change.REPLACE
+    others = [name for name in KEYS if name not in (*WORKER_KEYS, "extra_args")]
+    return max(
+        (KEYS[name].change for name in others if getattr(old, name) != getattr(new, name)), default=Change.IN_PLACE
+    )
 
 
 log = logging.getLogger(__name__)
@@ -214,9 +205,9 @@ class ManagedInstance:
     # Changes
 
     async def change(
-        self, make: Callable[[InstanceSpec], tuple[InstanceSpec, int, Reach]], keys: tuple[str, ...], *, recreate: bool
+        self, make: Callable[[InstanceSpec], tuple[InstanceSpec, int, Change]], keys: tuple[str, ...], *, recreate: bool
     ) -> None:
-        """Begin to be what `make` says of the present spec: another one, its replicas, and how far that reaches.
+        """Begin to be what `make` says of the present spec: another one, its replicas, and what that needs.
 
         With `recreate` the old workers end before the new ones start. `update_finished` waits for the end; what
         needs no new worker is over when this returns.
@@ -230,12 +221,12 @@ class ManagedInstance:
                 raise InstanceNotFound(self.spec.name)
             if self._updating is not None and not self._updating.done():
                 raise UpdateInProgress(self.spec.name)
-            spec, replicas, reach = make(self.spec)
+            spec, replicas, needs = make(self.spec)
             self._update = UpdateView(state="rolling", changes=keys, started_at=now_rfc3339())
             self._is_committed = False
-            work = self._carry_out(spec, replicas, reach, recreate=recreate)
+            work = self._carry_out(spec, replicas, needs, recreate=recreate)
             self._updating = asyncio.create_task(self._conclude(work), name=f"update of {spec.name}")
-            if reach is Reach.IN_PLACE or not self.spec.wanted_running:
+            if needs is Change.IN_PLACE or not self.spec.wanted_running:
                 await asyncio.wait({self._updating})
 
     async def update_finished(self) -> None:
@@ -263,8 +254,8 @@ class ManagedInstance:
             log.log(logging.INFO if state == "done" else logging.WARNING, "update", extra=facts)
             self._on_state_changed()
 
-    async def _carry_out(self, spec: InstanceSpec, replicas: int, reach: Reach, *, recreate: bool) -> None:
-        if reach is Reach.REPLACE:
+    async def _carry_out(self, spec: InstanceSpec, replicas: int, needs: Change, *, recreate: bool) -> None:
+        if needs is Change.REPLACE:
             await self._replace(spec, replicas, recreate=recreate)
         elif replicas > len(self._crew):
             await self._grow(spec, replicas)

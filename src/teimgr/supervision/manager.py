@@ -19,8 +19,8 @@ from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability.metrics import Metrics
 from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.planner import Others, Planner, place, usable_cores, with_batch_tokens, worker_spec
-from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
-from teimgr.supervision.instance import ManagedInstance, Reach, reach, with_changes
+from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec
+from teimgr.supervision.instance import ManagedInstance, change_needed, with_changes
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Start, Stop
 from teimgr.supervision.store import Store, wanted_at_boot
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext, policy_of
@@ -130,7 +130,7 @@ class Manager:
 
         Raises:
             InvalidInstanceName, ValidationError, InvalidConfig, InvalidGpuId, InvalidPort: the request is wrong.
-            InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it cannot be met.
+            InstanceExists, PortConflict, MaxInstancesChangeed, PortAllocationFailed: it cannot be met.
         """
         await self.booted.wait()
         check_instance(request)
@@ -170,9 +170,9 @@ class Manager:
             chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
             changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
 
-        def make(present: InstanceSpec) -> tuple[InstanceSpec, int, Reach]:
+        def make(present: InstanceSpec) -> tuple[InstanceSpec, int, Change]:
             spec = with_changes(present, changes)
-            return spec, self._planner.replicas(spec), reach(present, spec, self._settings)
+            return spec, self._planner.replicas(spec), change_needed(present, spec, self._settings)
 
         await instance.change(make, tuple(sorted(changes)), recreate=recreate)
         return await self._after_change(instance, wait)
@@ -208,7 +208,9 @@ class Manager:
         if not rolling or not instance.spec.wanted_running:
             return await self._command(name, Restart())
         await self._planner.look()
-        await instance.change(lambda spec: (spec, self._planner.replicas(spec), Reach.REPLACE), keys=(), recreate=False)
+        await instance.change(
+            lambda spec: (spec, self._planner.replicas(spec), Change.REPLACE), keys=(), recreate=False
+        )
         return await self._after_change(instance, wait)
 
     async def delete(self, name: str) -> InstanceView:
