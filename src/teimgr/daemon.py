@@ -30,7 +30,6 @@ from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.preflight import Preflight
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import create_app
-from teimgr.rest.fleet import FleetTools
 from teimgr.rest.gpus import GpuBoard
 from teimgr.rest.probes import Scraper
 from teimgr.rest.tls import RestTls
@@ -86,8 +85,8 @@ class Daemon:
         self.telemetry = Telemetry.open(exporting(settings, "daemon"))
         self.metrics.sources += (self.scraper.page, self.board.page)
         self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
-        self.happenings = EventLog()
-        self.webhooks = Webhooks(self.happenings)
+        self.events = EventLog()
+        self.webhooks = Webhooks(self.events)
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         self.app: FastAPI | None = None
 
@@ -103,12 +102,14 @@ class Daemon:
             self.metrics,
             self.alarms,
             self.manager.booted.is_set,
-            self.models,
-            self.inference,
-            self.board,
-            self.policy,
+            registry=self.models,
+            gateway=self.inference,
+            board=self.board,
+            policy=self.policy,
+            event_log=self.events,
+            live_probe=LiveProbe(self.directory, float(self.settings.health_probe_timeout_secs)),
+            reloader=self.reloader,
             telemetry=self.telemetry,
-            tools=self._tools(),
         )
         with self._signals():
             try:
@@ -124,7 +125,7 @@ class Daemon:
                     async with self.muxes.running():
                         log.info("daemon ready", extra={"version": __version__, **self.addresses()})
                         await self.stopping.wait()
-                        self.happenings.close()  # who follows events or waits for a download need not any more
+                        self.events.close()  # who follows events or waits for a download need not any more
                         await self.models.close()
             finally:
                 await self._stop()
@@ -200,14 +201,10 @@ class Daemon:
         if self.app is not None:
             self.app.state.settings = settings
 
-    def _tools(self) -> FleetTools:
-        timeout_s = float(self.settings.health_probe_timeout_secs)
-        return FleetTools(self.happenings, LiveProbe(self.directory, timeout_s), self.reloader)
-
     def _watch(self) -> None:
         """From here on changes of the fleet are events; how it is now is where they begin."""
-        self.happenings.note(self.manager.list())
-        self.manager.noticed = self.happenings.note
+        self.events.note(self.manager.list())
+        self.manager.noticed = self.events.note
         for notice in self.reloader.notices():
             log.warning(notice)
 

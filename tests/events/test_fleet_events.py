@@ -21,14 +21,14 @@ VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}
 LIMIT_S = 10.0
 
 
-def kinds(happenings: EventLog, number: int = 0) -> list[str]:
-    return [each.kind for each in happenings.since(number)]
+def kinds(events: EventLog, number: int = 0) -> list[str]:
+    return [each.event for each in events.since(number)]
 
 
 def began(*views: InstanceView) -> EventLog:
-    happenings = EventLog()
-    happenings.note(views)
-    return happenings
+    events = EventLog()
+    events.note(views)
+    return events
 
 
 def test_what_is_there_at_first_has_not_happened() -> None:
@@ -37,7 +37,7 @@ def test_what_is_there_at_first_has_not_happened() -> None:
 
 @pytest.mark.clause("N-events")
 def test_a_life_is_told_step_by_step() -> None:
-    happenings = began()
+    events = began()
     for view in (
         VIEW,
         replace(VIEW, state=State.RUNNING),
@@ -48,10 +48,10 @@ def test_a_life_is_told_step_by_step() -> None:
         replace(VIEW, state=State.STOPPED, spec=replace(VIEW.spec, max_batch_tokens=1, wanted_running=False)),
         replace(VIEW, state=State.FAILED, spec=replace(VIEW.spec, max_batch_tokens=1), reason="broken"),
     ):
-        happenings.note([view])
-    happenings.note([])
+        events.note([view])
+    events.note([])
 
-    told = kinds(happenings)
+    told = kinds(events)
     assert told == [
         "created",
         "starting",
@@ -64,33 +64,33 @@ def test_a_life_is_told_step_by_step() -> None:
         "deleted",
     ]
     assert set(told) == set(EVENTS)
-    last = list(happenings.since(0))[-1]
-    assert (last.number, last.instance, last.reason, last.tags) == (9, "a", "broken", {"team": "x"})
+    last = list(events.since(0))[-1]
+    assert (last.id, last.instance, last.reason, last.tags) == (9, "a", "broken", {"team": "x"})
 
 
 def test_the_ring_keeps_the_latest_and_numbers_go_on() -> None:
-    happenings = EventLog(kept=3)
-    happenings.note([])
+    events = EventLog(kept=3)
+    events.note([])
     for state in (State.STARTING, State.RUNNING, State.STOPPED, State.STARTING):
-        happenings.note([replace(VIEW, state=state)])
-    assert [each.number for each in happenings.since(0)] == [3, 4, 5]
-    assert happenings.latest == 5
+        events.note([replace(VIEW, state=state)])
+    assert [each.id for each in events.since(0)] == [3, 4, 5]
+    assert events.latest == 5
 
 
 async def test_a_follower_hears_what_was_and_what_comes_until_the_end() -> None:
-    happenings = began()
-    happenings.note([VIEW])
+    events = began()
+    events.note([VIEW])
     heard: list[str] = []
 
     async def follow() -> None:
-        async for each in happenings.follow(1):
-            heard.append(each.kind)  # noqa: PERF401  in time, not at the end
+        async for each in events.follow(1):
+            heard.append(each.event)  # noqa: PERF401  in time, not at the end
 
     task = asyncio.create_task(follow())
     await eventually(lambda: heard)
-    happenings.note([replace(VIEW, state=State.RUNNING)])
+    events.note([replace(VIEW, state=State.RUNNING)])
     await eventually(lambda: len(heard) == 2)
-    happenings.close()
+    events.close()
     await asyncio.wait_for(task, LIMIT_S)
     assert heard == ["starting", "running"]
 
@@ -134,12 +134,12 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 @pytest.mark.clause("N-webhooks")
 async def test_a_webhook_is_told_in_order_and_signed(receiver: Receiver) -> None:
-    happenings = began()
+    events = began()
     webhook = Webhook(url=receiver.url, secret="hush")
-    async with Webhooks(happenings).running([webhook]):
+    async with Webhooks(events).running([webhook]):
         await asyncio.sleep(0)  # it follows from here
-        happenings.note([VIEW])
-        happenings.note([replace(VIEW, state=State.RUNNING)])
+        events.note([VIEW])
+        events.note([replace(VIEW, state=State.RUNNING)])
         bodies = await receiver.heard(3)
     assert [body["event"] for body in bodies] == ["created", "starting", "running"]
     headers, raw = receiver.calls[0]
@@ -150,12 +150,12 @@ async def test_a_webhook_is_told_in_order_and_signed(receiver: Receiver) -> None
 
 
 async def test_a_webhook_hears_only_of_what_it_asked_for(receiver: Receiver) -> None:
-    happenings = began()
-    async with Webhooks(happenings).running([Webhook(url=receiver.url, events=("running", "deleted"))]):
+    events = began()
+    async with Webhooks(events).running([Webhook(url=receiver.url, events=("running", "deleted"))]):
         await asyncio.sleep(0)
-        happenings.note([VIEW])
-        happenings.note([replace(VIEW, state=State.RUNNING)])
-        happenings.note([])
+        events.note([VIEW])
+        events.note([replace(VIEW, state=State.RUNNING)])
+        events.note([])
         bodies = await receiver.heard(2)
     assert [body["event"] for body in bodies] == ["running", "deleted"]
     assert "X-Teimgr-Signature" not in receiver.calls[0][0]
@@ -163,27 +163,27 @@ async def test_a_webhook_hears_only_of_what_it_asked_for(receiver: Receiver) -> 
 
 @pytest.mark.clause("N-webhooks")
 async def test_a_failed_delivery_is_tried_again_and_holds_nobody_up(receiver: Receiver) -> None:
-    happenings, receiver.statuses = began(), [503, 500, 429]
-    webhooks = Webhooks(happenings, pause_s=0.01)
+    events, receiver.statuses = began(), [503, 500, 429]
+    webhooks = Webhooks(events, pause_s=0.01)
     async with webhooks.running([Webhook(url=receiver.url, events=("created", "deleted"))]):
         await asyncio.sleep(0)
-        happenings.note([VIEW])
-        happenings.note([])
+        events.note([VIEW])
+        events.note([])
         bodies = await receiver.heard(5)
     assert [body["event"] for body in bodies] == ["created"] * 4 + ["deleted"]
 
 
 async def test_what_is_refused_or_fails_too_often_is_given_up_and_told(receiver: Receiver) -> None:
-    happenings, receiver.statuses = began(), [410, 500, 500]
-    webhooks = Webhooks(happenings, pause_s=0.01)
+    events, receiver.statuses = began(), [410, 500, 500]
+    webhooks = Webhooks(events, pause_s=0.01)
     async with webhooks.running([Webhook(url=receiver.url, max_attempts=2, events=("created", "deleted"))]):
         await asyncio.sleep(0)
-        happenings.note([VIEW])
+        events.note([VIEW])
         await receiver.heard(1)
-        happenings.note([])
+        events.note([])
         await receiver.heard(3)
         await eventually(lambda: "event 3" in "".join(webhooks.alarms()))
-        happenings.note([VIEW])
+        events.note([VIEW])
         bodies = await receiver.heard(4)
         await eventually(lambda: not webhooks.alarms())
     assert [body["event"] for body in bodies] == ["created", "deleted", "deleted", "created"]
@@ -192,13 +192,13 @@ async def test_what_is_refused_or_fails_too_often_is_given_up_and_told(receiver:
 async def test_what_may_be_a_secret_in_an_address_is_not_told(
     receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    happenings, receiver.statuses = began(), [500]
-    webhooks = Webhooks(happenings)
+    events, receiver.statuses = began(), [500]
+    webhooks = Webhooks(events)
     secret = receiver.url.replace("http://", "http://user:hush@") + "?token=hush"
     nobody = "http://127.0.0.1:9/hush"
     async with webhooks.running([Webhook(url=url, events=("created",), max_attempts=1) for url in (secret, nobody)]):
         await asyncio.sleep(0)
-        happenings.note([VIEW])
+        events.note([VIEW])
         await eventually(lambda: len(webhooks.alarms()) == 2)
         told = "".join(webhooks.alarms())
     assert f"{receiver.url.removesuffix('/hook')}: event" in told
@@ -206,14 +206,14 @@ async def test_what_may_be_a_secret_in_an_address_is_not_told(
 
 
 async def test_a_reload_ends_what_is_gone_and_leaves_the_rest(receiver: Receiver) -> None:
-    happenings = began()
+    events = began()
     stays, goes = Webhook(url=receiver.url, events=("deleted",)), Webhook(url="http://127.0.0.1:9/", max_attempts=1)
-    webhooks = Webhooks(happenings, pause_s=0.01)
+    webhooks = Webhooks(events, pause_s=0.01)
     async with webhooks.running([stays, goes]):
         await asyncio.sleep(0)
-        happenings.note([VIEW])
+        events.note([VIEW])
         await eventually(webhooks.alarms)
         webhooks.configure([stays])
         assert webhooks.alarms() == []
-        happenings.note([])
+        events.note([])
         await receiver.heard(1)

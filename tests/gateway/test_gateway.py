@@ -22,7 +22,7 @@ async def door(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
     inference = Gateway(settings, Directory(), Metrics())
     sock = bind("127.0.0.1", 0)
     async with (
-        serving(create_app(Fleet(settings), settings, Metrics(), inference=inference), sock),
+        serving(create_app(Fleet(settings), settings, Metrics(), gateway=inference), sock),
         aiohttp.ClientSession(f"http://127.0.0.1:{sock.getsockname()[1]}") as client,
     ):
         yield client

@@ -20,7 +20,6 @@ from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
 from teimgr.events.fleet_events import EventLog
 from teimgr.observability import logs
-from teimgr.rest.fleet import FleetTools
 from teimgr.supervision.health import LiveProbe
 from teimgr.supervision.reload import LIVE, Reloader, live_keys
 
@@ -43,14 +42,14 @@ class Moving:
         self.file = file
         self.front: Front = None  # type: ignore[assignment]
         self.reloader: Reloader = None  # type: ignore[assignment]
-        self.happenings = EventLog()
+        self.events = EventLog()
         self.applied: list[Settings] = []
 
-    def tools(self, fleet: Any) -> FleetTools:
+    def parts(self, fleet: Any) -> dict[str, Any]:
         self.reloader = Reloader(Source(file=self.file, environ={}), self.said, fleet, self.applied.append)
-        self.happenings.note(fleet.list())
-        fleet.noticed = self.happenings.note
-        return FleetTools(self.happenings, LiveProbe(Directory(), 1.0), self.reloader)
+        self.events.note(fleet.list())
+        fleet.noticed = self.events.note
+        return {"event_log": self.events, "live_probe": LiveProbe(Directory(), 1.0), "reloader": self.reloader}
 
     @property
     def said(self) -> Configuration:
@@ -70,7 +69,7 @@ async def moving(tmp_path: Path) -> AsyncIterator[Moving]:
     moving = Moving(tmp_path / "t.toml")
     moving.file.write_text(SEEDS)
     async with (
-        listening(moving.said.settings, tools=moving.tools) as front,
+        listening(moving.said.settings, parts=moving.parts) as front,
         aiohttp.ClientSession(front.url) as front.http,
     ):
         moving.front = front
@@ -274,12 +273,12 @@ async def test_a_stream_begins_with_the_latest_goes_on_and_ends_with_the_daemon(
                 await moving.front.fleet.stop("a")
                 await moving.front.fleet.stop("mine")
             else:
-                moving.happenings.close()
+                moving.events.close()
     assert heard == [("6", "starting"), ("8", "stopped")]
 
 
 async def test_a_stream_that_was_cut_goes_on_where_it_was(moving: Moving) -> None:
-    moving.happenings.close()
+    moving.events.close()
     assert [id async for id, _ in streamed(moving, Last_Event_ID="4")] == ["5", "6"]
     assert [id async for id, _ in streamed(moving, "?last=1", Last_Event_ID="999")] == ["6"]
 

@@ -26,7 +26,7 @@ from teimgr.gateway.paths import paths
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import Metrics
 from teimgr.rest.app import create_app
-from teimgr.rest.permissions import ADMIN_ALL, NEEDS, Need, Rights, flat
+from teimgr.rest.permissions import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
 
 SECRETS = {name: f"{name}-{'k' * 32}" for name in ("admin", "inference", "read", "team")}
 KEYS = (
@@ -69,7 +69,7 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
     settings = replace(settings, auth=AUTH)
     inference = Gateway(settings, Directory(), Metrics())
     behind: Any = Anything()
-    app = create_app(Fleet(settings), settings, Metrics(), registry=behind, inference=inference, board=behind)
+    app = create_app(Fleet(settings), settings, Metrics(), registry=behind, gateway=inference, board=behind)
     sock = bind("127.0.0.1", 0)
     async with serving(app, sock):
         routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]
@@ -83,13 +83,16 @@ def verbs(route: Route) -> list[str]:
 
 async def test_every_route_says_what_it_asks_for(everything: Everything) -> None:
     there = {f"{verb} {route.path}" for route in everything.routes for verb in verbs(route)}
-    assert there ^ NEEDS.keys() <= {"GET /events", "GET /config", "POST /config/reload"}  # it has no tools
+    assert there ^ PERMISSIONS.keys() <= {"GET /events", "GET /config", "POST /config/reload"}  # it has no tools
     assert {path.path for path in paths()} <= {route.path for route in everything.routes}
 
 
 async def test_a_route_that_nobody_thought_of_is_closed(everything: Everything) -> None:
     forgotten = Route("/forgotten/{name}", lambda request: None, methods=["GET"])
-    assert Rights([*everything.routes, forgotten]).of("GET", "/forgotten/a", Policy(keys=())).need == ADMIN_ALL
+    assert (
+        RoutePermissions([*everything.routes, forgotten]).of("GET", "/forgotten/a", Policy(keys=())).permission
+        == ADMIN_ALL
+    )
 
 
 @pytest.mark.clause("M6-keys")
@@ -99,7 +102,7 @@ async def test_the_rights_matrix(everything: Everything) -> None:
     alone = aiohttp.TCPConnector(force_close=True)  # an answer 500 ends its connection
     async with aiohttp.ClientSession(everything.url, connector=alone) as http:
         for route, verb in rows:
-            path, need = re.sub(r"{\w+(:\w+)?}", "theirs", route.path), NEEDS[f"{verb} {route.path}"]
+            path, need = re.sub(r"{\w+(:\w+)?}", "theirs", route.path), PERMISSIONS[f"{verb} {route.path}"]
             for name in SECRETS:
                 async with http.request(verb, path, **bearer(name)) as reply:
                     assert (reply.status in (401, 403)) is not lets_in(need, name, route.path), (verb, path, name)
@@ -124,12 +127,12 @@ async def test_inference_is_refused_in_the_words_of_its_dialect(everything: Ever
             assert (await reply.json())["error"] == "The key 'team' is not for instance 'a'"
 
 
-def lets_in(need: Need, name: str, template: str) -> bool:
+def lets_in(need: Permission, name: str, template: str) -> bool:
     """What the table means for the keys of this file, and an instance `theirs`."""
     if need.is_public:
         return True
     if name == "team":
-        return not need.is_fleets and "{name}" not in template
+        return not need.is_fleet_wide and "{name}" not in template
     return not need.rights or name in {right.value for right in need.rights}
 
 
@@ -204,12 +207,12 @@ async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, ca
     caplog.set_level("DEBUG")
     settings = replace(settings, auth=AUTH)
     policy = PolicyInForce(policy_of(AUTH))
-    rights = Rights(())
+    rights = RoutePermissions(())
     assert policy.now.authenticate(NO_CERTIFICATE, SECRETS["read"]).name == "read"
     policy.swap(policy_of(replace(AUTH, api_keys=KEYS[:1])))
     with pytest.raises(Unauthenticated):
         policy.now.authenticate(NO_CERTIFICATE, SECRETS["read"])
-    assert rights.of("GET", "/nowhere", policy.now).need.rights == frozenset()
+    assert rights.of("GET", "/nowhere", policy.now).permission.rights == frozenset()
     async with asking(settings) as front:
         await front.call("POST", "/instances", 201, json={"name": "a", "model_id": "tiny"}, **bearer("admin"))
         shown = [

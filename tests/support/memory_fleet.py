@@ -1,4 +1,4 @@
-"""An in-memory fleet behind the front's `Manager`: real specs, views and refusals, and no processes."""
+"""An in-memory stand-in for `Manager`: real specs, views and refusals, and no processes."""
 
 from __future__ import annotations
 

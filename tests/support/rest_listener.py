@@ -16,7 +16,6 @@ from teimgr.config.settings import Settings
 from teimgr.observability.metrics import Metrics
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import create_app
-from teimgr.rest.fleet import FleetTools
 from teimgr.rest.tls import uvicorn_options
 
 
@@ -48,13 +47,13 @@ class Front:
 async def listening(
     settings: Settings,
     registry: Callable[[Fleet, Metrics], Registry] | None = None,
-    tools: Callable[[Fleet], FleetTools] | None = None,
+    parts: Callable[[Fleet], dict[str, Any]] = lambda fleet: {},
     **fleet: Any,
 ) -> AsyncIterator[Front]:
     """A front on a free port for as long as the block runs."""
     metrics, alarms, instances = Metrics(), [], Fleet(settings, **fleet)
     models = registry(instances, metrics) if registry else None
-    app = create_app(instances, settings, metrics, lambda: alarms, registry=models, tools=tools and tools(instances))
+    app = create_app(instances, settings, metrics, lambda: alarms, registry=models, **parts(instances))
     options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
     with socket.socket() as listener:

@@ -1,7 +1,7 @@
-"""What happens to the instances, told apart by comparing views, and kept for those who want to hear of it.
+"""Fleet events: changes of instances, found by comparing views, in a ring buffer that readers follow.
 
-The last `KEPT` happenings lie in a ring. A reader follows it at its own pace from any number on; one that is slower
-than the ring misses some, and can tell by the numbers. So no reader holds anybody up, and none costs memory.
+The ring keeps the last `KEPT` events. A reader follows it at its own pace from any id; one that is slower than the ring
+misses events, which the ids show. So a slow reader delays nobody and costs no memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from teimgr.clock import now_rfc3339
 from teimgr.spec import InstanceSpec, InstanceView
@@ -19,89 +18,73 @@ KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
-    """One thing that happened. `number` counts from 1 within the life of a daemon; `kind` is one of `spec.EVENTS`.
+class FleetEvent:
+    """One event. `id` counts from 1 in the life of a daemon; `status` and `reason` are those of the instance then."""
 
-    `status` and `reason` are those of the instance just then; `at` is RFC 3339 in UTC.
-    """
-
-    number: int
-    at: str
-    kind: str
+    id: int
+    timestamp: str
+    event: str
     instance: str
     model_id: str
     status: str
-    reason: str | None = None
+    reason: str | None
     tags: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "id": self.number,
-            "timestamp": self.at,
-            "event": self.kind,
-            "instance": self.instance,
-            "model_id": self.model_id,
-            "status": self.status,
-            "reason": self.reason,
-            "tags": self.tags,
-        }
 
 
 class EventLog:
-    """The ring. `note` is told of every change of the fleet; the first telling is where everything begins."""
+    """The ring buffer of events. `note` compares each list of views with the one before; the first is the baseline."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._ring: deque[Happening] = deque(maxlen=kept)
+        self._ring: deque[FleetEvent] = deque(maxlen=kept)
         self._views: dict[str, InstanceView] | None = None
         self._latest = 0
-        self._more = asyncio.Event()
+        self._appended = asyncio.Event()
         self._closed = False
 
     @property
     def latest(self) -> int:
-        """The number of the last one; 0 before the first."""
+        """The id of the last event; 0 before the first."""
         return self._latest
 
     def note(self, views: Sequence[InstanceView]) -> None:
-        """These are all the instances there are now."""
+        """Append the events that lead from the views before to these, which are all instances."""
         before, now = self._views, {view.spec.name: view for view in views}
         self._views = now
         if before is None:
             return
         for name, view in now.items():
-            for kind in _kinds(before.get(name), view):
-                self._add(kind, view)
+            for kind in _changes(before.get(name), view):
+                self._append(kind, view)
         for name in before.keys() - now.keys():
-            self._add("deleted", before[name])
+            self._append("deleted", before[name])
 
-    def since(self, number: int) -> Iterator[Happening]:
-        """Those after `number` that are still kept, oldest first."""
-        return iter([each for each in self._ring if each.number > number])
+    def since(self, id: int) -> Iterator[FleetEvent]:
+        """The events after `id` that are still kept, oldest first."""
+        return iter([event for event in self._ring if event.id > id])
 
-    async def follow(self, number: int) -> AsyncGenerator[Happening]:
-        """Those after `number`, and each that comes; ends when the ring is closed."""
+    async def follow(self, id: int) -> AsyncGenerator[FleetEvent]:
+        """The events after `id`, and each new one; ends when the log is closed."""
         while True:
-            more = self._more
-            for each in self.since(number):
-                yield each
-                number = each.number
+            appended = self._appended
+            for event in self.since(id):
+                yield event
+                id = event.id
             if self._closed:
                 return
-            await more.wait()
+            await appended.wait()
 
     def close(self) -> None:
-        """There will be no more."""
+        """End all readers."""
         self._closed = True
         self._wake()
 
-    def _add(self, kind: str, view: InstanceView) -> None:
+    def _append(self, kind: str, view: InstanceView) -> None:
         self._latest += 1
         self._ring.append(
-            Happening(
-                number=self._latest,
-                at=now_rfc3339(),
-                kind=kind,
+            FleetEvent(
+                id=self._latest,
+                timestamp=now_rfc3339(),
+                event=kind,
                 instance=view.spec.name,
                 model_id=view.spec.model_id,
                 status=view.state.value,
@@ -112,14 +95,14 @@ class EventLog:
         self._wake()
 
     def _wake(self) -> None:
-        self._more.set()
-        self._more = asyncio.Event()
+        self._appended.set()
+        self._appended = asyncio.Event()
 
 
-def _kinds(before: InstanceView | None, now: InstanceView) -> Iterator[str]:
+def _changes(before: InstanceView | None, now: InstanceView) -> Iterator[str]:
     if before is None:
         yield "created"
-    elif _described(before.spec) != _described(now.spec):
+    elif _settings(before.spec) != _settings(now.spec):
         yield "updated"
     if before is None or before.state is not now.state:
         yield now.state.value
@@ -127,6 +110,6 @@ def _kinds(before: InstanceView | None, now: InstanceView) -> Iterator[str]:
         yield "unhealthy"
 
 
-def _described(spec: InstanceSpec) -> InstanceSpec:
-    """The spec but for what a start, a stop and a reload note in it."""
+def _settings(spec: InstanceSpec) -> InstanceSpec:
+    """The spec without the fields that start, stop and reload write."""
     return replace(spec, wanted_running=True, seeded=False)

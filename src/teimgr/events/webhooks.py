@@ -1,7 +1,7 @@
-"""Posts what happens to the instances to the addresses that the configuration names.
+"""Webhooks: POSTs fleet events to the URLs in the configuration, in order, with retries and exponential backoff.
 
-Each webhook is one task that follows the ring of happenings: in order, one POST each, tried again with growing pauses.
-What it cannot keep up with falls out of the ring, which the log says; the fleet never waits for it.
+Each webhook is one task that follows the event log. Events that fall out of the log's ring before delivery are logged
+as missed; the fleet never waits for a receiver.
 """
 
 from __future__ import annotations
@@ -20,84 +20,83 @@ import orjson
 
 from teimgr import __version__
 from teimgr.config.settings import Webhook
-from teimgr.events.fleet_events import EventLog, Happening
+from teimgr.events.fleet_events import EventLog, FleetEvent
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-_WORTH_ANOTHER_TRY = (408, 425, 429)
-
-
-# Behind the host, and before it, many receivers have a secret.
-_PLACE = re.compile(r"(https?://)(?:[^/?#]*@)?([^/?#]*)")
+_RETRIED_4XX = (408, 425, 429)
+# Scheme and host: user info, path and query may contain secrets.
+_ORIGIN = re.compile(r"(https?://)(?:[^/?#]*@)?([^/?#]*)")
 
 
 class NotAccepted(Exception):
-    """The receiver answered with another status than one of success; one that `is_final` is not worth another try."""
+    """The receiver's status was not 2xx; `is_final` where a retry is useless."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"it answered {status}")
-        self.is_final = 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY
+        self.is_final = 400 <= status < 500 and status not in _RETRIED_4XX
 
 
 class Webhooks:
-    """The tasks of all webhooks. `pause_s` is what comes before the second try; it doubles each time."""
+    """The tasks of all webhooks. `pause_s` precedes the second attempt, and doubles with each further one."""
 
-    def __init__(self, happenings: EventLog, pause_s: float = FIRST_PAUSE_S) -> None:
-        self._happenings = happenings
+    def __init__(self, events: EventLog, pause_s: float = FIRST_PAUSE_S) -> None:
+        self._events = events
         self._pause_s = pause_s
-        self._life = uuid.uuid4().hex[:12]
+        self._run_id = uuid.uuid4().hex[:12]
         self._tasks: dict[Webhook, asyncio.Task[None]] = {}
         self._failing: dict[Webhook, str] = {}
         self._http: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
     async def running(self, webhooks: Sequence[Webhook]) -> AsyncIterator[None]:
-        """They are told while the body runs."""
+        """Deliver events while the body runs."""
         async with aiohttp.ClientSession(headers={"User-Agent": f"teimgr/{__version__}"}) as self._http:
             try:
                 self.configure(webhooks)
                 yield
             finally:
-                ended = list(self._tasks.values())
+                tasks = list(self._tasks.values())
                 self.configure(())
-                await asyncio.gather(*ended, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def configure(self, webhooks: Sequence[Webhook]) -> None:
-        """Tell these from now on; those that stay the same go on where they are."""
-        for gone in self._tasks.keys() - set(webhooks):
-            self._tasks.pop(gone).cancel()
-            self._failing.pop(gone, None)
+        """Deliver to these from now on; unchanged webhooks continue where they are."""
+        for removed in self._tasks.keys() - set(webhooks):
+            self._tasks.pop(removed).cancel()
+            self._failing.pop(removed, None)
         for webhook in webhooks:
             if webhook not in self._tasks:
-                self._tasks[webhook] = asyncio.create_task(self._tell(webhook), name=f"webhook {place(webhook.url)}")
+                name = f"webhook {public_url(webhook.url)}"
+                self._tasks[webhook] = asyncio.create_task(self._follow(webhook), name=name)
 
     def alarms(self) -> list[str]:
         """A sentence for each webhook whose last event could not be delivered."""
-        return [f"webhook {place(webhook.url)}: {reason}" for webhook, reason in self._failing.items()]
+        return [f"webhook {public_url(webhook.url)}: {reason}" for webhook, reason in self._failing.items()]
 
-    async def _tell(self, webhook: Webhook) -> None:
-        number = self._happenings.latest
-        async for happening in self._happenings.follow(number):
-            if happening.number > number + 1:
-                facts = {"url": place(webhook.url), "missed": happening.number - number - 1}
-                log.error("webhook missed events", extra=facts)
-            number = happening.number
-            if not webhook.events or happening.kind in webhook.events:
-                await self._deliver(webhook, happening)
+    async def _follow(self, webhook: Webhook) -> None:
+        last = self._events.latest
+        async for event in self._events.follow(last):
+            if event.id > last + 1:
+                fields = {"url": public_url(webhook.url), "missed": event.id - last - 1}
+                log.error("webhook missed events", extra=fields)
+            last = event.id
+            if not webhook.events or event.event in webhook.events:
+                await self._deliver(webhook, event)
 
-    async def _deliver(self, webhook: Webhook, happening: Happening) -> None:
+    async def _deliver(self, webhook: Webhook, event: FleetEvent) -> None:
         pause_s = self._pause_s
         for attempt in range(1, webhook.max_attempts + 1):
             try:
-                await self._post(webhook, happening)
+                await self._post(webhook, event)
             except (aiohttp.ClientError, TimeoutError, NotAccepted) as error:
-                final, where = isinstance(error, NotAccepted) and error.is_final, place(webhook.url)
-                reason = f"{type(error).__name__}: {error}".replace(webhook.url, where).removeprefix("NotAccepted: ")
-                facts = {"url": where, "event_id": happening.number, "attempt": attempt, "reason": reason}
-                log.warning("webhook failed", extra=facts)
-                self._failing[webhook] = f"event {happening.number} was not delivered: {reason}"
+                final, url = isinstance(error, NotAccepted) and error.is_final, public_url(webhook.url)
+                reason = f"{type(error).__name__}: {error}".replace(webhook.url, url).removeprefix("NotAccepted: ")
+                fields = {"url": url, "event_id": event.id, "attempt": attempt, "reason": reason}
+                log.warning("webhook failed", extra=fields)
+                self._failing[webhook] = f"event {event.id} was not delivered: {reason}"
                 if final or attempt == webhook.max_attempts:
                     return
             else:
@@ -106,30 +105,30 @@ class Webhooks:
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
-    async def _post(self, webhook: Webhook, happening: Happening) -> None:
+    async def _post(self, webhook: Webhook, event: FleetEvent) -> None:
         assert self._http is not None
-        body = orjson.dumps(happening.to_dict())
+        body = orjson.dumps(event)
         headers = {
             "Content-Type": "application/json",
-            "X-Teimgr-Event": happening.kind,
-            "X-Teimgr-Delivery": f"{self._life}-{happening.number}",
+            "X-Teimgr-Event": event.event,
+            "X-Teimgr-Delivery": f"{self._run_id}-{event.id}",
         }
         if webhook.secret:
             headers["X-Teimgr-Signature"] = signature(webhook.secret, body)
-        limit = aiohttp.ClientTimeout(total=webhook.timeout_secs)
+        timeout = aiohttp.ClientTimeout(total=webhook.timeout_secs)
         async with self._http.post(
-            webhook.url, data=body, headers=headers, timeout=limit, allow_redirects=False
+            webhook.url, data=body, headers=headers, timeout=timeout, allow_redirects=False
         ) as reply:
             if not 200 <= reply.status < 300:
                 raise NotAccepted(reply.status)
 
 
-def place(url: str) -> str:
-    """As much of a webhook's address as may be said where more people read than those of the configuration."""
-    found = _PLACE.match(url)
+def public_url(url: str) -> str:
+    """Scheme and host of a webhook's URL: what logs, alarms and `GET /config` may show."""
+    found = _ORIGIN.match(url)
     return found[1] + found[2] if found else "of no address"
 
 
 def signature(secret: str, body: bytes) -> str:
-    """What `X-Teimgr-Signature` says of a body."""
+    """The header `X-Teimgr-Signature`: HMAC-SHA-256 of the body."""
     return f"sha256={hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()}"

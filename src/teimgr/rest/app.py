@@ -1,4 +1,4 @@
-"""The REST application: routers, failures, and what surrounds every request."""
+"""Composition of the REST application: routers, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from teimgr.auth.policy import PolicyInForce
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.docs_page import HEADERS, page
+from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
 from teimgr.gateway.openapi import describe
 from teimgr.observability.metrics import Metrics
 from teimgr.observability.telemetry import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import config, events, fleet, gpus, instances, json_http, logs, models, probes
-from teimgr.rest.fleet import FleetTools
 from teimgr.rest.gpus import GpuBoard
-from teimgr.rest.instances import Manager
-from teimgr.rest.middleware import Gate, HeadAsGet, Observe, WholeNames
+from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, WholeNames
 from teimgr.rest.probes import Alarms
 from teimgr.rest.schemas import Failure
+from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.manager import Manager
+from teimgr.supervision.reload import Reloader
 
-router = APIRouter(include_in_schema=False)
+docs = APIRouter(include_in_schema=False)
 
 
-@router.get("/docs")
-async def docs(request: Request) -> HTMLResponse:
-    """The page."""
+@docs.get("/docs")
+async def docs_page(request: Request) -> HTMLResponse:
     return HTMLResponse(page(request.app.openapi(), "/openapi.json"), headers=HEADERS)
-
-
-ROUTERS = (instances.router, fleet.router, logs.router, probes.router, router)
 
 
 def create_app(
@@ -44,18 +42,32 @@ def create_app(
     metrics: Metrics,
     alarms: Alarms = tuple,
     booted: Callable[[], bool] = lambda: True,
+    *,
     registry: Registry | None = None,
-    inference: Gateway | None = None,
+    gateway: Gateway | None = None,
     board: GpuBoard | None = None,
     policy: PolicyInForce | None = None,
-    tools: FleetTools | None = None,
+    event_log: EventLog | None = None,
+    live_probe: LiveProbe | None = None,
+    reloader: Reloader | None = None,
     telemetry: Telemetry | None = None,
 ) -> FastAPI:
-    """The application over `manager`; `registry`, `inference`, `board` and `tools` have no routes where absent.
+    """The REST application over `manager`; a part that is None has no routes.
 
-    `policy` says who may call; where it is absent, the settings do. `telemetry` traces what is asked.
-    `alarms` gives the alarms of everything but the store; until `booted`, when the manager knows all its instances, the
-    answer of /ready is no. More routers may be included afterwards; failures they raise get the same shape.
+    Args:
+        manager: The instances.
+        settings: Also the authentication, where `policy` is None.
+        metrics: Counts requests, and is the page of /metrics.
+        alarms: The alarms of everything but the state file.
+        booted: False until the manager knows all its instances; /ready is 503 until then.
+        registry: Routes of /models.
+        gateway: Inference routes of all dialects.
+        board: Routes of /gpus.
+        policy: Who may call.
+        event_log: Route of /events.
+        live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
+        reloader: Routes of /config.
+        telemetry: Traces requests that change something.
     """
     app = FastAPI(
         title="teimgr",
@@ -68,37 +80,32 @@ def create_app(
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted
-    app.state.models, app.state.gpus = registry, board
-    for router in ROUTERS:
-        app.include_router(router)
-    _equip(app, tools)
-    for router, behind in ((models.router, registry), (gpus.router, board)):
-        if behind is not None:
+    app.state.registry, app.state.gpus = registry, board
+    app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
+    for router, is_there in (
+        (instances.router, True),
+        (fleet.router, True),
+        (logs.router, True),
+        (probes.router, True),
+        (docs, True),
+        (events.router, event_log is not None),
+        (config.router, reloader is not None),
+        (models.router, registry is not None),
+        (gpus.router, board is not None),
+    ):
+        if is_there:
             app.include_router(router)
-    if inference is not None:
-        app.router.routes.extend(inference.routes())
+    if gateway is not None:
+        app.router.routes.extend(gateway.routes())
         describe(app)
     json_http.install(app)
-    _surround(app, metrics, policy or PolicyInForce(policy_of(settings.auth)), telemetry)
-    return app
-
-
-def _equip(app: FastAPI, tools: FleetTools | None) -> None:
-    """Hand the application what watches and moves the fleet as a whole."""
-    app.state.live_probe = tools.live_probe if tools else None
-    app.state.notices = tools.reloader.notices if tools else tuple
-    if tools is not None:
-        app.state.happenings, app.state.reloader = tools.happenings, tools.reloader
-        app.include_router(events.router)
-        app.include_router(config.router)
-
-
-def _surround(app: FastAPI, metrics: Metrics, policy: PolicyInForce, telemetry: Telemetry | None) -> None:
-    """Add the middleware, innermost first."""
+    # Innermost first.
     app.add_middleware(HeadAsGet)
     app.add_middleware(WholeNames)
-    app.add_middleware(Gate, policy=policy, routes=app.router.routes)
+    policy = policy or PolicyInForce(policy_of(settings.auth))
+    app.add_middleware(Authentication, policy=policy, routes=app.router.routes)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
+    return app

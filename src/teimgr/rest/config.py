@@ -1,4 +1,4 @@
-"""GET /config: the settings in effect and who said them. POST /config/reload: another configuration, plan first."""
+"""GET /config: the settings in effect and their sources. POST /config/reload: plan and apply a new configuration."""
 
 from __future__ import annotations
 
@@ -91,21 +91,15 @@ async def reload(request: Request, dry_run: DryRun = False, prune: Prune = None)
 
 
 def _reloaded(plan: Plan, steps: list[Step], *, dry_run: bool) -> dict[str, Any]:
-    shown = [_step(each) for each in steps]
-    return {
-        "dry_run": dry_run,
-        "plan": plan.to_dict(),
-        "steps": shown,
-        "failed": sum(not each["ok"] for each in shown),
-    }
-
-
-def _step(step: Step) -> dict[str, Any]:
-    error = step.error
-    return {
-        "action": step.action,
-        "instance": step.instance,
-        "ok": error is None,
-        "error": error.message if error else None,
-        "code": error.code.name if error else None,
-    }
+    results = [
+        {
+            "action": step.action,
+            "instance": step.instance,
+            "ok": step.error is None,
+            "error": step.error.message if step.error else None,
+            "code": step.error.code.name if step.error else None,
+        }
+        for step in steps
+    ]
+    failed = sum(step.error is not None for step in steps)
+    return {"dry_run": dry_run, "plan": plan.to_dict(), "steps": results, "failed": failed}

@@ -1,10 +1,8 @@
-"""What concerns many instances at once, and how healthy they are: bulk actions, templates, health by proof."""
+"""REST routes of the fleet as a whole: bulk actions, templates, and health with self-tests on demand."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Query, Request
@@ -15,23 +13,12 @@ from teimgr.clock import now_rfc3339
 from teimgr.config.provenance import plain
 from teimgr.config.settings import Settings
 from teimgr.errors import TeimgrError
-from teimgr.events.fleet_events import EventLog
-from teimgr.rest.instances import UNKNOWN, Manager, TheManager, chosen
+from teimgr.rest.instances import UNKNOWN, TheManager, chosen
 from teimgr.rest.json_http import answer, read_json
 from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
 from teimgr.spec import InstanceView, State
-from teimgr.supervision.health import LiveProbe, Proof
-from teimgr.supervision.reload import Reloader
-
-
-@dataclass(frozen=True, slots=True)
-class FleetTools:
-    """Events, proofs on demand, and the way to another configuration."""
-
-    happenings: EventLog
-    live_probe: LiveProbe
-    reloader: Reloader
-
+from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.manager import Manager
 
 router = APIRouter(tags=["fleet"])
 
@@ -40,7 +27,7 @@ Probing = Annotated[bool, Query(alias="probe", description="have the workers pro
 
 
 class BulkAction(BaseModel):
-    """What POST /instances/actions takes: the instances by name, or all that have every tag."""
+    """Body of POST /instances/actions: the instances by name, or all that have every tag."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", json_schema_extra={"examples": [{"action": "stop", "tags": {"team": "search"}}]}
@@ -117,7 +104,8 @@ class FleetHealth(BaseModel):
 async def act(request: Request, manager: TheManager) -> Response:
     """Do the same to many instances, all at once; each has its own result, and the answer is 200 whatever they are."""
     body = await read_json(request, BulkAction)
-    names = body.names or _tagged(manager, body.tags or {})
+    tags = [f"{name}:{value}" for name, value in (body.tags or {}).items()]
+    names = body.names or [view.spec.name for view in chosen(manager.list(), tags)]
     results = await asyncio.gather(*(_act(manager, body.action, name) for name in dict.fromkeys(names)))
     failed = sum(not each["ok"] for each in results)
     return answer({"action": body.action, "results": results, "failed": failed})
@@ -148,19 +136,10 @@ async def fleet_health(request: Request, manager: TheManager, probe: Probing = F
     return answer({"healthy": healthy, "timestamp": now_rfc3339(), "counts": counts, "instances": found})
 
 
-def _tagged(manager: Manager, tags: dict[str, str]) -> list[str]:
-    return [view.spec.name for view in chosen(manager.list(), [f"{name}:{value}" for name, value in tags.items()])]
-
-
 async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:
-    verbs: dict[Action, Callable[[str], Awaitable[InstanceView]]] = {
-        "start": manager.start,
-        "stop": manager.stop,
-        "restart": manager.restart,
-        "delete": manager.delete,
-    }
+    verbs = {"start": manager.start, "stop": manager.stop, "restart": manager.restart, "delete": manager.delete}
     try:
-        view = await verbs[action](name)
+        view: InstanceView = await verbs[action](name)
     except TeimgrError as error:
         return {"name": name, "ok": False, "instance": None, "error": error.message, "code": error.code.name}
     return {"name": name, "ok": True, "instance": instance_info(view), "error": None, "code": None}
@@ -178,14 +157,15 @@ async def _health(view: InstanceView, prober: LiveProbe | None) -> dict[str, Any
         "health_check_failures": view.health_check_failures,
         "restarts": view.restarts,
         "reason": view.reason,
-        "proofs": [_proof(each) for each in proofs] if prober is not None else None,
-    }
-
-
-def _proof(proof: Proof) -> dict[str, Any]:
-    return {
-        "incarnation": proof.incarnation,
-        "ok": proof.problem is None,
-        "seconds": round(proof.seconds, 6),
-        "problem": proof.problem,
+        "proofs": None
+        if prober is None
+        else [
+            {
+                "incarnation": proof.incarnation,
+                "ok": proof.problem is None,
+                "seconds": round(proof.seconds, 6),
+                "problem": proof.problem,
+            }
+            for proof in proofs
+        ],
     }

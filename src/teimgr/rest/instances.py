@@ -1,69 +1,19 @@
-"""The REST verbs on instances, each one call to the manager."""
+"""REST routes of instances: create, read, update, delete, start, stop, restart. Each is one call to the manager."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from teimgr.auth.callers import caller_of
 from teimgr.rest.gpus import TheBoard, card_of
-from teimgr.rest.json_http import answer, read_json
+from teimgr.rest.json_http import answer, has_body, json_body, read_json
 from teimgr.rest.schemas import CreateInstance, Failure, InstanceInfo, RestartInstance, UpdateInstance, instance_info
-from teimgr.spec import InstanceSpec, InstanceView, State
-
-
-class Manager(Protocol):
-    """The verbs as REST needs them. Every failure is a `TeimgrError` that says what to tell the caller.
-
-    A verb on an unknown name raises `InstanceNotFound`.
-    """
-
-    @property
-    def store_alarm(self) -> str | None:
-        """What happened to the state file, when wanted state may have been lost."""
-
-    async def create(self, request: InstanceSpec) -> InstanceView:
-        """Store and start a new instance; `port` 0 and absent `prometheus_port` are chosen here."""
-
-    async def start(self, name: str) -> InstanceView:
-        """Want it running.
-
-        Raises:
-            AlreadyRunning: it is wanted running already.
-        """
-
-    async def stop(self, name: str) -> InstanceView:
-        """Want it stopped, and return when it is.
-
-        Raises:
-            NotRunning: it is stopped already.
-        """
-
-    async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
-        """Stop it where it runs, and start it; `rolling` as an `update` that changes nothing."""
-
-    async def update(
-        self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False
-    ) -> InstanceView:
-        """Change keys of its spec (None: back to the default), without a gap unless `recreate`.
-
-        Raises:
-            UpdateInProgress: another change of it is under way.
-            UpdateFailed: with `wait`, when it came to nothing.
-        """
-
-    async def delete(self, name: str) -> InstanceView:
-        """Stop it and forget it; the result is how it was last."""
-
-    def list(self) -> list[InstanceView]:
-        """All instances, in order of creation."""
-
-    def get(self, name: str) -> InstanceView:
-        """One instance."""
-
+from teimgr.spec import InstanceView, State
+from teimgr.supervision.manager import Manager
 
 router = APIRouter(tags=["instances"])
 
@@ -79,16 +29,6 @@ REFUSED: dict[int | str, dict[str, Any]] = {
         (422, "another shape, a bad name, a taken port, or no room for one more"),
     )
 }
-CREATE_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": CreateInstance.model_json_schema()}}}
-}
-
-UPDATE_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": UpdateInstance.model_json_schema()}}}
-}
-RESTART_BODY = {
-    "requestBody": {"required": False, "content": {"application/json": {"schema": RestartInstance.model_json_schema()}}}
-}
 ROLLING: dict[int | str, dict[str, Any]] = {
     202: {"model": InstanceInfo, "description": "new workers are starting beside the old ones"},
     409: {"model": Failure, "description": "another update is under way, or this one came to nothing"},
@@ -96,12 +36,19 @@ ROLLING: dict[int | str, dict[str, Any]] = {
 
 
 def manager_of(request: Request) -> Manager:
-    """The manager that the application was made with."""
     manager: Manager = request.app.state.manager
     return manager
 
 
 TheManager = Annotated[Manager, Depends(manager_of)]
+
+
+Tags = Annotated[
+    list[str] | None,
+    Query(alias="tag", description="team:search, or team for any value; several must all fit", max_length=64),
+]
+Statuses = Annotated[list[State] | None, Query(alias="status", description="several: any of them")]
+ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="several: any of them")]
 
 
 @router.get("/instances", response_model=list[InstanceInfo])
@@ -119,7 +66,13 @@ async def list_instances(
     return answer([instance_info(view, await card_of(view, board)) for view in views])
 
 
-@router.post("/instances", status_code=201, response_model=InstanceInfo, responses=REFUSED, openapi_extra=CREATE_BODY)
+@router.post(
+    "/instances",
+    status_code=201,
+    response_model=InstanceInfo,
+    responses=REFUSED,
+    openapi_extra=json_body(CreateInstance, required=True),
+)
 async def create_instance(request: Request, manager: TheManager) -> Response:
     """Create an instance and start it; the answer does not wait for the model to load."""
     body = await read_json(request, CreateInstance)
@@ -153,19 +106,25 @@ async def stop_instance(name: str, manager: TheManager) -> Response:
 
 
 @router.post(
-    "/instances/{name}/restart", response_model=InstanceInfo, responses=ROLLING | UNKNOWN, openapi_extra=RESTART_BODY
+    "/instances/{name}/restart",
+    response_model=InstanceInfo,
+    responses=ROLLING | UNKNOWN,
+    openapi_extra=json_body(RestartInstance, required=False),
 )
 async def restart_instance(
     request: Request, name: str, manager: TheManager, rolling: bool = False, wait: bool = False
 ) -> Response:
     """Stop an instance where it runs, and start it; rolling: new workers start beside the old ones, with no gap."""
-    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+    if has_body(request):
         rolling |= (await read_json(request, RestartInstance)).rolling
     return _progress(await manager.restart(name, rolling=rolling, wait=wait), rolling)
 
 
 @router.patch(
-    "/instances/{name}", response_model=InstanceInfo, responses=ROLLING | UNKNOWN | REFUSED, openapi_extra=UPDATE_BODY
+    "/instances/{name}",
+    response_model=InstanceInfo,
+    responses=ROLLING | UNKNOWN | REFUSED,
+    openapi_extra=json_body(UpdateInstance, required=True),
 )
 async def update_instance(request: Request, name: str, manager: TheManager, wait: bool = False) -> Response:
     """Change an instance without a gap: new workers start beside the old ones, prove themselves, and take over.
@@ -183,21 +142,13 @@ def _progress(view: InstanceView, is_update: bool) -> Response:
     return answer(instance_info(view), 202 if rolls else 200)
 
 
-Tags = Annotated[
-    list[str] | None,
-    Query(alias="tag", description="team:search, or team for any value; several must all fit", max_length=64),
-]
-Statuses = Annotated[list[State] | None, Query(alias="status", description="several: any of them")]
-ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="several: any of them")]
-
-
 def chosen(
     views: Iterable[InstanceView],
     tags: Sequence[str] | None = None,
     statuses: Sequence[State] | None = None,
     models: Sequence[str] | None = None,
 ) -> list[InstanceView]:
-    """Those that fit everything that is asked for."""
+    """The instances that match every filter; within `statuses` and `models`, any value."""
     return [
         view
         for view in views

@@ -1,7 +1,7 @@
-"""How REST says yes and no: JSON by orjson, and one shape for every failure.
+"""JSON over HTTP for REST: responses by orjson, one error shape, request bodies as pydantic models.
 
-A failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}` whatever went wrong: a domain error, a body that
-is no JSON, an unknown route, a defect of ours. Only the last hides its text.
+Every failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}`: a domain error, an invalid body, an unknown
+route, an internal error. Only the last hides its text.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+BODY_LIMIT_BYTES = 2 * 2**20
+_PROBLEMS_SHOWN = 5
 
 _HTTP_CODES = {
     400: Code.VALIDATION_ERROR.name,
@@ -42,95 +44,45 @@ _HTTP_CODES = {
     422: Code.VALIDATION_ERROR.name,
 }
 
+Body = TypeVar("Body", bound=BaseModel)
+
 
 def answer(value: object, status: int = 200) -> Response:
     """`value` as a JSON response."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def refusal(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+def error_body(code: str, message: str) -> dict[str, str]:
     """The one shape of a failure."""
-    response = answer({"error": message, "code": code, "timestamp": now_rfc3339()}, status)
-    response.headers.update(headers or {})
-    return response
+    return {"error": message, "code": code, "timestamp": now_rfc3339()}
 
 
 def error_response(error: TeimgrError) -> Response:
-    """A domain error as its row of the status table says; those of the moment say when to come back."""
+    """A domain error with its HTTP status; temporary ones with Retry-After."""
     status = STATUS[error.code].http
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
-    return refusal(status, error.code.name, error.message, headers)
+    return _error(status, error.code.name, error.message, headers)
 
 
 def install(app: FastAPI) -> None:
-    """Give `app` one handler per family of failures."""
-    app.add_exception_handler(TeimgrError, _domain)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(RequestValidationError, _parameters)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _defect)
-
-
-async def _domain(request: Request, error: Exception) -> Response:
-    if not isinstance(error, TeimgrError):
-        raise error
-    if isinstance(error, Broken):
-        log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
-    return error_response(error)
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    headers, message = dict(error.headers or {}), str(error.detail)
-    if error.status_code == 404:
-        message = f"No route {request.url.path}"
-    elif error.status_code == 405:
-        allowed = ", ".join(_verbs_of(request))
-        headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
-    return refusal(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
-
-
-async def _parameters(request: Request, error: Exception) -> Response:
-    if not isinstance(error, RequestValidationError):
-        raise error
-    problems = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors())
-    return refusal(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return refusal(STATUS[Code.CANCELLED].http, Code.CANCELLED.name, "The caller went away")
-
-
-async def _defect(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
-    return error_response(Internal("Internal error: the log of the daemon says more"))
-
-
-def _verbs_of(request: Request) -> list[str]:
-    """The verbs that this path does answer; HEAD goes with GET."""
-
-    def answers(verb: str) -> bool:
-        scope: dict[str, Any] = dict(request.scope, method="GET" if verb == "HEAD" else verb)
-        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-
-    return [verb for verb in VERBS if answers(verb)]
-
-
-BODY_LIMIT_BYTES = 2 * 2**20
-PROBLEMS_SAID = 5
-
-Body = TypeVar("Body", bound=BaseModel)
+    """Register the exception handlers."""
+    app.add_exception_handler(TeimgrError, _on_domain_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_defect)
 
 
 async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_LIMIT_BYTES) -> Body:
-    """The body as `kind`.
+    """The request's body, validated as `kind`.
 
     Raises:
         TooLarge: more than `limit_bytes`.
-        HTTPException: 415 for another content type, 400 for what is no JSON, 422 for another shape.
+        HTTPException: 415 for another content type, 400 for invalid JSON, 422 for another shape.
     """
-    _check_content_type(request)
+    content_type = request.headers.get("content-type", "")
+    if not is_json(content_type):
+        raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {said(content_type)})")
     text = await read_limited(request.stream(), limit_bytes)
     if text is None:
         raise TooLarge(f"Failed to buffer the request body: the limit is {limit_bytes} bytes")
@@ -141,14 +93,25 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        problems = "; ".join(_problem(item, kind) for item in error.errors()[:PROBLEMS_SAID])
+        problems = "; ".join(_problem(item, kind) for item in error.errors()[:_PROBLEMS_SHOWN])
         raise HTTPException(422, f"Validation error: {problems}") from error
 
 
-def _check_content_type(request: Request) -> None:
-    given = request.headers.get("content-type", "")
-    if not is_json(given):
-        raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {said(given)})")
+def has_body(request: Request) -> bool:
+    """Whether the request has a body, of any type."""
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
+def json_body(kind: type[BaseModel], *, required: bool) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads `kind` itself."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    response = answer(error_body(code, message), status)
+    response.headers.update(headers or {})
+    return response
 
 
 def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
@@ -158,3 +121,42 @@ def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
     if item["type"] == "missing":
         return f"missing field `{path}`"
     return f"{path or 'body'}: {item['msg']} (got {said(item['input'])})"
+
+
+async def _on_domain_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TeimgrError)
+    if isinstance(error, Broken):
+        log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers, message = dict(error.headers or {}), str(error.detail)
+    if error.status_code == 404:
+        message = f"No route {request.url.path}"
+    elif error.status_code == 405:
+        allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
+        headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
+    return _error(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
+
+
+def _is_allowed(request: Request, verb: str) -> bool:
+    """Whether the request's path has a route for this verb; HEAD goes with GET."""
+    scope: dict[str, Any] = dict(request.scope, method="GET" if verb == "HEAD" else verb)
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+
+async def _on_invalid_parameters(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    problems = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors())
+    return _error(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return _error(STATUS[Code.CANCELLED].http, Code.CANCELLED.name, "The caller went away")
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
+    return error_response(Internal("Internal error: the log of the daemon says more"))

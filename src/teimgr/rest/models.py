@@ -167,7 +167,7 @@ Wait = Annotated[bool, Query(description="false: answer 202 at once, and go on")
 
 def registry_of(request: Request) -> Registry:
     """The registry that the application was made with."""
-    registry: Registry = request.app.state.models
+    registry: Registry = request.app.state.registry
     return registry
 
 

@@ -1,7 +1,7 @@
-"""Which right each REST route asks for: the whole of it in one table.
+"""The table of REST routes and the right that each requires.
 
-A route that is not in the table asks for the right to administer, so that one which somebody forgets is closed; a test
-compares the table with the routes that there are.
+A route that is missing in the table requires the right to administer, so an omission is safe; a test compares the table
+with the application's routes.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from teimgr.auth.policy import Caller, Policy, Right
 from teimgr.errors import Forbidden
 from teimgr.gateway.paths import paths
 
-# A longer path is looked up each time, so that callers cannot fill the memory with them.
-_REMEMBERED_PATHS, _REMEMBERED_CHARS = 4096, 256
+# Longer paths are not cached, so that callers cannot fill the memory with them.
+_CACHED_PATHS, _CACHED_CHARS = 4096, 256
 
 
-class Need(NamedTuple):
-    """What a route asks of its caller.
+class Permission(NamedTuple):
+    """What a route requires of its caller.
 
     Attributes:
-        rights: One of these; none asks for no right, of somebody who is known.
-        is_public: Nobody is asked who he is.
-        is_fleets: It is about more than one instance, so a key for some instances is not enough. Where it is false and
-            the path has no `{name}`, the route itself looks at what the caller's key is for.
+        rights: One of these; empty requires a known caller and no right.
+        is_public: No authentication.
+        is_fleet_wide: The route concerns more than one instance, so keys for some instances only are rejected. Where it
+            is False and the path has no `{name}`, the route itself checks the instances of the caller's key.
     """
 
     rights: frozenset[Right] = frozenset()
     is_public: bool = False
-    is_fleets: bool = False
+    is_fleet_wide: bool = False
 
 
-class Found(NamedTuple):
-    """What a request asks for: the need of its route, the instance that its path names, and the route's template."""
+class MatchedRoute(NamedTuple):
+    """What a request requires: the permission of its route, the instance in its path, and the route's template."""
 
-    need: Need
+    permission: Permission
     instance: str | None = None
     template: str | None = None
 
     def check(self, caller: Caller) -> None:
-        """Pass a caller who may do it.
+        """Authorise a caller.
 
         Raises:
             Forbidden: the key lacks the right, or is not for this instance.
         """
-        caller.require(self.need.rights)
+        caller.require(self.permission.rights)
         if self.instance is not None:
             caller.require_instance(self.instance)
-        elif self.need.is_fleets and caller.is_restricted:
+        elif self.permission.is_fleet_wide and caller.is_restricted:
             raise Forbidden(f"The key '{caller.name}' is for some instances only, and this is about all")
 
 
-PUBLIC = Need(is_public=True)
-KNOWN = Need()
-READ = Need(frozenset({Right.READ}))
-READ_ALL = READ._replace(is_fleets=True)
-ADMIN = Need(frozenset({Right.ADMIN}))
-ADMIN_ALL = ADMIN._replace(is_fleets=True)
-INFERENCE = Need(frozenset({Right.INFERENCE}))
-# What clients of inference look at before they ask.
-EITHER = Need(frozenset({Right.INFERENCE, Right.READ}))
+PUBLIC = Permission(is_public=True)
+KNOWN = Permission()
+READ = Permission(frozenset({Right.READ}))
+READ_ALL = READ._replace(is_fleet_wide=True)
+ADMIN = Permission(frozenset({Right.ADMIN}))
+ADMIN_ALL = ADMIN._replace(is_fleet_wide=True)
+INFERENCE = Permission(frozenset({Right.INFERENCE}))
+# What clients of inference look up before they send a request.
+EITHER = Permission(frozenset({Right.INFERENCE, Right.READ}))
 
-NEEDS: dict[str, Need] = {
+PERMISSIONS: dict[str, Permission] = {
     "GET /health": PUBLIC,
     "GET /ready": READ_ALL,
     "GET /metrics": READ_ALL,
@@ -102,39 +102,40 @@ NEEDS: dict[str, Need] = {
 _DIALECTS = {path.path: path.dialect for path in paths()}
 
 
-class Rights:
-    """Looks up what a request asks for, by the routes of the application as its router sees them."""
+class RoutePermissions:
+    """Finds the permission of a request by matching it against the application's routes."""
 
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
         self._routes = routes
-        self._remembered = lru_cache(_REMEMBERED_PATHS)(self._look_up)
+        self._cached = lru_cache(_CACHED_PATHS)(self._match)
 
-    def of(self, method: str, path: str, policy: Policy) -> Found:
-        """What this request asks for under `policy`."""
-        look_up = self._remembered if len(path) <= _REMEMBERED_CHARS else self._look_up
-        found = look_up("GET" if method == "HEAD" else method, path)
+    def of(self, method: str, path: str, policy: Policy) -> MatchedRoute:
+        """What this request requires under `policy`."""
+        match = self._cached if len(path) <= _CACHED_CHARS else self._match
+        found = match("GET" if method == "HEAD" else method, path)
         if found.template == "/metrics" and policy.is_certified:
-            return Found(PUBLIC)  # Prometheus has shown a certificate of the authority; tei-manager asks for no more
+            # Prometheus has presented a certificate of the authority, which is enough for tei-manager too.
+            return MatchedRoute(PUBLIC)
         return found
 
-    def _look_up(self, method: str, path: str) -> Found:
+    def _match(self, method: str, path: str) -> MatchedRoute:
         scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
         for route in flat(self._routes):
             match, inner = route.matches(scope)
             if match is Match.FULL:
                 template = str(getattr(route, "path", ""))
-                need = NEEDS.get(f"{method} {template}", ADMIN_ALL)
-                return Found(need, inner.get("path_params", {}).get("name"), template)
-        return Found(KNOWN)
+                permission = PERMISSIONS.get(f"{method} {template}", ADMIN_ALL)
+                return MatchedRoute(permission, inner.get("path_params", {}).get("name"), template)
+        return MatchedRoute(KNOWN)
 
 
 def dialect_of(template: str | None) -> str | None:
-    """The dialect that a route answers in, None for REST's own."""
+    """The API dialect of a route, None for REST's own."""
     return None if template is None else _DIALECTS.get(template)
 
 
 def flat(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
-    """The routes with those of included routers in their place; none is included under a prefix."""
+    """The routes, with included routers replaced by their routes; no router has a prefix."""
     for route in routes:
         included = getattr(route, "original_router", None)
         if included is None:

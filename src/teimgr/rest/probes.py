@@ -1,4 +1,4 @@
-"""The figures of every worker, asked for over links of their own when somebody reads the page of metrics."""
+"""GET /health, /ready and /metrics, and the scraper that collects the workers' metrics when /metrics is read."""
 
 from __future__ import annotations
 
@@ -19,77 +19,80 @@ from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
 from teimgr.observability.metrics import Metrics
-from teimgr.rest.instances import Manager, TheManager
+from teimgr.rest.instances import TheManager
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Health, Readiness
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.replica import Replica
-from teimgr.spec import InstanceView, State
+from teimgr.spec import State
+from teimgr.supervision.manager import Manager
 from teimgr.wire.frames import Flag, Method
+
+log = logging.getLogger(__name__)
+
+SCRAPE_LIMIT_S = 1.0
+MAX_AGE_S = 1.0
 
 router = APIRouter(tags=["probes"])
 
 Alarms = Callable[[], Sequence[str]]
-"""Sentences about what needs a person, as they are now."""
+"""Sentences about what needs an operator, as of now."""
+
+Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus' text, or JSON")]
+_BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "application/json": {}}}}
 
 
 @router.get("/health", response_model=Health)
 async def health(request: Request, manager: TheManager) -> Response:
     """200 while the daemon is alive, whatever its instances do."""
-    alarms = all_alarms(manager, request.app.state.alarms)
-    notices = list(request.app.state.notices())
+    state = request.app.state
     return answer(
-        {"status": "healthy", "timestamp": now_rfc3339(), "version": __version__, "alarms": alarms, "notices": notices}
+        {
+            "status": "healthy",
+            "timestamp": now_rfc3339(),
+            "version": __version__,
+            "alarms": all_alarms(manager, state.alarms),
+            "notices": list(state.reloader.notices()) if state.reloader else [],
+        }
     )
 
 
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})
 async def ready(request: Request, manager: TheManager) -> Response:
     """200 when every instance that should run does, else 503 with those that do not; while booting 503 too."""
-    waiting = [_waiting(view) for view in manager.list() if view.spec.wanted_running and view.state != State.RUNNING]
-    serves = request.app.state.booted() and not waiting
-    return answer({"ready": serves, "timestamp": now_rfc3339(), "waiting": waiting}, 200 if serves else 503)
-
-
-Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus' text, or JSON")]
-_BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "application/json": {}}}}
+    waiting = [
+        {"name": view.spec.name, "status": view.state.value, "reason": view.reason}
+        for view in manager.list()
+        if view.spec.wanted_running and view.state != State.RUNNING
+    ]
+    is_ready = request.app.state.booted() and not waiting
+    return answer({"ready": is_ready, "timestamp": now_rfc3339(), "waiting": waiting}, 200 if is_ready else 503)
 
 
 @router.get("/metrics", response_class=Response, responses=_BOTH)
 async def metrics(request: Request, manager: TheManager, form: Form = "text") -> Response:
-    """Every number of the daemon, its muxes, its workers and its GPUs."""
-    figures: Metrics = request.app.state.metrics
-    figures.fleet(manager.list())
-    figures.alarms(len(all_alarms(manager, request.app.state.alarms)))
-    page = await figures.page()
+    """Every metric of the daemon, its muxes, its workers and its GPUs."""
+    registry: Metrics = request.app.state.metrics
+    registry.fleet(manager.list())
+    registry.alarms(len(all_alarms(manager, request.app.state.alarms)))
+    page = await registry.page()
     if form == "json":
         return answer({"timestamp": now_rfc3339(), "families": to_json(page)})
     return Response(text(page), headers={"Content-Type": CONTENT_TYPE})
 
 
 def all_alarms(manager: Manager, others: Alarms) -> list[str]:
-    """The alarm of the store first, then those of the rest of the daemon."""
+    """The state file's alarm first, then those of the rest of the daemon."""
     return [alarm for alarm in (manager.store_alarm, *others()) if alarm]
 
 
-def _waiting(view: InstanceView) -> dict[str, str | None]:
-    return {"name": view.spec.name, "status": view.state.value, "reason": view.reason}
-
-
-log = logging.getLogger(__name__)
-
-LIMIT_S = 1.0
-MAX_AGE_S = 1.0
-
-
 class Scraper:
-    """Asks all workers of the directory at once, each for at most `limit_s`, and remembers for `max_age_s`.
+    """Reads the metrics of all workers in the directory concurrently, each within `limit_s`; caches for `max_age_s`.
 
-    A worker that is gone is in no directory, so nobody waits for it; one that does not answer is left out of the page.
-    Workers of one instance are added up.
+    A worker that does not answer in time is left out. Metrics of one instance's workers are summed.
     """
 
-    def __init__(self, directory: Directory, limit_s: float = LIMIT_S, max_age_s: float = MAX_AGE_S) -> None:
+    def __init__(self, directory: Directory, limit_s: float = SCRAPE_LIMIT_S, max_age_s: float = MAX_AGE_S) -> None:
         self._directory = directory
         self._limit_s = limit_s
         self._max_age_s = max_age_s
@@ -99,7 +102,7 @@ class Scraper:
         self._read_at = float("-inf")
 
     async def page(self) -> Page:
-        """The figures, at most `max_age_s` old; callers at the same time share one round."""
+        """The metrics, at most `max_age_s` old; concurrent callers share one round."""
         async with self._reading:
             if time.monotonic() - self._read_at >= self._max_age_s:
                 self._page = await self._read()
@@ -112,19 +115,17 @@ class Scraper:
         await asyncio.gather(*(worker.close() for worker in workers))
 
     async def _read(self) -> Page:
-        asked = self._known()
-        pages = await asyncio.gather(*(self._ask(name, worker) for name, worker in asked))
-        told = [page for page in pages if page is not None]
-        counts = {"given": len(told), "missing": len(pages) - len(told)}
+        pages = await asyncio.gather(*(self._scrape(name, worker) for name, worker in self._connected()))
+        given = [page for page in pages if page is not None]
+        counts = {"given": len(given), "missing": len(pages) - len(given)}
         answers = [Sample("", {"answer": answer}, count) for answer, count in counts.items()]
-        return {catalogue.WORKER_ANSWERS: answers, **added(told)}
+        return {catalogue.WORKER_ANSWERS: answers, **added(given)}
 
-    def _known(self) -> list[tuple[str, Replica]]:
-        """The workers of the directory, by the name of their instance; those that left it lose their links."""
-        entries = self._directory.snapshot().entries
+    def _connected(self) -> list[tuple[str, Replica]]:
+        """The workers of the directory with their instances' names; links to workers that left it are retired."""
         before, self._workers = self._workers, {}
         found = []
-        for entry in entries:
+        for entry in self._directory.snapshot().entries:
             for endpoint in entry.endpoints:
                 worker = before.pop(endpoint, None) or Replica(entry.name, endpoint, LinkLimits())
                 self._workers[endpoint] = worker
@@ -133,7 +134,7 @@ class Scraper:
             worker.retire()
         return found
 
-    async def _ask(self, instance: str, worker: Replica) -> Page | None:
+    async def _scrape(self, instance: str, worker: Replica) -> Page | None:
         if not worker.usable:
             return None
         try:
@@ -141,5 +142,5 @@ class Scraper:
             reply = await call.answer
             return unpack(json.loads(reply.payload), instance=instance)
         except (TeimgrError, ValueError) as error:
-            log.debug("no figures of a worker", extra={"instance": instance, "reason": str(error)})
+            log.debug("no metrics of a worker", extra={"instance": instance, "reason": str(error)})
             return None

@@ -1,7 +1,7 @@
-"""TLS of the REST listener: what uvicorn is told, and whom a connection certifies.
+"""TLS of the REST listener: uvicorn's options, the client certificate in the scope, and renewal of the files.
 
-The handshake verifies that a client's certificate chains to the authority; which of those are let in is judged per
-request (`gate.py`), so that a refused caller reads why.
+The handshake verifies that a client's certificate chains to the authority; the allow-lists are applied per request
+(`middleware.Authentication`), so that a rejected client gets a reason.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.http_server import AsgiApp, HttpProtocol, Listener, serving
 
 
-class CertifiedProtocol(HttpProtocol):
-    """HTTP/1.1 that tells the application whom the TLS connection certifies: a `Certified` in the request's scope."""
+class TlsHttpProtocol(HttpProtocol):
+    """HTTP/1.1 over TLS that puts the client certificate's names into the scope of each request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Read the certificate, once for all requests."""
         super().connection_made(transport)
-        self._certified = certificate_from_tls(transport.get_extra_info("peercert") or {})
+        self._certificate = certificate_from_tls(transport.get_extra_info("peercert") or {})
 
     def on_message_begin(self) -> None:
-        """Start a request's scope with it."""
         super().on_message_begin()
-        self.scope[CERTIFICATE] = self._certified  # type: ignore[literal-required]
+        self.scope[CERTIFICATE] = self._certificate  # type: ignore[literal-required]
 
 
 def uvicorn_options(context: ssl.SSLContext | None) -> dict[str, Any]:
     """Keyword arguments of `uvicorn.Config` for a listener with this context; none without."""
     if context is None:
         return {}
-    return {"http": CertifiedProtocol, "ssl_context_factory": lambda config, default: context}
+    return {"http": TlsHttpProtocol, "ssl_context_factory": lambda config, default: context}
 
 
 class RestTls:
-    """The TLS of the REST listener, renewed when its files change; without files the listener speaks none.
+    """TLS of the REST listener, renewed when its files change; off without files.
 
     Raises:
         InvalidConfig: the files cannot be used.
@@ -52,12 +50,12 @@ class RestTls:
         self._watch: TlsWatch | None = None
 
     def alarms(self) -> list[str]:
-        """That the files have become useless, where they have."""
+        """One alarm while changed files are unusable."""
         return [self._watch.alarm] if self._watch and self._watch.alarm else []
 
     @contextlib.asynccontextmanager
     async def serving(self, app: AsgiApp, sock: socket.socket) -> AsyncIterator[Listener]:
-        """As `listening.serving`, with the certificates."""
+        """As `http_server.serving`, with these certificates."""
         async with serving(app, sock, **uvicorn_options(self._context)) as listener:
             if self._files is None:
                 yield listener
