@@ -8,18 +8,18 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
-from tests.mux.test_stream_relay import Feed, ending, lengths_of
+from tests.mux.test_forwarding import Feed, ending, lengths_of
 from tests.support.frame_worker import TIMINGS, FrameWorker, echo, hold
 from tests.support.mux_process import Control, running, stub
 
 from teimgr.directory import RouteEntry
 from teimgr.errors import WrongModelKind
+from teimgr.grpc_core.rpc_table import RPCS, Shape
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2, frames_pb2
 from teimgr.spec import State
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.rpc import RPCS, Shape
 
 Status = grpc.StatusCode
 SERVICES = tei_pb2.DESCRIPTOR.services_by_name

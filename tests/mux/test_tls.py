@@ -20,7 +20,7 @@ from tests.support.polling import eventually
 
 from teimgr.auth.policy import CertificateRules, Key, Policy, digest
 from teimgr.config.mux import MuxTls
-from teimgr.wire.rpc import FILES, RPCS, SERVICE, Rpc, Shape
+from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
 
 LIMIT_S = 20
 ASKER, READER, ONLY_A = ("k" * 32 + name for name in ("asker", "reader", "only-a"))

@@ -25,17 +25,17 @@ from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.config.mux import MuxConfig
 from teimgr.directory import RoutingSnapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.grpc_core.rpc_table import SERVICES
 from teimgr.mux.control import MuxControl
 from teimgr.mux.counters import CallCounters
 from teimgr.mux.handlers import MuxHandlers
-from teimgr.mux.services import Health, reflection_handlers
+from teimgr.mux.services import FleetHealth, reflection_handlers
 from teimgr.mux.tls import GrpcCertificates
 from teimgr.observability import logs
 from teimgr.observability.metrics import resident_bytes
 from teimgr.observability.telemetry import Telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
-from teimgr.wire.rpc import SERVICES
 
 _log = logging.getLogger("teimgr.mux")
 _DRAIN_S = 10.0
@@ -52,7 +52,7 @@ class Mux:
         self._counters = CallCounters()
         self._policy = PolicyInForce(Policy())
         self._telemetry = Telemetry.open(config.otel)
-        self._health = Health(self._policy, *SERVICES)
+        self._health = FleetHealth(self._policy, *SERVICES)
         self._certificates = None if config.tls is None else GrpcCertificates(config.tls.files())
         self._woken = asyncio.Event()  # there is a directory, or no need of one any more
         self._stopping = asyncio.Event()

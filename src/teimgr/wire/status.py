@@ -1,17 +1,21 @@
-"""The one table from a failure's code to what HTTP, gRPC and TEI's dialect call it."""
+"""Table from our error codes to HTTP statuses, gRPC statuses and TEI error types."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from teimgr.errors import Code
+from teimgr.errors import Code, TeimgrError
+
+# Trailing metadata with the name of our code, for clients that tell more failures apart than gRPC does.
+CODE_KEY = "x-teimgr-code"
+# Status messages travel in trailers, which clients bound at a few kilobytes.
+MAX_MESSAGE_CHARS = 2000
 
 
 class StatusMapping(NamedTuple):
-    """How one code looks from outside.
+    """External representation of one code: HTTP status, gRPC status number, `error_type` of a TEI error body.
 
-    `grpc` is the number of the gRPC status (https://grpc.io/docs/guides/status-codes); `tei` is the
-    `error_type` of a TEI error body.
+    gRPC's numbers: https://grpc.io/docs/guides/status-codes.
     """
 
     http: int
@@ -71,3 +75,16 @@ STATUS: dict[Code, StatusMapping] = {
     Code.INFERENCE_FAILED: StatusMapping(424, INTERNAL, "Backend"),
     Code.INTERNAL_ERROR: StatusMapping(500, INTERNAL, "Backend"),
 }
+
+
+class GrpcStatus(NamedTuple):
+    """Status that ends a gRPC call: its number, its message, and metadata for the trailers."""
+
+    number: int = OK
+    message: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, error: TeimgrError) -> GrpcStatus:
+        """The status of a failed call, the message cut to what fits into trailers."""
+        return cls(STATUS[error.code].grpc, error.message[:MAX_MESSAGE_CHARS], ((CODE_KEY, error.code.name),))

@@ -1,5 +1,5 @@
-"""gRPC on the instance port: `tei.v1` over the same dispatcher as everything else.
+"""gRPC on the instance port: `tei.v1`, health and reflection over the same dispatcher as HTTP and links.
 
-The HTTP/2 half is grpclib's, on the loop that serves HTTP there. It is imported after the fork only: the nursery stays
-small, and grpcio, which brings threads of its own, stays out of workers.
+HTTP/2 is grpclib's, on the loop that serves HTTP there. It is imported after the fork only, which keeps the fork server
+small; grpcio, which starts threads of its own, is not loaded in workers.
 """

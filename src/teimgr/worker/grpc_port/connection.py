@@ -18,7 +18,7 @@ from hyperframe.frame import GoAwayFrame
 from uvicorn.server import ServerState
 
 from teimgr.errors import Unavailable
-from teimgr.worker.grpc_port.exchange import Headers, ReceiveBuffer, RpcStream
+from teimgr.worker.grpc_port.rpc_stream import Headers, ReceiveBuffer, RpcStream
 
 log = logging.getLogger(__name__)
 # Below this, one writes down every header, API keys among them, and the other a traceback for each client that errs.
@@ -102,9 +102,9 @@ class Connection(H2Protocol, AbstractHandler):
     def accept(self, stream: Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:
         """A new RPC."""
         assert stream.id is not None
-        inbox = ReceiveBuffer(partial(self.connection.ack, stream.id))
-        stream.buffer = cast(Any, inbox)
-        exchange = RpcStream(stream, inbox, headers, self._max_message_bytes)
+        buffer = ReceiveBuffer(partial(self.connection.ack, stream.id))
+        stream.buffer = cast(Any, buffer)
+        exchange = RpcStream(stream, buffer, headers, self._max_message_bytes)
         if self._said_goaway:  # the client has not read it yet, and will not look at this answer
             exchange.stop(self._stopping or Unavailable("the connection is ending"))
         task = asyncio.get_running_loop().create_task(self._run(exchange))

@@ -1,91 +1,219 @@
-"""The gRPC half of the instance port: which RPC is served by what, and the one place for statuses."""
+"""gRPC server of an instance: dispatch of each RPC by its shape, statuses, API key, health and reflection."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from h2.exceptions import ProtocolError
 from uvicorn.server import ServerState
 
-from teimgr.errors import DeadlineExceeded, TeimgrError
+from teimgr.engine.job import Lane
+from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError
+from teimgr.grpc_core import health_reflection
+from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
+from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
+from teimgr.grpc_core.streams import PairCollector, StreamPump
 from teimgr.observability.request_context import CURRENT
-from teimgr.wire.rpc import RPCS, TEI_PACKAGE, Rpc
-from teimgr.wire.status import STATUS, UNAUTHENTICATED, UNIMPLEMENTED
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.wire.frames import Flag
+from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
+from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.grpc_port.calls import Calls
 from teimgr.worker.grpc_port.connection import Connection
-from teimgr.worker.grpc_port.exchange import RpcStatusError, RpcStream
-from teimgr.worker.grpc_port.services import Answer, Health, answers, reflection_services
+from teimgr.worker.grpc_port.rpc_stream import RpcStatusError, RpcStream
 from teimgr.worker.methods import Service
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
+# Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
+_WINDOW = 1024
+# Longest wait for the next message of a stream that is collected: those before it are held in memory.
+_PAUSE_S = 30.0
+# The engine has no event for a failing device, so watches of health look at its flag.
+_HEALTH_POLL_S = 1.0
+_ALWAYS_SERVING = ("", "tei.v1.Info", "tei.v1.Tokenize")
+_KINDS_OF_SERVICE = {
+    "tei.v1.Embed": ("embedding", "sparse", "multi-vector"),
+    "tei.v1.Predict": ("classifier", "reranker"),
+    "tei.v1.Rerank": ("reranker",),
+}
+
+
+class GrpcCall(MethodCall):
+    """A message of the instance port's gRPC, answered through a future."""
+
+    __slots__ = ("_dispatcher", "answer")
+
+    def __init__(
+        self, dispatcher: Dispatcher, method: int, payload: bytes, flags: Flag, deadline: float | None
+    ) -> None:
+        lane = Lane.BULK if flags & Flag.BULK else Lane.INTERACTIVE
+        super().__init__(method, payload, lane, deadline, bool(flags & Flag.WAIT))
+        self._dispatcher = dispatcher
+        self.answer: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
+
+    def reply(self, reply: CallReply) -> None:  # as WorkerCall
+        if not self.answer.done():
+            self.answer.set_result(reply)
+
+    def fail(self, error: TeimgrError) -> None:  # as WorkerCall
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # retrieved here: a cancelled call's failure is read by nobody, which asyncio logs
+
+    def cancel(self) -> None:
+        """Take the call out of the worker; no effect once it is answered."""
+        self._dispatcher.cancel(self)
+
+
+class WorkerHealth(HealthService):
+    """Health by service: what the model's kind serves, while the device gives right results."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        super().__init__(_HEALTH_POLL_S)
+        self._dispatcher = dispatcher
+
+    def status_of(self, service: str) -> int:
+        """The ServingStatus now.
+
+        Raises:
+            RpcStatusError: unknown service.
+        """
+        if service not in _ALWAYS_SERVING and service not in _KINDS_OF_SERVICE:
+            raise RpcStatusError(NOT_FOUND, "service not registered")
+        if self.is_stopped:
+            return NOT_SERVING
+        if service in _ALWAYS_SERVING:
+            return SERVING
+        engine = self._dispatcher.engine
+        serves = engine.info.kind in _KINDS_OF_SERVICE[service] and engine.stats().healthy
+        return SERVING if serves else NOT_SERVING
 
 
 class GrpcPort:
-    """`tei.v1`, health and reflection over one dispatcher. `protocol` makes the protocol of an accepted connection.
+    """Server of `tei.v1`, health and reflection.
 
-    Health and reflection are open; everything else asks for the API key where the instance has one.
+    Health and reflection are open; everything else requires the API key where the instance has one.
     """
 
     def __init__(self, dispatcher: Dispatcher, service: Service) -> None:
         self._dispatcher = dispatcher
-        self._calls = Calls(dispatcher, service)
-        self._stopping = asyncio.Event()
-        self._open: dict[str, Answer] = {}
-        for each in (Health(dispatcher, self._stopping), *reflection_services()):
-            self._open |= answers(each)
+        self._service = service
+        self._health = WorkerHealth(dispatcher)
+        self._reflection = Reflection((tei_pb2.DESCRIPTOR,))
+        self._standard: dict[str, Callable[[RpcStream], Awaitable[None]]] = {
+            f"/{health_reflection.HEALTH_SERVICE}/Check": self._check_health,
+            f"/{health_reflection.HEALTH_SERVICE}/Watch": self._watch_health,
+        }
+        for name in health_reflection.REFLECTION_SERVICES:
+            self._standard[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
 
     def protocol(self, books: ServerState) -> Connection:
-        """For `listening.serving`."""
+        """The protocol of an accepted connection, for `http_server.serving`."""
         return Connection(self._serve, self._dispatcher.spec.max_message_bytes, books)
 
     def stop(self) -> None:
-        """The worker is to end: whoever watches its health hears it."""
-        self._stopping.set()
+        """Report NOT_SERVING and end the watches of health."""
+        self._health.stop()
 
-    async def _serve(self, exchange: RpcStream) -> None:
-        """Answer one RPC, whatever becomes of it."""
-        CURRENT.set(exchange.context)  # for this task, which serves nothing else
-        if exchange.http_refusal:
-            await exchange.refuse(exchange.http_refusal)
+    async def _serve(self, stream: RpcStream) -> None:
+        """Answer one RPC; the only place that turns failures into statuses."""
+        CURRENT.set(stream.context)  # for this task, which serves nothing else
+        if stream.http_refusal:
+            await stream.refuse(stream.http_refusal)
             return
         try:
-            await self._in_time(exchange)
-            await exchange.finish()
+            timeout_s = stream.timeout_s()
+            async with asyncio.timeout(timeout_s) as limit:
+                await self._answer(stream, None if timeout_s is None else time.monotonic() + timeout_s)
+            status = GrpcStatus()
         except TeimgrError as error:
-            await exchange.finish(STATUS[error.code].grpc, error.message, error.code.name)
-        except RpcStatusError as refusal:
-            await exchange.finish(refusal.status, refusal.message)
+            status = GrpcStatus.of(error)
+        except RpcStatusError as error:
+            status = error.status
         except ProtocolError:
             raise  # of a client that left
+        except TimeoutError as error:
+            status = GrpcStatus.of(DeadlineExceeded() if limit.expired() else masked(error))
         except Exception as error:
-            known = masked(error)
-            await exchange.finish(STATUS[known.code].grpc, known.message, known.code.name)
+            status = GrpcStatus.of(masked(error))
+        await stream.finish(status)
 
-    async def _in_time(self, exchange: RpcStream) -> None:
-        try:
-            async with asyncio.timeout(exchange.timeout_s()) as limit:
-                await self._answer(exchange)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlineExceeded from None
-
-    async def _answer(self, exchange: RpcStream) -> None:
-        rpc: Rpc | None = _BY_PATH.get(exchange.path)
-        if rpc is not None:
-            self._check_key(exchange)
-            await self._calls.answer(rpc, exchange)
-        elif exchange.path in self._open:
-            await self._open[exchange.path](exchange)
-        else:
-            raise RpcStatusError(UNIMPLEMENTED, "Method not found")
-
-    def _check_key(self, exchange: RpcStream) -> None:
-        key = self._dispatcher.spec.api_key
-        if key is None:
+    async def _answer(self, stream: RpcStream, deadline: float | None) -> None:
+        rpc = _BY_PATH.get(stream.path)
+        if rpc is None:
+            standard = self._standard.get(stream.path)
+            if standard is None:
+                raise RpcStatusError(UNIMPLEMENTED, "Method not found")
+            await standard(stream)
             return
-        given = exchange.metadata.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
+        key = self._dispatcher.spec.api_key
+        if key is not None:
+            given = stream.metadata.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
+        if rpc.shape is Shape.UNARY:
+            message = await stream.receive()
+            if message is None:
+                raise InvalidInput("Missing message")
+            await self._single(rpc, message, rpc.lane, deadline, stream)
+        elif rpc.shape is Shape.CLIENT_STREAM:
+            pairs = PairCollector(self._dispatcher.spec.max_message_bytes)
+            await pairs.collect(stream.receive, _PAUSE_S)
+            await self._single(rpc, pairs.payload(), pairs.flags, deadline, stream)
+        else:
+
+            async def start(message: bytes, flags: Flag) -> GrpcCall:
+                return self._start(rpc, message, flags, deadline)
+
+            await stream.open()
+            await StreamPump(rpc, _WINDOW, receive=stream.receive, start=start, send=stream.send).run()
+
+    async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> None:
+        """Send the one reply, after initial metadata with its compute cost."""
+        call = self._start(rpc, payload, flags, deadline)
+        try:
+            reply = await call.answer
+        finally:
+            call.cancel()
+        if rpc.tells_compute and reply.timings is not None:
+            await stream.open(reply.timings.headers())
+        await stream.send(reply.payload)
+
+    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None) -> GrpcCall:
+        call = GrpcCall(self._dispatcher, rpc.worker_method(), payload, flags, deadline)
+        self._service.handle(call)
+        return call
+
+    async def _check_health(self, stream: RpcStream) -> None:
+        request = await _read(stream, HealthCheckRequest) or HealthCheckRequest()
+        status: Any = self._health.status_of(request.service)
+        await stream.send(HealthCheckResponse(status=status).SerializeToString())
+
+    async def _watch_health(self, stream: RpcStream) -> None:
+        async def send(response: Message) -> None:
+            await stream.send(response.SerializeToString())
+
+        request = await _read(stream, HealthCheckRequest) or HealthCheckRequest()
+        await self._health.watch(request.service, send)
+
+    async def _reflect(self, stream: RpcStream) -> None:
+        while (request := await _read(stream, ServerReflectionRequest)) is not None:
+            await stream.send(self._reflection.answer(request).SerializeToString())
+
+
+async def _read(stream: RpcStream, kind: Any) -> Any:
+    """The next message of a standard service, None after the last."""
+    raw = await stream.receive()
+    if raw is None:
+        return None
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error

@@ -10,14 +10,29 @@ from grpclib.protocol import Stream
 
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge, Unsupported
 from teimgr.observability.request_context import REQUEST_ID, RequestContext
-from teimgr.wire.status import OK
+from teimgr.wire.status import GrpcStatus
+
+Headers = Sequence[tuple[str, str]]
+
+_HEAD: Headers = ((":status", "200"), ("content-type", "application/grpc"))
+_CONTENT_TYPES = ("application/grpc", "application/grpc+proto")
+_PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+_MAX_TIMEOUT_S = 10.0 * 365 * 24 * 3600
+
+
+class RpcStatusError(Exception):
+    """Ends the call with a gRPC status that is none of our error codes."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.status = GrpcStatus(number, message)
 
 
 class ReceiveBuffer:
-    """Bytes in the order they came, with HTTP/2's flow control: the client may send more once somebody waits for it.
+    """Receive buffer of a stream with HTTP/2 flow control: the window reopens only when a reader waits for data.
 
-    It stands in for the buffer that grpclib gives a stream, which keeps an object per DATA frame and takes an empty one
-    for the end. `acknowledge` is called with the number of bytes that the client may send anew.
+    It replaces the buffer that grpclib gives a stream, which keeps an object per DATA frame and takes an empty frame
+    for the end. `acknowledge` is called with the number of bytes to add to the client's window.
     """
 
     def __init__(self, acknowledge: Callable[[int], None]) -> None:
@@ -26,21 +41,21 @@ class ReceiveBuffer:
         self._unacknowledged = 0
         self._ended = False
         self._failure: TeimgrError | None = None
-        self._news = asyncio.Event()
+        self._received = asyncio.Event()
 
     async def read(self, size: int) -> bytes:
-        """Exactly `size` bytes; none when the client has said everything before.
+        """Exactly `size` bytes; none at the end of the stream.
 
         Raises:
-            InvalidInput: it ended in the middle.
-            TeimgrError: what `fail` was given, once nothing more is there.
+            InvalidInput: the stream ended after fewer.
+            TeimgrError: the error given to `fail`, once all received bytes are read.
         """
         while len(self._data) < size and not self._ended:
             if self._failure is not None:
                 raise self._failure
             self._acknowledge(self.unacked_size())
-            self._news.clear()
-            await self._news.wait()
+            self._received.clear()
+            await self._received.wait()
         if not self._data:
             return b""
         if len(self._data) < size:
@@ -50,64 +65,53 @@ class ReceiveBuffer:
         return taken
 
     def fail(self, error: TeimgrError) -> None:
-        """Nobody waits for the client any longer."""
+        """Stop waiting for data."""
         self._failure = error
-        self._news.set()
+        self._received.set()
 
-    # What grpclib calls.
+    # The interface of grpclib's buffer.
 
     def add(self, data: bytes, ack_size: int) -> None:
-        """A DATA frame came; it counts for `ack_size` bytes of the client's window."""
+        """Append a DATA frame, which took `ack_size` bytes of the client's window."""
         self._data += data
         self._unacknowledged += ack_size
-        self._news.set()
+        self._received.set()
 
     def eof(self) -> None:
-        """The client has said everything."""
+        """The client half-closed."""
         self._ended = True
-        self._news.set()
+        self._received.set()
 
     def unacked_size(self) -> int:
-        """The bytes that are to be acknowledged now; they are counted once."""
+        """The bytes to acknowledge now; each is counted once."""
         size, self._unacknowledged = self._unacknowledged, 0
         return size
 
 
-Headers = Sequence[tuple[str, str]]
-
-_HEAD_BYTES = 5
-_MAX_TIMEOUT_S = 10.0 * 365 * 24 * 3600
-# Statuses travel in trailers, which clients bound at a few kilobytes.
-_MESSAGE_CHARS = 2000
-_CONTENT_TYPES = ("application/grpc", "application/grpc+proto")
-# Trailing metadata with the name of our code, as on the mux port.
-_CODE_KEY = "x-teimgr-code"
-
-
 class RpcStream:
-    """One RPC. A client that goes away cancels the task that serves it; no method has to look for that."""
+    """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check."""
 
-    def __init__(self, stream: Stream, inbox: ReceiveBuffer, headers: Headers, max_message_bytes: int) -> None:
+    def __init__(self, stream: Stream, buffer: ReceiveBuffer, headers: Headers, max_message_bytes: int) -> None:
         self.metadata = dict(headers)
         self.path = self.metadata.get(":path", "")
         self.context = RequestContext.from_headers(self.metadata)
         self._stream = stream
-        self._inbox = inbox
+        self._buffer = buffer
         self._max_message_bytes = max_message_bytes
         self._opened = False
 
     @property
     def http_refusal(self) -> int:
-        """The HTTP status of what is no gRPC at all; 0 for what is."""
+        """The HTTP status for a request that is not gRPC; 0 for gRPC."""
         if self.metadata.get(":method") != "POST":
             return 405
         return 0 if self.metadata.get("content-type") in _CONTENT_TYPES else 415
 
     def timeout_s(self) -> float | None:
-        """The time the client gives the call, None for ever.
+        """The client's timeout, None for no bound.
 
         Raises:
-            InvalidInput: it is no gRPC timeout.
+            InvalidInput: malformed header.
         """
         text = self.metadata.get("grpc-timeout")
         if text is None:
@@ -121,20 +125,20 @@ class RpcStream:
         """The client's next message, None after the last.
 
         Raises:
-            TooLarge: it is over the message limit; not one byte of it was waited for.
+            TooLarge: it exceeds the message limit; its body is not read.
             Unsupported: it is compressed.
-            InvalidInput: the client stopped in the middle of it.
+            InvalidInput: the stream ended inside it.
         """
-        head = await self._inbox.read(_HEAD_BYTES)
-        if not head:
+        prefix = await self._buffer.read(_PREFIX_BYTES)
+        if not prefix:
             return None
-        if head[0]:
+        if prefix[0]:
             encoding = self.metadata.get("grpc-encoding", "unknown")
             raise Unsupported(f"Content is compressed with `{encoding}` which isn't supported")
-        size = int.from_bytes(head[1:], "big")
+        size = int.from_bytes(prefix[1:], "big")
         if size > self._max_message_bytes:
             raise TooLarge(f"Request message larger than max ({size} vs. {self._max_message_bytes} bytes)")
-        body = await self._inbox.read(size)
+        body = await self._buffer.read(size)
         if len(body) < size:
             raise InvalidInput("Malformed message: the stream ends inside it")
         return body
@@ -145,10 +149,10 @@ class RpcStream:
         await self._stream.send_headers([*_HEAD, *(metadata or {}).items()])
 
     async def send(self, message: bytes) -> None:
-        """Send one message, waiting for a client that is slow to take it.
+        """Send one message, waiting for the client's flow control.
 
         Raises:
-            TooLarge: it is over the message limit.
+            TooLarge: it exceeds the message limit.
         """
         if len(message) > self._max_message_bytes:
             raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_message_bytes} bytes)")
@@ -156,40 +160,27 @@ class RpcStream:
             await self.open()
         await self._stream.send_data(b"\0" + len(message).to_bytes(4, "big") + message)
 
-    async def finish(self, status: int = OK, message: str = "", code: str = "") -> None:
-        """End the call with the gRPC status of that number, and the name of our code where the failure has one."""
+    async def finish(self, status: GrpcStatus) -> None:
+        """End the call with trailers."""
         trailers = [] if self._opened else [*_HEAD]
-        trailers.append(("grpc-status", str(status)))
-        if message:
-            trailers.append(("grpc-message", encode_grpc_message(message[:_MESSAGE_CHARS])))
-        if code:
-            trailers.append((_CODE_KEY, code))
+        trailers.append(("grpc-status", str(status.number)))
+        if status.message:
+            trailers.append(("grpc-message", encode_grpc_message(status.message)))
+        trailers += status.metadata
         trailers.append((REQUEST_ID, self.context.request_id))
         await self._stream.send_headers(trailers, end_stream=True)
-        self._give_up_the_rest()
+        self._reset_if_open()
 
     async def refuse(self, http_status: int) -> None:
-        """Answer what is no gRPC."""
+        """Answer a request that is not gRPC."""
         await self._stream.send_headers([(":status", str(http_status))], end_stream=True)
-        self._give_up_the_rest()
+        self._reset_if_open()
 
     def stop(self, error: TeimgrError) -> None:
-        """Wait for nothing more from the client; what it has sent is still read."""
-        self._inbox.fail(error)
+        """Fail reads once the received messages are read."""
+        self._buffer.fail(error)
 
-    def _give_up_the_rest(self) -> None:
-        """A client that still speaks is told that nobody listens."""
+    def _reset_if_open(self) -> None:
+        """Reset a stream whose client has not half-closed: nothing reads it any more."""
         if self._stream.closable:
             self._stream.reset_nowait()
-
-
-_HEAD: Headers = ((":status", "200"), ("content-type", "application/grpc"))
-
-
-class RpcStatusError(Exception):
-    """End the call with the gRPC status of that number and this sentence."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message

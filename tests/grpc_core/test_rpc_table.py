@@ -2,8 +2,8 @@
 
 import pytest
 
+from teimgr.grpc_core.rpc_table import BY_PATH, RPCS, SERVICE, SERVICES, PayloadSource, Rpc, Shape
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.rpc import BY_PATH, RPCS, SERVICE, SERVICES, PayloadSource, Rpc, Shape
 
 MUX = "tei_multiplexer.v1.TeiMultiplexer"
 TEI = ("tei.v1.Info", "tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank", "tei.v1.Tokenize")

@@ -1,0 +1,214 @@
+"""Forwarding of messages to workers, without gRPC: find the target, lease a replica, send the inner request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
+from teimgr.grpc_core.rpc_table import SERVICE, Rpc
+from teimgr.grpc_core.streams import PairCollector, StreamPump
+from teimgr.mux.counters import CallRecord
+from teimgr.routing.links import PendingCall, WorkerReply
+from teimgr.routing.router import Lease, RouterView, check_target
+from teimgr.wire.arrow_limits import read_outline
+from teimgr.wire.frames import Flag
+from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Slice, Target, read_envelope, read_target, without_fields
+
+# Metadata that names the instance of a call whose messages have no target.
+INSTANCE_KEY = "x-teimgr-instance"
+
+
+def named_target(router: RouterView, name: str | None) -> Target:
+    """The target of a call whose messages have none: `name` of its metadata, else the only running instance.
+
+    Raises:
+        InvalidInput: the name is empty.
+        AmbiguousInstance: there is no name, and not exactly one instance runs.
+    """
+    if name is None:
+        try:
+            return router.only_running()
+        except AmbiguousInstance as error:
+            raise AmbiguousInstance(f"Name an instance in the metadata `{INSTANCE_KEY}`: {error.message}") from None
+    target = Target(instance_name=name)
+    check_target(target)
+    return target
+
+
+async def forward_message(
+    rpc: Rpc, router: RouterView, message: bytes, named: Target | None, timeout_s: float | None, record: CallRecord
+) -> WorkerReply:
+    """Forward a unary message; `named` is its target where it has none itself.
+
+    Raises:
+        TeimgrError: target, inner request, lookup and worker are checked in this order; the first that fails.
+    """
+    envelope = rpc.open(message)
+    target = _target_of(envelope) if named is None else named
+    if envelope.inner is None:
+        raise InvalidInput(rpc.missing)
+    with _lease_for(rpc, router, target, message) as lease:
+        record.instance = lease.instance
+        record.messages = 1
+        return await lease.call(rpc.worker_method(), envelope.inner, flags=rpc.lane, timeout_s=timeout_s)
+
+
+async def forward_collected(
+    rpc: Rpc,
+    router: RouterView,
+    messages: AsyncIterator[bytes],
+    named: Target | None,
+    *,
+    pause_s: float | None,
+    timeout_s: float | None,
+    record: CallRecord,
+) -> WorkerReply:
+    """Collect a client stream into one request and forward it to the target of the first message, or to `named`.
+
+    `pause_s` bounds the wait for each message, `timeout_s` the whole call.
+
+    Raises:
+        InvalidInput: no messages, no target in the first one, or none has a request.
+        TooLarge: the stream exceeds the router's message limit.
+        DeadlineExceeded: a bound has passed.
+        TeimgrError: as `Router.lease` and `Lease.call`.
+    """
+    pairs = PairCollector(router.limits.max_message_bytes)
+    target = named
+
+    async def receive() -> bytes | None:
+        return await anext(messages, None)
+
+    def request_of(message: bytes) -> Slice | None:
+        nonlocal target
+        envelope = rpc.open(message)
+        if not record.messages:
+            target = target or _target_of(envelope)
+            _lease_for(rpc, router, target, message)  # fail before the rest is sent
+        record.messages += 1
+        return envelope.inner
+
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            await pairs.collect(receive, pause_s, request_of)
+            assert target is not None
+            with router.lease(target) as lease:
+                record.instance = lease.instance
+                return await lease.call(rpc.worker_method(), pairs.payload(), flags=pairs.flags)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded from None
+
+
+class StreamForwarder:
+    """Forwards a bidi stream, each message to its own target; without one, to that of the message before.
+
+    The first target may be `named`. `suffix` is appended to every message.
+    """
+
+    def __init__(self, rpc: Rpc, router: RouterView, named: Target | None, suffix: bytes, record: CallRecord) -> None:
+        self._rpc = rpc
+        self._router = router
+        self._target = named
+        self._suffix = suffix
+        self._record = record
+        self._target_bytes: Slice | None = None
+        self._lease: Lease | None = None
+        self._leases = contextlib.ExitStack()
+        self._options: bytes | None = None
+        self._is_open = False
+
+    async def run(
+        self,
+        messages: AsyncIterator[bytes],
+        window: int,
+        *,
+        open: Callable[[], Awaitable[None]],
+        send: Callable[[bytes], Awaitable[None]],
+    ) -> None:
+        """Pump the stream; `open` is called once, when the first target is found.
+
+        Raises:
+            TeimgrError: of the first message, in request order, that failed.
+        """
+
+        async def receive() -> bytes | None:
+            message = await anext(messages, None)
+            if message is not None:
+                return message + self._suffix
+            if self._target is None:
+                raise InvalidInput("Empty stream")
+            return None
+
+        async def start(message: bytes, flags: Flag) -> PendingCall | None:
+            envelope = self._rpc.open(message)
+            lease = self._lease_of(envelope, message)
+            if not self._is_open:
+                self._is_open = True
+                await open()
+            if envelope.inner is None:
+                return None
+            payload = self._with_options(message) if self._rpc.arrow_field else envelope.inner
+            return await lease.start(self._rpc.worker_method(), payload, flags=flags)
+
+        async def reply(payload: bytes) -> None:
+            self._record.messages += 1
+            await send(payload)
+
+        with self._leases:
+            await StreamPump(self._rpc, window, receive=receive, start=start, send=reply).run()
+
+    def _lease_of(self, envelope: Envelope, message: bytes) -> Lease:
+        """The lease of the message's target; that of the message before while its worker serves."""
+        if envelope.target is not None and envelope.target != self._target_bytes:
+            self._target = _target_of(envelope)
+            self._target_bytes = envelope.target
+            self._lease = None
+        if self._target is None:
+            raise InvalidInput("Missing target")
+        if self._lease is None or self._lease.is_over:
+            self._leases.close()
+            self._lease = self._leases.enter_context(_lease_for(self._rpc, self._router, self._target, message))
+            self._record.instance = self._lease.instance
+        return self._lease
+
+    def _with_options(self, message: bytes) -> bytes:
+        """The message behind the options of the stream's first one; its own fields come later and so win."""
+        if self._options is None:
+            self._options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
+            return message
+        return self._options + message if self._options else message
+
+
+def _target_of(envelope: Envelope) -> Target:
+    if envelope.target is None:
+        raise InvalidInput("Missing target")
+    target = read_target(envelope.target)
+    check_target(target)
+    return target
+
+
+def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: bytes) -> Lease:
+    """A lease for `message`. Where there is none, invalid Arrow is reported first: no other target would accept it."""
+    try:
+        return router.lease(target)
+    except TeimgrError:
+        if rpc.arrow_field:
+            _check_arrow(rpc, message)
+        raise
+
+
+def _check_arrow(rpc: Rpc, message: bytes) -> None:
+    try:
+        outline = read_outline(read_envelope(message, rpc.arrow_field).inner or b"")
+    except ValueError as error:
+        raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
+    if rpc.service != SERVICE.full_name:
+        return  # which columns it must have depends on its other fields
+    if not outline.has_text:
+        raise InvalidInput("No string column: expected `text` (a StringArray is needed)")
+    if not outline.has_batch:
+        raise InvalidInput("No RecordBatch in stream")
