@@ -15,7 +15,7 @@ from tests.support import models
 from teimgr.engine import runner
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, PackedBatch, pack
-from teimgr.engine.finisher import Failures, Finisher, HostRows, Results, StartedBatch
+from teimgr.engine.finisher import BatchResults, Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
@@ -164,7 +164,7 @@ def test_a_batch_of_many_results_is_run_in_parts(
     served = serve(model_dir("bert"))
     texts = ["fog and rain on the harbour"] * 64
     length = len(served.engine.tokenize(texts[0], True, None))
-    monkeypatch.setattr(runner, "_MOST_RESULT_BYTES", 4 * 32 * length * 10)
+    monkeypatch.setattr(runner, "_MAX_RESULT_BYTES", 4 * 32 * length * 10)
     batches.asked.clear()
     job = served.embed(texts, outputs=TOKENS)
     assert job.errors == {}
@@ -174,7 +174,7 @@ def test_a_batch_of_many_results_is_run_in_parts(
     batches.asked.clear()
     assert served.embed(texts, outputs=DENSE).errors == {}
     assert max(texts for texts, _ in batches.asked) > 10
-    monkeypatch.setattr(runner, "_MOST_RESULT_BYTES", 1)
+    monkeypatch.setattr(runner, "_MAX_RESULT_BYTES", 1)
     assert served.embed(texts[:1], outputs=TOKENS).errors == {}
 
 
@@ -184,14 +184,14 @@ def job_of(outputs: frozenset[Output], raw_scores: bool = True) -> Job:
     return job
 
 
-def results_of(bad: Output | None, number: float) -> Results:
+def results_of(bad: Output | None, number: float) -> BatchResults:
     """Of three texts with one, none and two tokens, the first spoilt in one output."""
     values = {output: np.ones((3, 2), dtype=np.float32) for output in Output}
     values[Output.SPARSE] = np.array([1.0, 0.0, 2.0], dtype=np.float32)
     if bad is not None:
         values[bad].reshape(-1)[0] = number
     offsets = np.array([0, 1, 1, 3])
-    return Results(
+    return BatchResults(
         {
             Output.DENSE: HostRows(values[Output.DENSE]),
             Output.SCORES: HostRows(values[Output.SCORES]),

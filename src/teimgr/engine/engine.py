@@ -14,82 +14,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, check_supported
-from teimgr.engine.loading import EngineOptions, Parts, load_parts
-from teimgr.engine.model import device_bytes, tensor_bytes
+from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
+from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
-from teimgr.engine.tokenizer import TokenSpan, cut
+from teimgr.engine.tokenizer import TokenSpan
 from teimgr.errors import ModelLoadFailed, Unavailable
 from teimgr.spec import ModelInfo
-
-# Of vectors of length 1, or of the largest weight or logit where that is above 1: far above what a batch's shape
-# changes, far below another input's result.
-_DIFFERENCE = 2e-2
-
-
-class SelfTest(Job):
-    """A known input for the first output of a model; `done` is set when it is answered."""
-
-    __slots__ = ("_output", "done")
-
-    def __init__(self, info: ModelInfo) -> None:
-        self._output = Output(info.outputs[0])
-        options = InferOptions(frozenset({self._output}), normalize=info.kind != "sparse", raw_scores=True)
-        known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == "reranker" else PROBE_TEXTS[1]
-        super().__init__([known], options, Lane.INTERACTIVE)
-        self.allocate_results(info.dimension, len(info.labels))
-        self.done = threading.Event()
-
-    def agrees_with(self, known: SelfTest) -> bool:
-        """Whether the answer is that of an earlier proof, within what the shape of a batch changes."""
-        here, there = self._answer(), known._answer()
-        if self._output is Output.SPARSE:
-            here, there = _over_one_vocabulary(self, known)
-        if here.shape != there.shape:
-            return False
-        return bool(np.abs(here - there).max() <= _DIFFERENCE * max(1.0, float(np.abs(there).max())))
-
-    def _answer(self) -> NDArray[np.float32]:
-        """The numbers of the one row, [K] or [*, width]."""
-        if self._output is Output.DENSE:
-            return np.array(self.vectors[0])
-        if self._output is Output.SCORES:
-            return np.array(self.scores[0])
-        rows = self.tokens_of if self._output is Output.TOKENS else self.multi_vectors
-        row = rows[0] if rows else None
-        return np.zeros(0, dtype=np.float32) if row is None else row
-
-
-def _over_one_vocabulary(*proofs: SelfTest) -> tuple[NDArray[np.float32], ...]:
-    """Sparse answers as vectors of one size: an entry near zero may be there once and not the other time."""
-    answers = [proof.sparse[0] for proof in proofs]
-    width = 1 + max((int(a.indices.max()) for a in answers if a is not None and len(a.indices)), default=0)
-    vectors = tuple(np.zeros(width, dtype=np.float32) for _ in answers)
-    for vector, answer in zip(vectors, answers, strict=True):
-        if answer is not None:
-            vector[answer.indices] = answer.values
-    return vectors
-
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
 log = logging.getLogger(__name__)
 
-_RECENT_BATCH_S = 2.0
-_FIRST_PROOF_S = 600.0
-_LAST_BATCH_S = 2.0  # what runs when the grace is over may end, for this long
+_RECENT_BATCH_S = 2.0  # a batch finished this lately stands for a self-test
+_FIRST_SELF_TEST_S = 600.0
+_LAST_BATCH_S = 2.0  # extra time for the batch that runs when the grace period is over
 _LAST_ANSWERS_S = 1.0
+# Of vectors of length 1, or of the largest weight or logit where that is above 1: far above the effect of a batch's
+# shape, far below another input's result.
+_SELF_TEST_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """One lane of the engine. Tokens that wait count a byte that is not tokenized yet as one."""
+    """One lane of the engine. In `queued_tokens` untokenized jobs count by estimate."""
 
     queued_texts: int
     queued_tokens: int
@@ -104,8 +59,9 @@ class EngineStats:
     """A snapshot; counts are since the start, `busy_s` is time with a batch on the device.
 
     `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise; `lanes` are
-    by the lane's word. `padding_saved_tokens` is what padding each batch to its longest text would have added. The
-    device's bytes are those of this process's allocator, now and at the most; 0 and None on the CPU.
+    by `Lane.value`. `padding_saved_tokens` is what padding each batch to its longest text would have added.
+    `device_bytes` and `device_peak_bytes` are what the device's allocator holds for this process, and the most it ever
+    gave out; 0 and None on the CPU.
     """
 
     queued_texts: int
@@ -129,17 +85,17 @@ class EngineStats:
 class Engine:
     """A served model. Made by `load`; every method may be called from any thread."""
 
-    def __init__(self, parts: Parts, options: EngineOptions, deliver: Callable[[list[Job]], None]) -> None:
+    def __init__(self, parts: EngineParts, options: EngineOptions, deliver: Callable[[list[Job]], None]) -> None:
         self.info = parts.info
         self._tokenizer = parts.tokenizer
         self._prompts = parts.prompts
         self._deliver_out = deliver
-        self._sickness: str | None = None
-        self._known: SelfTest | None = None
+        self._fault: str | None = None  # why the engine is unhealthy; never reset
+        self._reference: SelfTest | None = None
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
         self._queue = EntryQueue(parts.limits)
-        self._finisher = Finisher(self._deliver, self._fall_sick, parts.info.activation or "identity")
+        self._finisher = Finisher(self._deliver, self._mark_unhealthy, parts.info.activation or "identity")
         self._runner = Runner(parts.model, self._queue, self._finisher, options.threads)
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
@@ -148,7 +104,7 @@ class Engine:
 
     @classmethod
     def load(cls, options: EngineOptions, deliver: Callable[[list[Job]], None]) -> Engine:
-        """Load, try out and start a model; blocks until it has proved itself.
+        """Load and start a model; blocks until its first self-test has passed.
 
         `deliver` is called on the finisher thread, once per batch, with the jobs that became complete.
 
@@ -157,7 +113,13 @@ class Engine:
             OutOfDeviceMemory: the model does not fit.
         """
         engine = cls(load_parts(options), options, deliver)
-        engine._start()
+        for thread in (engine._tokenizing, engine._running, engine._finishing):
+            thread.start()
+        try:
+            engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
+        except Unavailable as error:
+            engine.close(grace_s=0.0)
+            raise ModelLoadFailed(engine._fault or error.message) from error
         return engine
 
     def submit(self, job: Job) -> None:
@@ -168,14 +130,14 @@ class Engine:
             Overloaded: too much waits in the job's lane.
             Unavailable: the engine is closing or broken.
         """
-        if self._sickness is not None:
-            raise Unavailable(self._sickness)
+        if self._fault is not None:
+            raise Unavailable(self._fault)
         self.check(job.options)
         job.allocate_results(self.info.dimension, len(self.info.labels))
-        self._intake.put(job, self._prompts.reading(job.options))
+        self._intake.put(job, self._prompts.tokenize_options(job.options))
 
     def check(self, options: InferOptions) -> None:
-        """See that the model can do what `options` ask for.
+        """Check that the model supports `options`.
 
         Raises:
             WrongModelKind: it lacks an output, or cannot normalise it.
@@ -201,25 +163,27 @@ class Engine:
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def cut(self, text: str, max_tokens: int, *, left: bool = False) -> str:
-        """`text` without what is beyond `max_tokens` tokens at its end, or at its beginning where `left`.
+        """`text` truncated to `max_tokens` tokens, at its beginning where `left`.
 
         Raises:
             TokenizerFailed
         """
-        return cut(self._tokenizer, text, max_tokens, left=left)
+        return self._tokenizer.cut(text, max_tokens, left=left)
 
     def self_test(self, timeout_s: float) -> None:
-        """Return when results are known to be right: a batch finished just now, or the known input goes through.
+        """Verify the model's results: a batch finished just now, or a fixed input gives the same result as at load.
 
         Raises:
             Unavailable: no answer in time, another answer than at load, or a fault was seen before.
         """
-        if self._sickness is None and time.monotonic() - self._finisher.counters.finished_at < _RECENT_BATCH_S:
+        if self._fault is None and time.monotonic() - self._finisher.counters.finished_at < _RECENT_BATCH_S:
             return
-        if self._sickness is None:
-            self._compare(self._proof(timeout_s))
-        if self._sickness is not None:
-            raise Unavailable(self._sickness)
+        if self._fault is None:
+            test = self._run_self_test(timeout_s)
+            if self._reference is None or not test.agrees_with(self._reference):
+                self._mark_unhealthy("the known text has another vector than when the model was loaded")
+        if self._fault is not None:
+            raise Unavailable(self._fault)
 
     def set_threads(self, threads: int) -> None:
         """Use that many CPU threads from the next batch on."""
@@ -228,7 +192,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot for display."""
         counters = self._finisher.counters
-        held_bytes, peak_bytes = device_bytes(self._device)
+        on_cuda = self._device.type == "cuda"
         return EngineStats(
             queued_texts=len(self._queue),
             queued_tokens=sum(self._queue.tokens(lane) + self._intake.waiting(lane) for lane in Lane),
@@ -238,14 +202,14 @@ class Engine:
             tokens=counters.tokens,
             failed_texts=counters.failed_texts,
             busy_s=counters.busy_ns / 1e9,
-            healthy=self._sickness is None,
+            healthy=self._fault is None,
             by_texts=tuple(counters.by_texts),
             by_tokens=tuple(counters.by_tokens),
             lanes={lane.value: self._lane_stats(lane) for lane in Lane},
             padding_saved_tokens=counters.padding_saved,
             model_bytes=self._model_bytes,
-            device_bytes=held_bytes,
-            device_peak_bytes=peak_bytes,
+            device_bytes=torch.cuda.memory_reserved(self._device) if on_cuda else 0,
+            device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else None,
         )
 
     def _lane_stats(self, lane: Lane) -> LaneStats:
@@ -260,35 +224,27 @@ class Engine:
         )
 
     def close(self, grace_s: float) -> None:
-        """Refuse new jobs, finish what waits within `grace_s`, fail the rest, stop the threads.
+        """Refuse new jobs, finish queued ones within `grace_s`, fail the rest, stop the threads.
 
-        It returns at most some 3 s after the grace, leaving behind a thread that hangs in the device.
+        Returns at most some 3 s after the grace period, leaving behind a thread that hangs in the device.
         """
         deadline = time.monotonic() + grace_s
         self._intake.close()
-        if not _ended(self._tokenizing, deadline):
+        if not _joined(self._tokenizing, deadline):
             self._intake.abandon()
         self._queue.close()
-        if not _ended(self._running, deadline):
+        if not _joined(self._running, deadline):
             self._queue.abandon()
         for thread in (self._tokenizing, self._running):
-            _ended(thread, deadline + _LAST_BATCH_S)
-        self._close_finisher(max(deadline, time.monotonic()) + _LAST_ANSWERS_S)
-
-    def _close_finisher(self, deadline: float) -> None:
-        self._fail_leftovers(deadline)
-        self._finisher.close(deadline - time.monotonic())
-        if not _ended(self._finishing, deadline):
+            _joined(thread, deadline + _LAST_BATCH_S)
+        last = max(deadline, time.monotonic()) + _LAST_ANSWERS_S
+        error = Unavailable("the engine was closed")
+        waiting = self._intake.drain() + [(entry.job, entry.row) for entry in self._queue.drain()]
+        if rows := [(job, row, error) for job, row in waiting]:
+            self._finisher.put(Failures(rows), last - time.monotonic())
+        self._finisher.close(last - time.monotonic())
+        if not _joined(self._finishing, last):
             self._finisher.abandon()
-
-    def _start(self) -> None:
-        for thread in (self._tokenizing, self._running, self._finishing):
-            thread.start()
-        try:
-            self._known = self._proof(_FIRST_PROOF_S)
-        except Unavailable as error:
-            self.close(grace_s=0.0)
-            raise ModelLoadFailed(self._sickness or error.message) from error
 
     def _thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=self._supervise, args=(body,), name=f"teimgr-{name}", daemon=True)
@@ -296,9 +252,9 @@ class Engine:
     def _supervise(self, body: Callable[[], None]) -> None:
         try:
             body()
-        except BaseException as error:  # whatever it was: the engine says that it is broken, and is restarted
+        except BaseException as error:  # of any kind: an engine without this thread must be restarted
             log.exception("the %s thread died", threading.current_thread().name)
-            self._fall_sick(f"the engine has a defect: {error!r}")
+            self._mark_unhealthy(f"the engine has a defect: {error!r}")
 
     def _deliver(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -307,32 +263,66 @@ class Engine:
         if others := [job for job in jobs if not isinstance(job, SelfTest)]:
             self._deliver_out(others)
 
-    def _fall_sick(self, reason: str) -> None:
-        if self._sickness is None:
+    def _mark_unhealthy(self, reason: str) -> None:
+        if self._fault is None:
             log.error("unhealthy from now on: %s", reason)
-            self._sickness = reason
+            self._fault = reason
 
-    def _proof(self, timeout_s: float) -> SelfTest:
-        proof = SelfTest(self.info)
-        self._intake.put(proof, self._prompts.reading(proof.options), bounded=False)
-        if not proof.done.wait(timeout_s):
-            proof.cancel()
-            raise Unavailable(self._sickness or f"the device gave no answer within {timeout_s:g} s")
-        if 0 in proof.errors:
-            raise Unavailable(proof.errors[0].message)
-        return proof
-
-    def _compare(self, proof: SelfTest) -> None:
-        if self._known is None or not proof.agrees_with(self._known):
-            self._fall_sick("the known text has another vector than when the model was loaded")
-
-    def _fail_leftovers(self, deadline: float) -> None:
-        error = Unavailable("the engine was closed")
-        waiting = self._intake.drain() + [(entry.job, entry.row) for entry in self._queue.drain()]
-        if rows := [(job, row, error) for job, row in waiting]:
-            self._finisher.put(Failures(rows), deadline - time.monotonic())
+    def _run_self_test(self, timeout_s: float) -> SelfTest:
+        test = SelfTest(self.info)
+        self._intake.put(test, self._prompts.tokenize_options(test.options), bounded=False)
+        if not test.done.wait(timeout_s):
+            test.cancel()
+            raise Unavailable(self._fault or f"the device gave no answer within {timeout_s:g} s")
+        if 0 in test.errors:
+            raise Unavailable(test.errors[0].message)
+        return test
 
 
-def _ended(thread: threading.Thread, deadline: float) -> bool:
+class SelfTest(Job):
+    """A fixed input for the first of a model's outputs; `done` is set when it is answered."""
+
+    __slots__ = ("_output", "done")
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._output = Output(info.outputs[0])
+        options = InferOptions(frozenset({self._output}), normalize=info.kind != "sparse", raw_scores=True)
+        known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == "reranker" else PROBE_TEXTS[1]
+        super().__init__([known], options, Lane.INTERACTIVE)
+        self.allocate_results(info.dimension, len(info.labels))
+        self.done = threading.Event()
+
+    def agrees_with(self, reference: SelfTest) -> bool:
+        """Whether the results of both are equal, up to the effect of a batch's shape."""
+        here, there = self._result(), reference._result()
+        if self._output is Output.SPARSE:
+            here, there = _as_dense(self, reference)
+        if here.shape != there.shape:
+            return False
+        return bool(np.abs(here - there).max() <= _SELF_TEST_TOLERANCE * max(1.0, float(np.abs(there).max())))
+
+    def _result(self) -> NDArray[np.float32]:
+        """The numbers of the one row, [K] or [*, width]."""
+        if self._output is Output.DENSE:
+            return np.array(self.vectors[0])
+        if self._output is Output.SCORES:
+            return np.array(self.scores[0])
+        rows = self.tokens_of if self._output is Output.TOKENS else self.multi_vectors
+        row = rows[0] if rows else None
+        return np.zeros(0, dtype=np.float32) if row is None else row
+
+
+def _as_dense(*tests: SelfTest) -> tuple[NDArray[np.float32], ...]:
+    """Sparse results as vectors of one width: an entry near zero may be present in one result only."""
+    rows = [test.sparse[0] for test in tests]
+    width = 1 + max((int(row.indices.max()) for row in rows if row is not None and len(row.indices)), default=0)
+    vectors = tuple(np.zeros(width, dtype=np.float32) for _ in rows)
+    for vector, row in zip(vectors, rows, strict=True):
+        if row is not None:
+            vector[row.indices] = row.values
+    return vectors
+
+
+def _joined(thread: threading.Thread, deadline: float) -> bool:
     thread.join(max(0.0, deadline - time.monotonic()))
     return not thread.is_alive()

@@ -1,6 +1,6 @@
-"""The last thread of the engine: results become rows of jobs, and complete jobs are delivered.
+"""The finisher thread: results of a batch become rows of its jobs, and complete jobs are delivered.
 
-It is the only one that writes results into a job, so a job needs no lock.
+It alone writes results into a job, so a job needs no lock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from teimgr.engine.job import Job, Lane, Output, SparseRow
 from teimgr.engine.queue import QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
 
-_BATCHES = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays the next query
+log = logging.getLogger(__name__)
+
+Floats = NDArray[np.float32]
+
+_BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
+_HANDOVER = 2  # batches: one that is being finished, one that waits
+_CHECK_S = 0.2
+_POWERS = 32  # of two: no batch has more tokens
 
 
 class InFlightLimit:
-    """Counts batches and their tokens between start and finish. One thread enters, another leaves."""
+    """Bounds the batches between start and finish, and counts their tokens. One thread enters, another leaves."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -36,41 +43,66 @@ class InFlightLimit:
         self.tokens = 0
 
     def wait_for_room(self) -> bool:
-        """Return when another batch may start; False where it never may, since nobody finishes any more."""
+        """Wait until another batch may start; False where none may any more, since the finisher has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._abandoned or self._batches < _BATCHES)
+            self._changed.wait_for(lambda: self._abandoned or self._batches < _BATCHES_IN_FLIGHT)
             return not self._abandoned
 
     def enter(self, tokens: int) -> None:
-        """A batch of so many tokens is about to start."""
+        """Count a batch that is about to start."""
         with self._changed:
             self._batches += 1
             self.tokens += tokens
 
     def leave(self, tokens: int) -> None:
-        """A batch of so many tokens is finished, or did not start after all."""
+        """Uncount a batch that is finished or failed to start."""
         with self._changed:
             self._batches -= 1
             self.tokens -= tokens
             self._changed.notify()
 
     def abandon(self) -> None:
-        """Let nobody wait for room any more."""
+        """Release whoever waits for room, for good."""
         with self._changed:
             self._abandoned = True
             self._changed.notify()
 
 
-log = logging.getLogger(__name__)
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """`heads.Rows` on the host: `values` are float32, and both others int64."""
 
-_HANDOVER = 2  # batches: one that is being finished, one that waits
-_CHECK_S = 0.2
-_POWERS = 32  # of two: no batch has more tokens
+    values: Floats
+    offsets: NDArray[np.int64] | None = None
+    indices: NDArray[np.int64] | None = None
+
+    def finite(self) -> NDArray[np.bool_]:
+        """Which of the N texts have neither NaN nor infinity, bool [N]."""
+        finite = np.isfinite(self.values)
+        if self.offsets is None:
+            return np.asarray(finite.all(axis=1))
+        good = finite if finite.ndim == 1 else finite.all(axis=1)
+        bad_before = np.concatenate([[0], np.cumsum(~good)])
+        return np.asarray(bad_before[self.offsets[1:]] == bad_before[self.offsets[:-1]])
+
+    def row(self, i: int) -> Floats:
+        """The values of text i, a copy: a small job must not keep the whole batch in memory."""
+        assert self.offsets is not None
+        return np.array(self.values[self.offsets[i] : self.offsets[i + 1]])
+
+    def sparse_row(self, i: int) -> SparseRow:
+        """The non-zero entries of text i."""
+        assert self.offsets is not None
+        assert self.indices is not None
+        begin, stop = self.offsets[i], self.offsets[i + 1]
+        values = self.values[begin:stop]
+        kept = values != 0.0
+        return SparseRow(self.indices[begin:stop][kept].astype(np.uint32), values[kept])
 
 
 @dataclass(frozen=True, slots=True)
 class StartedBatch:
-    """A batch that was started on the device, and is in flight until `wait` gave the results of its entries."""
+    """A batch started on the device; in flight until `wait` has returned the results of its entries."""
 
     entries: Sequence[QueueEntry]
     wait: Callable[[], Mapping[Output, HostRows]]
@@ -80,7 +112,7 @@ class StartedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Rows that will have no result, and jobs that never had a row."""
+    """Rows that will have no result, and jobs that have no rows at all."""
 
     rows: Sequence[tuple[Job, int, TeimgrError]]
     empty: Sequence[Job] = ()
@@ -88,7 +120,7 @@ class Failures:
 
 @dataclass(slots=True)
 class LaneCounters:
-    """What the finisher has done in one lane; `expired` are texts whose time was over before their batch."""
+    """Counts of one lane; `expired` are texts whose deadline passed before their batch."""
 
     batches: int = 0
     texts: int = 0
@@ -98,7 +130,7 @@ class LaneCounters:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What the finisher has done since the start; `busy_ns` is device time, `finished_at` a monotonic moment.
+    """Counts since the start; `busy_ns` is device time, `finished_at` a monotonic moment in seconds.
 
     `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise.
     `padding_saved` is how many tokens more the batches had if each were padded to its longest text.
@@ -119,24 +151,24 @@ class EngineCounters:
 class Finisher:
     """Takes batches and failures from other threads through a short queue; `run` is the thread's body.
 
-    `deliver` gets the jobs that one batch completed. `sick` is told why results cannot be trusted any more.
-    `activation` makes scores of logits. Whoever puts batches enters them in `flight` first.
+    `deliver` receives the jobs that one batch completed, `on_fault` the reason why results cannot be trusted any more.
+    `activation` turns logits into scores. Callers count a batch in `in_flight` before they put it.
     """
 
     def __init__(
-        self, deliver: Callable[[list[Job]], None], sick: Callable[[str], None], activation: str = "identity"
+        self, deliver: Callable[[list[Job]], None], on_fault: Callable[[str], None], activation: str = "identity"
     ) -> None:
         self._deliver = deliver
-        self._sick = sick
+        self._on_fault = on_fault
         self._activation = activation
         self._inbox: queue.Queue[StartedBatch | Failures | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
         self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
-        self.flight = InFlightLimit()
+        self.in_flight = InFlightLimit()
         self.counters = EngineCounters()
 
     def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
-        """Hand over; waits while the finisher is `_HANDOVER` items behind. False: too long, or the finisher ended."""
+        """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
         deadline = time.monotonic() + timeout_s
         while not self._ended.is_set() and (left_s := deadline - time.monotonic()) > 0:
             try:
@@ -147,14 +179,14 @@ class Finisher:
         return False
 
     def close(self, timeout_s: float) -> None:
-        """Let `run` return when everything handed over before is done; abandon it if it is behind for `timeout_s`."""
+        """Let `run` return after everything handed over; abandon it if it is still behind after `timeout_s`."""
         if not self.put(None, timeout_s):
             self.abandon()
 
     def abandon(self) -> None:
-        """Let `run` return after the work at hand, however long that takes, and nobody wait for it any more."""
+        """Let `run` return after its current item, however long that takes, and release all who wait for it."""
         self._ended.set()
-        self.flight.abandon()
+        self.in_flight.abandon()
 
     def run(self) -> None:
         """Until closed or abandoned."""
@@ -172,50 +204,41 @@ class Finisher:
         for job in complete:
             job.average_times()
         if complete:
-            self._hand_on(complete)
-
-    def _hand_on(self, jobs: list[Job]) -> None:
-        try:
-            self._deliver(jobs)
-        except Exception:  # the receiver's defect must not stop every other answer
-            log.exception("delivering %d jobs failed", len(jobs))
+            try:
+                self._deliver(complete)
+            except Exception:  # a defect of the receiver must not stop every other answer
+                log.exception("delivering %d jobs failed", len(complete))
 
     def _write(self, batch: StartedBatch) -> list[Job]:
-        """Results into their jobs; the jobs touched, each once."""
+        """Write results into their jobs; returns each job once."""
         try:
             rows = batch.wait()
-        except RuntimeError as error:  # a fault on the device shows here, after the launch went well
-            self._sick(f"the device failed: {error}")
+        except RuntimeError as error:  # CUDA reports a fault at synchronisation, after the launch went well
+            self._on_fault(f"the device failed: {error}")
             failure = InferenceFailed(f"Backend error: {error}")
             return self._fail([(entry.job, entry.row, failure) for entry in batch.entries])
         finally:
-            self.flight.leave(batch.tokens)
+            self.in_flight.leave(batch.tokens)
         began_ns = max(batch.started_ns, self._device_free_ns)
         self._device_free_ns = time.monotonic_ns()
         duration_ns = self._device_free_ns - began_ns
         self._count(batch, duration_ns)
-        return self._scatter(batch, Results(rows, self._activation), began_ns, duration_ns)
-
-    def _scatter(self, batch: StartedBatch, results: Results, began_ns: int, duration_ns: int) -> list[Job]:
+        results = BatchResults(rows, self._activation)
         texts_of: dict[Job, list[int]] = defaultdict(list)
         for i, entry in enumerate(batch.entries):
             texts_of[entry.job].append(i)
         for job, texts in texts_of.items():
             entries = [batch.entries[i] for i in texts]
-            self._write_job(job, results, texts, entries)
+            if failed := results.write(job, texts, [entry.row for entry in entries]):
+                self._on_fault("the model gave a result with NaN or infinity in it")
+                self.counters.failed_texts += len(failed)
+                job.errors.update(failed)
+            job.tokens += sum(entry.length for entry in entries)
+            job.remaining -= len(entries)
             job.queue_ns += sum(began_ns - entry.enqueued_ns for entry in entries)
             job.tokenization_ns += sum(entry.enqueued_ns - job.submitted_ns for entry in entries)
             job.inference_ns += duration_ns * len(entries)
         return list(texts_of)
-
-    def _write_job(self, job: Job, results: Results, texts: list[int], entries: list[QueueEntry]) -> None:
-        failed = results.write(job, texts, [entry.row for entry in entries])
-        if failed:
-            self._sick("the model gave a result with NaN or infinity in it")
-        self.counters.failed_texts += len(failed)
-        job.errors.update(failed)
-        job.tokens += sum(entry.length for entry in entries)
-        job.remaining -= len(entries)
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
         for job, row, error in rows:
@@ -241,113 +264,59 @@ class Finisher:
         counters.finished_at = time.monotonic()
 
 
-Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class HostRows:
-    """`heads.Rows` on the host: `values` are float32, and both others int64."""
-
-    values: Floats
-    offsets: NDArray[np.int64] | None = None
-    indices: NDArray[np.int64] | None = None
-
-    def sound(self) -> NDArray[np.bool_]:
-        """Which of the N texts have no NaN and no infinity, bool [N]."""
-        finite = np.isfinite(self.values)
-        if self.offsets is None:
-            return np.asarray(finite.all(axis=1))
-        good = finite if finite.ndim == 1 else finite.all(axis=1)
-        bad_before = np.concatenate([[0], np.cumsum(~good)])
-        return np.asarray(bad_before[self.offsets[1:]] == bad_before[self.offsets[:-1]])
-
-    def row(self, i: int) -> Floats:
-        """The values of text i, a copy: a small job must not hold the whole batch in memory."""
-        assert self.offsets is not None
-        return np.array(self.values[self.offsets[i] : self.offsets[i + 1]])
-
-    def sparse_row(self, i: int) -> SparseRow:
-        """The entries of text i that are not zero."""
-        assert self.offsets is not None
-        assert self.indices is not None
-        begin, stop = self.offsets[i], self.offsets[i + 1]
-        values = self.values[begin:stop]
-        kept = values != 0.0
-        return SparseRow(self.indices[begin:stop][kept].astype(np.uint32), values[kept])
-
-
-class Results:
-    """The results of one batch of N texts, and what its jobs make of them, made once for all jobs that ask alike."""
+class BatchResults:
+    """The results of one batch of N texts, post-processed once for all jobs with the same options."""
 
     def __init__(self, rows: Mapping[Output, HostRows], activation: str) -> None:
         self._rows = rows
         self._activation = activation
-        self._sound: dict[Output, NDArray[np.bool_]] = {}
+        self._finite: dict[Output, NDArray[np.bool_]] = {}
         self._vectors: dict[tuple[int | None, bool], Floats] = {}
         self._scores: Floats | None = None
 
     def write(self, job: Job, texts: Sequence[int], rows: Sequence[int]) -> dict[int, InferenceFailed]:
-        """Put the batch's `texts` into `rows` of the job; the rows that failed, of which nothing is written.
+        """Write the batch's `texts` into `rows` of the job; returns the errors of rows that failed and stay unwritten.
 
-        Nothing that the job did not ask for is looked at.
+        Outputs that the job did not request are not examined.
         """
         failed: dict[int, InferenceFailed] = {}
         for output in sorted(job.options.outputs, key=_ORDER.index):
-            sound = self._soundness(output)
+            if output not in self._finite:
+                self._finite[output] = self._rows[output].finite()
             for text, row in zip(texts, rows, strict=True):
-                if not sound[text] and row not in failed:
-                    failed[row] = InferenceFailed(self._complaint(output, text))
+                if not self._finite[output][text] and row not in failed:
+                    failed[row] = InferenceFailed(self._error_text(output, text))
         good = [(text, row) for text, row in zip(texts, rows, strict=True) if row not in failed]
         if good:
-            at, into = [text for text, _ in good], [row for _, row in good]
             for output in job.options.outputs:
-                _WRITERS[output](self, job, at, into)
+                self._write_output(output, job, [text for text, _ in good], [row for _, row in good])
         return failed
 
-    def _soundness(self, output: Output) -> NDArray[np.bool_]:
-        if output not in self._sound:
-            self._sound[output] = self._rows[output].sound()
-        return self._sound[output]
-
-    def _complaint(self, output: Output, text: int) -> str:
+    def _error_text(self, output: Output, text: int) -> str:
         if output is not Output.SCORES:
             return "Backend error: the vector has NaN or infinity in it"
         nan = np.isnan(self._rows[output].values[text]).any()
         return "score is NaN" if nan else "Backend error: a score is infinite"
 
-    def _dense(self, job: Job, texts: list[int], rows: list[int]) -> None:
-        key = (job.options.dimensions, job.options.normalize)
-        if key not in self._vectors:
-            self._vectors[key] = finish(self._rows[Output.DENSE].values, *key)
-        job.vectors[rows] = self._vectors[key][texts]
-
-    def _score(self, job: Job, texts: list[int], rows: list[int]) -> None:
-        logits = self._rows[Output.SCORES].values
-        if job.options.raw_scores:
-            job.scores[rows] = logits[texts]
-            return
-        if self._scores is None:
-            self._scores = activate(logits, self._activation)
-        job.scores[rows] = self._scores[texts]
-
-    def _sparse(self, job: Job, texts: list[int], rows: list[int]) -> None:
-        for text, row in zip(texts, rows, strict=True):
-            job.sparse[row] = self._rows[Output.SPARSE].sparse_row(text)
-
-    def _tokens(self, job: Job, texts: list[int], rows: list[int]) -> None:
-        for text, row in zip(texts, rows, strict=True):
-            job.tokens_of[row] = self._rows[Output.TOKENS].row(text)
-
-    def _multi_vectors(self, job: Job, texts: list[int], rows: list[int]) -> None:
-        for text, row in zip(texts, rows, strict=True):
-            job.multi_vectors[row] = self._rows[Output.MULTI_VECTOR].row(text)
+    def _write_output(self, output: Output, job: Job, texts: list[int], rows: list[int]) -> None:
+        source = self._rows[output]
+        if output is Output.DENSE:
+            key = (job.options.dimensions, job.options.normalize)
+            if key not in self._vectors:
+                self._vectors[key] = finish(source.values, *key)
+            job.vectors[rows] = self._vectors[key][texts]
+        elif output is Output.SCORES:
+            if not job.options.raw_scores and self._scores is None:
+                self._scores = activate(source.values, self._activation)
+            scores = source.values if job.options.raw_scores or self._scores is None else self._scores
+            job.scores[rows] = scores[texts]
+        elif output is Output.SPARSE:
+            for text, row in zip(texts, rows, strict=True):
+                job.sparse[row] = source.sparse_row(text)
+        else:
+            target = job.tokens_of if output is Output.TOKENS else job.multi_vectors
+            for text, row in zip(texts, rows, strict=True):
+                target[row] = source.row(text)
 
 
 _ORDER = list(Output)
-_WRITERS: dict[Output, Callable[[Results, Job, list[int], list[int]], None]] = {
-    Output.DENSE: Results._dense,
-    Output.SPARSE: Results._sparse,
-    Output.TOKENS: Results._tokens,
-    Output.MULTI_VECTOR: Results._multi_vectors,
-    Output.SCORES: Results._score,
-}

@@ -1,7 +1,7 @@
-"""The first thread of the engine: jobs become entries of the queue.
+"""The tokenizer thread: rows of jobs become entries of the queue.
 
 All small jobs that wait are tokenized in one call, and big ones in chunks, so that a query never waits for a whole
-file of texts. Rows that can never be served go straight to the finisher.
+file of texts. Rows that cannot be tokenized go straight to the finisher as failures.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from teimgr.errors import InvalidInput, Overloaded, TeimgrError, Unavailable
 
 _CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
 _CHUNK_CHARS = 50_000
-_BULK_TURN = 4  # while queries keep coming, every so many chunks one is of the bulk lane
+_BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
 _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A job and how far it is tokenized."""
+    """A job and the next of its rows to tokenize."""
 
     job: Job
-    reading: TokenizeOptions
+    options: TokenizeOptions
     estimate: int
     next_row: int = 0
 
@@ -51,8 +51,8 @@ class _Chunk:
 class Intake:
     """Accepts jobs on any thread; `run` is the tokenizer thread's body.
 
-    `limit_tokens` bounds each lane and is the engine's own protection: whoever serves many callers bounds them before.
-    What was cancelled counts until its turn comes.
+    `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
+    jobs count until their turn comes.
     """
 
     def __init__(self, tokenizer: TextTokenizer, queue: EntryQueue, finisher: Finisher, limit_tokens: int) -> None:
@@ -67,15 +67,15 @@ class Intake:
         self._closed = False
         self._abandoned = False
 
-    def put(self, job: Job, reading: TokenizeOptions, bounded: bool = True) -> None:
-        """Accept `job`; never waits. A lane with nothing in it accepts a job of any size.
+    def put(self, job: Job, options: TokenizeOptions, bounded: bool = True) -> None:
+        """Accept `job` without waiting. An empty lane accepts a job of any size.
 
         Raises:
             Overloaded: too much waits in the job's lane.
             Unavailable: the engine is closing.
         """
         texts = len(job.inputs)
-        chars = job.chars + texts * len(reading.prompt)
+        chars = job.chars + texts * len(options.prompt)
         estimate = min(chars // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
         with self._changed:
             if self._closed:
@@ -84,33 +84,36 @@ class Intake:
                 raise Overloaded
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
-            self._inbox[job.lane].append(_Pending(job, reading, estimate))
+            self._inbox[job.lane].append(_Pending(job, options, estimate))
             self._changed.notify()
 
     def run(self) -> None:
         """Until closed and empty, or abandoned."""
         while (chunk := self._next_chunk()) is not None:
             self._tokenize(chunk)
-            self._settle(chunk)
+            with self._changed:  # the queue counts the tokens of completed jobs now
+                for pending, row in chunk.rows:
+                    if row == len(pending.job.inputs) - 1:
+                        self._estimates[pending.job.lane] -= pending.estimate
 
     def waiting(self, lane: Lane) -> int:
-        """Estimated tokens of the jobs in `lane` that are not yet tokenized to the end."""
+        """Estimated tokens of the jobs in `lane` that are not yet fully tokenized."""
         return self._estimates[lane]
 
     def close(self) -> None:
-        """Refuse new jobs; those inside go on."""
+        """Refuse new jobs; accepted ones are still tokenized."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def abandon(self) -> None:
-        """Stop after the chunk at hand."""
+        """Stop after the current chunk."""
         with self._changed:
             self._closed = self._abandoned = True
             self._changed.notify()
 
     def drain(self) -> list[tuple[Job, int]]:
-        """The rows that were never tokenized."""
+        """Remove and return the rows that were never tokenized."""
         with self._changed:
             left = [pending for lane in Lane for pending in self._inbox[lane]]
             for lane in Lane:
@@ -136,7 +139,7 @@ class Intake:
         return Lane.BULK if self._turn == 0 else Lane.INTERACTIVE
 
     def _fill(self, inbox: deque[_Pending]) -> _Chunk:
-        """Rows from the front of `inbox`; a job that does not end in this chunk goes to the back."""
+        """Rows from the front of `inbox`; a job that does not fit into this chunk goes to the back."""
         chunk = _Chunk()
         while inbox and not chunk.full:
             pending = inbox.popleft()
@@ -157,8 +160,11 @@ class Intake:
     def _tokenize(self, chunk: _Chunk) -> None:
         entries: list[QueueEntry] = []
         failures: list[tuple[Job, int, TeimgrError]] = []
-        for reading, rows in _by_reading(chunk):
-            for pending, row, result in self._encode(rows, reading):
+        groups: dict[TokenizeOptions, list[tuple[_Pending, int]]] = {}
+        for pending, row in chunk.rows:
+            groups.setdefault(pending.options, []).append((pending, row))
+        for options, rows in groups.items():
+            for pending, row, result in self._encode(rows, options):
                 if isinstance(result, TeimgrError):
                     failures.append((pending.job, row, result))
                 else:
@@ -172,7 +178,7 @@ class Intake:
             self._finisher.put(Failures(failures, chunk.empty))
 
     def _encode(
-        self, rows: list[tuple[_Pending, int]], reading: TokenizeOptions
+        self, rows: list[tuple[_Pending, int]], options: TokenizeOptions
     ) -> Iterator[tuple[_Pending, int, Encoded | TeimgrError]]:
         good: list[tuple[_Pending, int]] = []
         inputs: list[Input] = []
@@ -183,19 +189,5 @@ class Intake:
             else:
                 good.append((pending, row))
                 inputs.append(item)
-        results = self._tokenizer.encode(inputs, reading)
+        results = self._tokenizer.encode(inputs, options)
         yield from ((*place, result) for place, result in zip(good, results, strict=True))
-
-    def _settle(self, chunk: _Chunk) -> None:
-        """Give back the estimates of the jobs that ended in `chunk`; the queue counts their tokens now."""
-        with self._changed:
-            for pending, row in chunk.rows:
-                if row == len(pending.job.inputs) - 1:
-                    self._estimates[pending.job.lane] -= pending.estimate
-
-
-def _by_reading(chunk: _Chunk) -> Iterator[tuple[TokenizeOptions, list[tuple[_Pending, int]]]]:
-    groups: dict[TokenizeOptions, list[tuple[_Pending, int]]] = {}
-    for pending, row in chunk.rows:
-        groups.setdefault(pending.reading, []).append((pending, row))
-    yield from groups.items()

@@ -1,4 +1,4 @@
-"""A job: one call's inputs on their way through the engine, and the one answer they become."""
+"""A job: the inputs, options and results of one call to the engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from teimgr.spec import ModelInfo
 
 
 class Lane(Enum):
-    """Who waits for the answer: somebody at a prompt, or a pipeline that wants throughput."""
+    """The priority class of a job: interactive queries want latency, bulk pipelines throughput."""
 
     INTERACTIVE = "interactive"
     BULK = "bulk"
 
 
 class Output(Enum):
-    """What can come out for an input; a job may ask for several of one forward.
+    """The kinds of result; a job may ask for several of one forward.
 
     DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special ones
     and prompt included · MULTI_VECTOR a projected, normalised vector per kept token, for late interaction · SCORES a
@@ -37,30 +37,30 @@ class Output(Enum):
 
 
 class Pair(NamedTuple):
-    """Two texts that the model reads together, as cross-encoders do."""
+    """Two texts encoded together, as for cross-encoders."""
 
     first: str
     second: str
 
 
 class SparseRow(NamedTuple):
-    """The entries of a vector that are not zero: uint32 [K] ascending, float32 [K]."""
+    """The non-zero entries of a vector: uint32 [K] ascending, float32 [K]."""
 
     indices: NDArray[np.uint32]
     values: NDArray[np.float32]
 
 
-# A text, two texts, ids of the model's own vocabulary (int32 [tokens], special ones included), or a row that is null.
+# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), or null.
 Input = str | Pair | NDArray[np.int32] | None
 
 
 @dataclass(frozen=True, slots=True)
 class InferOptions:
-    """What a call asks of every one of its inputs.
+    """The options of a call, the same for all its inputs.
 
     `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both
-    concern DENSE alone. `raw_scores` gives logits instead of what the model's activation makes of them. On a
-    late-interaction model `prompt_name` "query" or "document" chooses the role, "document" where there is none.
+    concern DENSE alone. `raw_scores` skips the model's activation: logits. On a late-interaction model `prompt_name`
+    "query" or "document" chooses the role, "document" where it is None.
     """
 
     outputs: frozenset[Output] = frozenset({Output.DENSE})
@@ -73,11 +73,11 @@ class InferOptions:
 
 
 class Job:
-    """Inputs in, results and `errors` out; a null input is a row that fails alone.
+    """Inputs, options and results of one call. Rows fail one by one: `errors` by row; a null input always fails.
 
-    `deadline` is a `time.monotonic()` moment or None. `context` is the caller's own and never looked at.
-    Results are the finisher thread's to write and complete once the job is delivered; those of outputs that were not
-    asked for stay empty, and rows that `errors` explains are zero or None:
+    `deadline` is a `time.monotonic()` moment or None. `context` belongs to the caller, the engine does not use it.
+    Only the finisher thread writes results; they are complete when the job is delivered. Those of outputs that were
+    not requested stay empty, and rows in `errors` are zero or None:
 
         vectors        float32 [N, dimensions]         DENSE
         scores         float32 [N, labels]             SCORES
@@ -140,7 +140,7 @@ class Job:
         self.inference_ns = 0
 
     def allocate_results(self, dimension: int, labels: int) -> None:
-        """Places for the results that `options` ask for; `dimension` is that of an uncut dense vector."""
+        """Allocate the results that `options` request; `dimension` is that of an uncut dense vector."""
         rows, outputs = len(self.inputs), self.options.outputs
         if Output.DENSE in outputs:
             self.vectors = np.zeros((rows, self.options.dimensions or dimension), dtype=np.float32)
@@ -154,11 +154,11 @@ class Job:
             self.multi_vectors = [None] * rows
 
     def cancel(self) -> None:
-        """Any thread: rows not yet started are skipped, and the job is never delivered."""
+        """From any thread: rows not yet started are skipped, and the job is never delivered."""
         self.cancelled = True
 
     def average_times(self) -> None:
-        """Turn the summed times into means over the rows that were served."""
+        """Turn the summed times into means over the rows without an error."""
         served = max(len(self.inputs) - len(self.errors), 1)
         self.tokenization_ns //= served
         self.queue_ns //= served
@@ -166,14 +166,14 @@ class Job:
 
 
 def characters(item: Input) -> int:
-    """How many characters an input has, or ids; a null one has none."""
+    """The number of characters of an input, or of ids; 0 for null."""
     if item is None:
         return 0
     return len(item.first) + len(item.second) if isinstance(item, Pair) else len(item)
 
 
 _NO_EMBEDDING = "Model is not an embedding model"
-_LACKING = {
+_UNSUPPORTED = {
     Output.DENSE: _NO_EMBEDDING,
     Output.TOKENS: _NO_EMBEDDING,
     Output.SPARSE: "Model is not an embedding model with SPLADE pooling",
@@ -183,30 +183,19 @@ _LACKING = {
 
 
 def check_supported(info: ModelInfo, options: InferOptions) -> None:
-    """See that the model can give what `options` ask for.
+    """Check that a model has the outputs that `options` request.
 
     Raises:
         WrongModelKind: it lacks an output, or cannot normalise it.
-        InvalidInput: bad `dimensions` of a dense vector, or nothing is asked for.
+        InvalidInput: bad `dimensions` of a dense vector, or no output is requested.
     """
     if not options.outputs:
         raise InvalidInput("Input validation error: at least one output must be asked for")
     for output in Output:
         if output in options.outputs and output.value not in info.outputs:
-            raise WrongModelKind(f"Backend error: {_lacking(info, output)}")
-    if Output.DENSE in options.outputs:
-        _check_dense(info, options)
-
-
-def _lacking(info: ModelInfo, output: Output) -> str:
-    if info.kind == "sparse" and output is Output.TOKENS:
-        return "`embed_all` is not available for SPLADE models"
-    if info.kind == "multi-vector" and output is Output.DENSE:
-        return "Model is not an embedding model with one vector per text"
-    return _LACKING[output]
-
-
-def _check_dense(info: ModelInfo, options: InferOptions) -> None:
+            raise WrongModelKind(f"Backend error: {_unsupported(info, output)}")
+    if Output.DENSE not in options.outputs:
+        return
     if info.kind == "sparse" and options.normalize:
         raise WrongModelKind("Backend error: `normalize` is not available for SPLADE models")
     dimensions = options.dimensions
@@ -216,3 +205,11 @@ def _check_dense(info: ModelInfo, options: InferOptions) -> None:
         raise InvalidInput(
             "Input validation error: `dimensions` should be smaller than the maximum embedding dimension."
         )
+
+
+def _unsupported(info: ModelInfo, output: Output) -> str:
+    if info.kind == "sparse" and output is Output.TOKENS:
+        return "`embed_all` is not available for SPLADE models"
+    if info.kind == "multi-vector" and output is Output.DENSE:
+        return "Model is not an embedding model with one vector per text"
+    return _UNSUPPORTED[output]

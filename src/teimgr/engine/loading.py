@@ -1,4 +1,4 @@
-"""From options to the parts of a running engine."""
+"""Load a model: read its files, choose dtype and batching, and work out the limits of a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from teimgr.spec import ModelInfo
 log = logging.getLogger(__name__)
 
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# On a CPU temporaries above some 25 MB are mapped and unmapped by every operation, and more tokens gain nothing.
+# On a CPU temporaries above some 25 MB are mapped and unmapped by every operation; more tokens gain nothing.
 _CPU_BATCH_TOKENS = 2048
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
@@ -37,8 +37,8 @@ _BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
 class EngineOptions:
     """What to load and where.
 
-    `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane. `model_sha` is the revision
-    asked for, `commit` what it resolved to; both are only told on.
+    `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane. `model_sha` is the requested
+    revision, `commit` what it resolved to; both only go into `ModelInfo`.
     """
 
     path: Path
@@ -59,8 +59,8 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What an engine is made of."""
+class EngineParts:
+    """What an engine needs."""
 
     tokenizer: TextTokenizer
     prompts: Prompts
@@ -69,8 +69,8 @@ class Parts:
     info: ModelInfo
 
 
-def load_parts(options: EngineOptions) -> Parts:
-    """Read, load and try out a model.
+def load_parts(options: EngineOptions) -> EngineParts:
+    """Load a model.
 
     Raises:
         ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
@@ -79,18 +79,20 @@ def load_parts(options: EngineOptions) -> Parts:
     began = time.monotonic()
     if options.dtype not in _DTYPES:
         raise InvalidConfig(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
-    # Before any tensor operation, and one only: a forked child owns no pool of threads yet, and the few texts of the
-    # trials gain nothing from a second one, while on a busy machine every step would wait for it.
+    # One thread, set before any tensor operation: a forked child has no thread pool yet, and the few probe inputs gain
+    # nothing from a second thread, while on a busy machine every step would wait for it.
     torch.set_num_threads(1)
     if options.device == "cpu":
-        os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer keeps to the worker's share
+        os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # of the tokenizer
     layout = read_layout(options.path, options.pooling, kind=options.kind, trust_remote_code=options.trust_remote_code)
     for note in layout.notes:
         log.warning("%s: %s", options.model_id, note)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
-    tokenizer = TextTokenizer(layout, _max_length(layout, options))
+    if layout.max_length > options.max_batch_tokens:
+        log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
+    tokenizer = TextTokenizer(layout, min(layout.max_length, options.max_batch_tokens))
     _check_room(layout, options, tokenizer.special_tokens + 1)
-    embedder, choice = _load_model(layout, options, tokenizer)
+    model, choice = _load_model(layout, options, tokenizer)
     return_freed_memory()
     info = ModelInfo(
         model_id=options.model_id,
@@ -99,40 +101,38 @@ def load_parts(options: EngineOptions) -> Parts:
         device=options.device,
         kind=layout.kind.value,
         pooling=layout.pooling,
-        dimension=next((embedder.widths[o] for o in _VECTORS if o in embedder.outputs), 0),
+        dimension=next((model.widths[o] for o in _VECTORS if o in model.outputs), 0),
         max_input_length=tokenizer.max_length,
         max_batch_tokens=options.max_batch_tokens,
         batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
         prompts=prompts.names,
-        default_prompt_name=_default_prompt_name(layout, options, prompts),
-        outputs=tuple(output.value for output in Output if output in embedder.outputs),
+        default_prompt_name=prompts.default_name,
+        outputs=tuple(output.value for output in Output if output in model.outputs),
         labels=() if layout.scoring is None else layout.scoring.labels,
         activation=None if layout.scoring is None else layout.scoring.activation,
-        multi_vector_dimension=embedder.widths.get(Output.MULTI_VECTOR, 0),
-        token_dimension=embedder.widths.get(Output.TOKENS, 0),
+        multi_vector_dimension=model.widths.get(Output.MULTI_VECTOR, 0),
+        token_dimension=model.widths.get(Output.TOKENS, 0),
         commit=options.commit,
         load_s=round(time.monotonic() - began, 3),
     )
-    _report(info, choice)
-    return Parts(tokenizer, prompts, embedder, _limits(options, embedder), info)
-
-
-def _default_prompt_name(layout: Layout, options: EngineOptions, prompts: Prompts) -> str | None:
-    """The prompt of a request that names none; None where there is none, or where the instance gave it as text."""
-    if options.default_prompt is not None and options.default_prompt_name is None:
-        return None
-    name = options.default_prompt_name or layout.default_prompt_name
-    return name if name in prompts.names else None
-
-
-def _max_length(layout: Layout, options: EngineOptions) -> int:
-    if layout.max_length > options.max_batch_tokens:
-        log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
-    return min(layout.max_length, options.max_batch_tokens)
+    log.info(
+        "%s on %s in %s, %s (%s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
+        "scores off by %.1e; %.2f s to load",
+        info.model_id,
+        info.device,
+        info.dtype,
+        info.batching,
+        choice.batching.value,
+        choice.mean_cosine,
+        choice.min_cosine,
+        choice.score_difference,
+        info.load_s,
+    )
+    return EngineParts(tokenizer, prompts, model, _limits(options, model), info)
 
 
 def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
-    """See that a text of one token fits; it takes `least` together with the special ones."""
+    """Check that a text of one token fits, which takes `least` tokens with the special ones."""
     limits = {"max_batch_tokens": options.max_batch_tokens, "max_seq_length of the model": layout.max_length}
     for key, tokens in limits.items():
         if tokens < least:
@@ -150,28 +150,12 @@ def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer
         raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
 
 
-def _limits(options: EngineOptions, embedder: Model) -> BatchLimits:
+def _limits(options: EngineOptions, model: Model) -> BatchLimits:
     if options.device != "cpu":
         beside = max(_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
-    config = embedder.backbone.config
+    config = model.backbone.config
     widest = int(getattr(config, "intermediate_size", 0) or 4 * getattr(config, "hidden_size", 768))
     affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * widest))
     tokens = min(options.max_batch_tokens, _CPU_BATCH_TOKENS, affordable)
     return BatchLimits(tokens, min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE), options.max_batch_requests)
-
-
-def _report(info: ModelInfo, choice: Choice) -> None:
-    log.info(
-        "%s on %s in %s, %s (%s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
-        "scores off by %.1e; %.2f s to load",
-        info.model_id,
-        info.device,
-        info.dtype,
-        info.batching,
-        choice.batching.value,
-        choice.mean_cosine,
-        choice.min_cosine,
-        choice.score_difference,
-        info.load_s,
-    )

@@ -1,13 +1,13 @@
-"""The queue between tokenizer and device: two lanes, batches cut by tokens, nothing starved.
+"""The queue between tokenizer and device: two lanes, batches bounded by tokens, no starvation.
 
-What lives here decides and does no inference, so it needs neither torch nor a model. The rules of `next_batch`:
+Scheduling only: needs neither torch nor a model. The rules of `next_batch`:
 
-1. Cancelled entries vanish; entries past their deadline are handed back apart, to be failed.
+1. Cancelled entries are dropped; entries past their deadline are returned separately, to be failed.
 2. The interactive lane goes first. While bulk entries wait behind it, every interactive batch earns the bulk lane
    credit, and with enough credit one bulk batch goes between, so that bulk keeps about `bulk_share` of the device.
-3. A batch holds the lane's oldest entry and then those of nearest length, until a bound is reached. So no entry can
-   be overtaken for ever, and neighbours of equal length are together.
-4. A bulk batch is small while interactive entries were seen lately: the next query waits for at most that batch.
+3. A batch holds the lane's oldest entry and then those of nearest length, until a bound is reached. So no entry
+   starves, and texts of equal length are batched together.
+4. Bulk batches are small while interactive entries arrived lately: the next query waits for at most one such batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from teimgr.engine.job import Job, Lane
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One row of a job, as the model reads it."""
+    """One row of a job, tokenized."""
 
     job: Job
     row: int
@@ -35,17 +35,16 @@ class QueueEntry:
 
     @property
     def length(self) -> int:
-        """The number of tokens."""
         return len(self.encoded.ids)
 
     def expired(self, now: float) -> bool:
-        """Whether the caller's deadline has passed at the monotonic moment `now`."""
+        """Whether the job's deadline has passed at the monotonic moment `now`."""
         return self.job.deadline is not None and now > self.job.deadline
 
 
 @dataclass(slots=True)
 class BatchDraft:
-    """What the queue gave out: the entries of one batch, and those whose deadline passed while they waited."""
+    """The entries of the next batch, and those whose deadline passed while they waited."""
 
     entries: list[QueueEntry] = field(default_factory=list)
     expired: list[QueueEntry] = field(default_factory=list)
@@ -53,7 +52,7 @@ class BatchDraft:
 
 
 class LengthBuckets:
-    """The waiting entries of one lane, by length and by age. Every `now` is a monotonic moment."""
+    """The waiting entries of one lane, by length and by age; `now` is a monotonic moment in seconds."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -63,7 +62,6 @@ class LengthBuckets:
         self._by_age: deque[QueueEntry] = deque()  # taken entries leave it when they reach its head
 
     def put(self, entry: QueueEntry) -> None:
-        """Add an entry behind those of its length."""
         bucket = self._by_length.get(entry.length)
         if bucket is None:
             bucket = self._by_length[entry.length] = deque()
@@ -74,23 +72,23 @@ class LengthBuckets:
         self.texts += 1
 
     def take(self, budget_tokens: int, budget_texts: int | None, now: float) -> BatchDraft:
-        """The oldest entry and those of nearest length, within both budgets; expired entries met on the way."""
-        take = BatchDraft()
-        oldest = self._oldest(take, now)
+        """Remove the oldest entry and those of nearest length, within both budgets, and expired ones before them."""
+        draft = BatchDraft()
+        oldest = self._oldest(draft, now)
         if oldest is None:
-            return take
-        for length in list(self._outwards(oldest.length)):
+            return draft
+        for length in list(self._nearest_lengths(oldest.length)):
             bucket = self._by_length[length]
-            while bucket and _fits(take, length, budget_tokens, budget_texts):
-                self._hand_out(bucket.popleft(), take, now)
+            while bucket and _fits(draft, length, budget_tokens, budget_texts):
+                self._remove(bucket.popleft(), draft, now)
             if not bucket:
-                self._forget(length)
-            if take.tokens >= budget_tokens or len(take.entries) == budget_texts:
+                self._drop_bucket(length)
+            if draft.tokens >= budget_tokens or len(draft.entries) == budget_texts:
                 break
-        return take
+        return draft
 
     def drain(self) -> list[QueueEntry]:
-        """Empty it; what waited, oldest first."""
+        """Remove and return all entries, oldest first."""
         waiting = [entry for entry in self._by_age if not entry.taken]
         self._by_length.clear()
         self._lengths.clear()
@@ -98,8 +96,8 @@ class LengthBuckets:
         self.tokens = self.texts = 0
         return waiting
 
-    def _oldest(self, take: BatchDraft, now: float) -> QueueEntry | None:
-        """The head by age, after dropping the dead entries before it: it is also the head of its bucket."""
+    def _oldest(self, draft: BatchDraft, now: float) -> QueueEntry | None:
+        """The oldest live entry, which is also the head of its bucket; dead ones before it are removed."""
         while self._by_age:
             head = self._by_age[0]
             if not head.taken and not head.job.cancelled and not head.expired(now):
@@ -107,13 +105,13 @@ class LengthBuckets:
             self._by_age.popleft()
             if not head.taken:
                 bucket = self._by_length[head.length]
-                self._hand_out(bucket.popleft(), take, now)
+                self._remove(bucket.popleft(), draft, now)
                 if not bucket:
-                    self._forget(head.length)
+                    self._drop_bucket(head.length)
         return None
 
-    def _outwards(self, anchor: int) -> Iterator[int]:
-        """The waiting lengths, nearest to `anchor` first, the shorter of two equally near ones first."""
+    def _nearest_lengths(self, anchor: int) -> Iterator[int]:
+        """The waiting lengths by distance from `anchor`, the shorter of two equally near ones first."""
         above = bisect_left(self._lengths, anchor)
         below = above - 1
         lengths = self._lengths.copy()
@@ -125,38 +123,38 @@ class LengthBuckets:
                 yield lengths[above]
                 above += 1
 
-    def _hand_out(self, entry: QueueEntry, take: BatchDraft, now: float) -> None:
+    def _remove(self, entry: QueueEntry, draft: BatchDraft, now: float) -> None:
         entry.taken = True
         self.tokens -= entry.length
         self.texts -= 1
         if entry.job.cancelled:
             return
         if entry.expired(now):
-            take.expired.append(entry)
+            draft.expired.append(entry)
             return
-        take.entries.append(entry)
-        take.tokens += entry.length
+        draft.entries.append(entry)
+        draft.tokens += entry.length
 
-    def _forget(self, length: int) -> None:
+    def _drop_bucket(self, length: int) -> None:
         del self._by_length[length]
         del self._lengths[bisect_left(self._lengths, length)]
 
 
-def _fits(take: BatchDraft, length: int, budget_tokens: int, budget_texts: int | None) -> bool:
-    if not take.entries:
+def _fits(draft: BatchDraft, length: int, budget_tokens: int, budget_texts: int | None) -> bool:
+    if not draft.entries:
         return True
-    if budget_texts is not None and len(take.entries) >= budget_texts:
+    if budget_texts is not None and len(draft.entries) >= budget_texts:
         return False
-    return take.tokens + length <= budget_tokens
+    return draft.tokens + length <= budget_tokens
 
 
-# What a batch costs beside its tokens, in tokens: one short query alone keeps the device busy for about this much.
+# The fixed cost of a batch in tokens: one short query alone keeps the device busy for about this much.
 _BATCH_OVERHEAD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The bounds of a batch. An entry longer than a token bound rides alone."""
+    """The bounds of a batch. An entry longer than a token bound is a batch by itself."""
 
     tokens: int
     bulk_tokens_beside_interactive: int
@@ -166,26 +164,26 @@ class BatchLimits:
 
 
 class EntryQueue:
-    """Entries of both lanes; any thread puts, one thread takes.
+    """Entries of both lanes; any thread puts, one thread takes batches.
 
-    `clock` gives monotonic seconds. `close` lets the taker empty the queue first, `abandon` does not.
+    `clock` gives monotonic seconds. After `close` the remaining entries are still served, after `abandon` none.
     """
 
     def __init__(self, limits: BatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._changed = threading.Condition()
-        self._shelves = {lane: LengthBuckets() for lane in Lane}
+        self._lanes = {lane: LengthBuckets() for lane in Lane}
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
         self._closed = False
         self._abandoned = False
 
     def put(self, entries: Iterable[QueueEntry]) -> None:
-        """Queue `entries`, each in the lane of its job."""
+        """Add `entries`, each to the lane of its job."""
         with self._changed:
             for entry in entries:
-                self._shelves[entry.job.lane].put(entry)
+                self._lanes[entry.job.lane].put(entry)
                 if entry.job.lane is Lane.INTERACTIVE:
                     self._interactive_seen = self._clock()
             self._changed.notify()
@@ -196,45 +194,38 @@ class EntryQueue:
             self._changed.wait_for(lambda: self._closed or len(self), timeout_s)
             if self._abandoned or (self._closed and not len(self)):
                 return None
-            return self._take()
+            lane = self._next_lane()
+            draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, self._clock())
+            self._settle(lane, draft.tokens)
+            return draft
 
     def tokens(self, lane: Lane) -> int:
-        """Tokens that wait in `lane`."""
-        return self._shelves[lane].tokens
+        return self._lanes[lane].tokens
 
     def texts(self, lane: Lane) -> int:
-        """Entries that wait in `lane`."""
-        return self._shelves[lane].texts
+        return self._lanes[lane].texts
 
     def __len__(self) -> int:
-        return sum(shelf.texts for shelf in self._shelves.values())
+        return sum(buckets.texts for buckets in self._lanes.values())
 
     def drain(self) -> list[QueueEntry]:
-        """Take everything out, for a queue that nobody will serve any more."""
+        """Remove and return all entries that are not cancelled."""
         with self._changed:
-            left = [entry for shelf in self._shelves.values() for entry in shelf.drain()]
+            left = [entry for buckets in self._lanes.values() for entry in buckets.drain()]
             return [entry for entry in left if not entry.job.cancelled]
 
     def close(self) -> None:
-        """No more entries will come."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Give out nothing more, whatever waits."""
         with self._changed:
             self._closed = self._abandoned = True
             self._changed.notify_all()
 
-    def _take(self) -> BatchDraft:
-        lane = self._turn()
-        take = self._shelves[lane].take(self._budget(lane), self._limits.texts, self._clock())
-        self._settle(lane, take.tokens)
-        return take
-
-    def _turn(self) -> Lane:
-        interactive, bulk = self._shelves[Lane.INTERACTIVE], self._shelves[Lane.BULK]
+    def _next_lane(self) -> Lane:
+        interactive, bulk = self._lanes[Lane.INTERACTIVE], self._lanes[Lane.BULK]
         if not interactive.texts or not bulk.texts:
             self._bulk_credit = 0.0
             return Lane.INTERACTIVE if interactive.texts else Lane.BULK
@@ -248,7 +239,7 @@ class EntryQueue:
         return self._limits.tokens
 
     def _settle(self, lane: Lane, tokens: int) -> None:
-        """Credit or charge the bulk lane for a batch; without bulk entries waiting, `_turn` forgets the credit."""
+        """Credit or charge the bulk lane for a batch; `_next_lane` resets the credit while no bulk entries wait."""
         cost = tokens + _BATCH_OVERHEAD_TOKENS
         share = self._limits.bulk_share
         if lane is Lane.INTERACTIVE:

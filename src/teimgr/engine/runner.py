@@ -1,4 +1,4 @@
-"""The engine thread: take the next batch, pack it, start it on the device, hand it on."""
+"""The engine thread: pack the next batch, start it on the device, pass it to the finisher."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
-# Of a batch's results on the host, at most. Vectors of texts are far below it; those of tokens, and the whole
-# vocabularies of sparse models, would not be. Four batches may exist at a time: two in flight, two with the finisher.
-_MOST_RESULT_BYTES = 128 << 20
+# The results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four batches
+# may exist at a time: two in flight, two with the finisher.
+_MAX_RESULT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Fault:
-    """Why a batch did not start; `trace` only where it held a single text."""
+class _StartError:
+    """Why a batch did not start; `traceback` only where it held a single text."""
 
     text: str
-    memory: bool
-    trace: str
+    out_of_memory: bool
+    traceback: str
 
 
 class Runner:
@@ -47,94 +47,89 @@ class Runner:
         self._finisher = finisher
         self._threads_wanted: int | None = threads
         self._memory_returned = True
-        self._flight = finisher.flight
+        self._in_flight = finisher.in_flight
 
     @property
     def running_tokens(self) -> int:
-        """Tokens of the batches that were started and are not finished."""
-        return self._flight.tokens
+        return self._in_flight.tokens
 
     def use_threads(self, threads: int) -> None:
         """Use that many CPU threads from the next batch on. OpenMP keeps the number per thread, so `run` sets it."""
         self._threads_wanted = threads
 
     def run(self) -> None:
-        """Until the queue ends, or nobody finishes batches any more."""
-        while self._flight.wait_for_room() and (take := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
+        """Until the queue is closed and empty, or the finisher has ended."""
+        while self._in_flight.wait_for_room() and (draft := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
             if self._threads_wanted is not None:
                 torch.set_num_threads(self._threads_wanted)
                 self._threads_wanted = None
-            if take.expired:
-                self.fail(take.expired, DeadlineExceeded())
-            if take.entries:
-                self._execute(take.entries)
+            if draft.expired:
+                self._fail(draft.expired, DeadlineExceeded())
+            if draft.entries:
+                self._execute(draft.entries)
                 self._memory_returned = False
             elif not self._memory_returned:
                 return_freed_memory()
                 self._memory_returned = True
 
-    def fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
-        """Give up on `entries`."""
+    def _fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
         self._finisher.put(Failures([(entry.job, entry.row, error) for entry in entries]))
 
     def _execute(self, entries: list[QueueEntry]) -> None:
-        """Run a batch. One whose results would be too many bytes is run in halves.
-
-        So is one that fails, so that only the texts that cannot be served fail.
-        """
-        if len(entries) > 1 and self._result_bytes(entries) > _MOST_RESULT_BYTES:
+        """Run a batch; in halves where its results would be too large or it fails, so that only bad texts fail."""
+        if len(entries) > 1 and self._result_bytes(entries) > _MAX_RESULT_BYTES:
             self._execute_halves(entries)
             return
         fault = self._start(entries)
         if fault is None:
             return
-        if fault.memory and self._model.backbone.device.type == "cuda":
+        if fault.out_of_memory and self._model.backbone.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(entries) > 1:
             log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), fault.text)
             self._execute_halves(entries)
-        elif fault.memory:
-            self.fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
+        elif fault.out_of_memory:
+            self._fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
         else:
-            log.error("a text failed by itself: %s", fault.trace)
-            self.fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
+            log.error("a text failed by itself: %s", fault.traceback)
+            self._fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
 
     def _execute_halves(self, entries: list[QueueEntry]) -> None:
         middle = len(entries) // 2
         for half in (entries[:middle], entries[middle:]):
-            if self._flight.wait_for_room():
+            if self._in_flight.wait_for_room():
                 self._execute(half)
 
     def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
-        """Float32 results of all the texts for every output that one of them wants; sparse ones are few bytes."""
+        """Bytes of float32 results, for every output that one of the texts wants; sparse ones are too few to count."""
         widths, wanted = self._model.widths, _wanted(entries)
         tokens = sum(entry.length for entry in entries)
         per_token = sum(widths[output] for output in wanted & _PER_TOKEN)
         per_text = sum(widths[output] for output in wanted & _PER_TEXT)
         return 4 * (tokens * per_token + len(entries) * per_text)
 
-    def _start(self, entries: list[QueueEntry]) -> _Fault | None:
-        """Start a batch and hand it on.
+    def _start(self, entries: list[QueueEntry]) -> _StartError | None:
+        """Start a batch and pass it on.
 
-        A fault comes back as text: the error itself would keep the tensors of the forward alive through its frames.
+        Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
         tokens = sum(entry.length for entry in entries)
-        self._flight.enter(tokens)
+        self._in_flight.enter(tokens)
         started_ns = time.monotonic_ns()
         try:
             batch = pack([entry.encoded for entry in entries])
             rows = self._model.run(batch, _wanted(entries))
             started = StartedBatch([entries[i] for i in batch.order], _to_host(rows), started_ns, tokens)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            self._flight.leave(tokens)
+            self._in_flight.leave(tokens)
             trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
-            return _Fault(str(error), _is_out_of_memory(error), trace)
+            return _StartError(str(error), _is_out_of_memory(error), trace)
         self._finisher.put(started)
         return None
 
 
 def return_freed_memory() -> None:
-    """What was freed goes back to the system; glibc alone would keep all that the largest batch ever needed."""
+    """Return freed memory to the system: glibc would keep what the largest batch ever needed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -148,7 +143,7 @@ def _wanted(entries: Sequence[QueueEntry]) -> frozenset[Output]:
 
 
 def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
-    """Start the copies of `rows` to the host; the result waits for them."""
+    """Start copying `rows` to the host; the returned function waits for the copies."""
     here = {
         output: [None if part is None else _copied(part) for part in (of.values, of.offsets, of.indices)]
         for output, of in rows.items()

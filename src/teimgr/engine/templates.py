@@ -1,4 +1,4 @@
-"""Rerankers that are language models: a pair becomes one text, of which only the body is ever cut."""
+"""Templates around inputs: role prefixes of late interaction, and chat templates of causal rerankers."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ QUERY, DOCUMENT = "query", "document"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One of the two: `limit` is tokens, all included; `prefix` ids (int32) go behind the leading special tokens.
+    """Query or document: `limit` is tokens, all included; `prefix` ids (int32) go behind the leading special tokens.
 
-    Where `filling` is set, an input is filled with that id up to the limit, and unless `attend` no token sees the
-    filling, which still has vectors of its own.
+    Where `expansion_id` is set, an input is expanded with that id up to the limit (ColBERT's query augmentation), and
+    unless `attend` no token attends to the expansion tokens, which still have vectors of their own.
     """
 
     query: bool
     limit: int
     prefix: NDArray[np.int32]
-    filling: int | None = None
+    expansion_id: int | None = None
     attend: bool = False
 
-    def dress(self, ids: NDArray[np.int32], leading: int, typed: bool) -> Encoded:
-        """The input of a text's `ids`, of which the first `leading` are special; `typed` gives it token types."""
-        return self.fill(np.concatenate([ids[:leading], self.prefix, ids[leading:]]), typed)
+    def add_prefix(self, ids: NDArray[np.int32], leading: int, typed: bool) -> Encoded:
+        """Encode a text's `ids`, of which the first `leading` are special; `typed` adds token types."""
+        return self.expand(np.concatenate([ids[:leading], self.prefix, ids[leading:]]), typed)
 
-    def fill(self, ids: NDArray[np.int32], typed: bool) -> Encoded:
-        """The input of `ids` that have their prefix already."""
+    def expand(self, ids: NDArray[np.int32], typed: bool) -> Encoded:
+        """Encode `ids` that have their prefix already."""
         real = len(ids)
-        if self.filling is not None and real < self.limit:
-            ids = np.concatenate([ids, np.full(self.limit - real, self.filling, dtype=np.int32)])
+        if self.expansion_id is not None and real < self.limit:
+            ids = np.concatenate([ids, np.full(self.limit - real, self.expansion_id, dtype=np.int32)])
         type_ids = np.zeros(len(ids), dtype=np.uint8) if typed else None
         keys = None if self.attend or real == len(ids) else real
         return Encoded(ids, type_ids, keys, query=self.query)
 
 
-def roles_of(late: LateInteraction, max_length: int) -> dict[bool, Role]:
-    """The roles by whether they are the query's; `max_length` is the model's own."""
-    filled = late.expand_queries and late.query_length is not None
+def late_interaction_roles(late: LateInteraction, max_length: int) -> dict[bool, Role]:
+    """The document's role under False, the query's under True; `max_length` is the model's own."""
+    expanded = late.expand_queries and late.query_length is not None
     return {
         True: Role(
             query=True,
             limit=min(late.query_length or max_length, max_length),
             prefix=np.array(late.query_prefix_ids, dtype=np.int32),
-            filling=late.expansion_token_id if filled else None,
+            expansion_id=late.expansion_token_id if expanded else None,
             attend=late.attend_to_expansion,
         ),
         False: Role(
@@ -68,12 +68,12 @@ def roles_of(late: LateInteraction, max_length: int) -> dict[bool, Role]:
 _PLACES = re.compile(r"(\{query\}|\{document\})")
 
 
-class CausalText:
-    """The template of one model around its pairs; `limit` is tokens, the template's included."""
+class CausalTemplate:
+    """A causal reranker's template around pairs; only the body is truncated. `limit` includes the template's tokens."""
 
-    def __init__(self, form: CausalRerank, library: TokenizerLibrary, shortener: Shortener, limit: int) -> None:
-        self._form = form
-        self._body = _PLACES.split(form.body)
+    def __init__(self, config: CausalRerank, library: TokenizerLibrary, shortener: Shortener, limit: int) -> None:
+        self._config = config
+        self._body = _PLACES.split(config.body)
         self._library = library
         self._shortener = shortener
         self._limit = limit
@@ -81,12 +81,12 @@ class CausalText:
     def encode(self, pairs: Sequence[Pair], truncate: bool, left: bool) -> list[NDArray[np.int32]]:
         """The ids of each pair, int32, longer than the limit only where not `truncate`.
 
-        The text is tokenized as one, as chat templates are: a token may reach over the edge of the body.
+        Template and body are tokenized as one text, as for chats: a token may reach over the edge of the body.
 
         Raises:
             TokenizerFailed: the library refused one of them.
         """
-        bodies = [self.body(pair) for pair in pairs]
+        bodies = [self._body_of(pair) for pair in pairs]
         short = [self._shortener.short_text(body, left) if truncate else body for body in bodies]
         encodings = self._encode(short)
         return [
@@ -94,29 +94,29 @@ class CausalText:
             for encoding, kept, body in zip(encodings, short, bodies, strict=True)
         ]
 
-    def body(self, pair: Pair) -> str:
-        """The middle of a pair's text. What a text says of {query} or {document} itself stays as it is."""
+    def _body_of(self, pair: Pair) -> str:
+        """The middle of a pair's text. A literal {query} or {document} in a text stays as it is."""
         texts = {"{query}": pair.first, "{document}": pair.second}
         return "".join(texts.get(part, part) for part in self._body)
 
     @property
     def template_tokens(self) -> int:
-        """The tokens around an empty pair."""
-        return len(self._encode([self.body(Pair("", ""))])[0].ids)
+        """How many tokens the template has."""
+        return len(self._encode([self._body_of(Pair("", ""))])[0].ids)
 
     def _encode(self, bodies: Sequence[str]) -> list[Encoding]:
-        texts = [f"{self._form.prefix}{body}{self._form.suffix}" for body in bodies]
+        texts = [f"{self._config.prefix}{body}{self._config.suffix}" for body in bodies]
         return self._library.encode(texts, specials=False, offsets=True)
 
     def _ids(self, encoding: Encoding, kept: str, body: str, truncate: bool, left: bool) -> NDArray[np.int32]:
         ids = np.array(encoding.ids, dtype=np.int32)
-        if kept is not body and len(ids) <= self._limit:  # all of the body counts
+        if kept is not body and len(ids) <= self._limit:  # the shortened body was too short to decide
             return self._ids(self._encode([body])[0], body, body, truncate, left)
         if not truncate or len(ids) <= self._limit:
             return ids
         offsets = np.array(encoding.offsets)
-        before = int((offsets[:, 1] <= len(self._form.prefix)).sum())
-        after = int((offsets[:, 0] >= len(self._form.prefix) + len(kept)).sum())
+        before = int((offsets[:, 1] <= len(self._config.prefix)).sum())
+        after = int((offsets[:, 0] >= len(self._config.prefix) + len(kept)).sum())
         middle = ids[before : len(ids) - after]
         room = max(self._limit - before - after, 0)
         middle = middle[len(middle) - room :] if left else middle[:room]

@@ -1,4 +1,4 @@
-"""A model's tokenizer file, and what can be told from it."""
+"""The tokenizers library: loading, encoding, and truncation that costs no more than the tokens it keeps."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from tokenizers import Encoding, Tokenizer, normalizers
 from teimgr.errors import ModelLoadFailed, TokenizerFailed
 from teimgr.model_files import Layout
 
-# One text, or two that are read together through the model's template for pairs.
+# A text, or a pair for the model's pair template.
 Text = str | tuple[str, str]
 
 
 class TokenizerLibrary:
-    """Safe from any thread; the GIL is free while it works."""
+    """A tokenizer of the library with its errors as `TokenizerFailed`. Safe from any thread; releases the GIL."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[Text], specials: bool = True, offsets: bool = False) -> list[Encoding]:
-        """Whole encodings of `texts`, with or without special tokens; with offsets only where they are asked for.
+        """Untruncated encodings of `texts`, with or without special tokens and offsets.
 
         Raises:
             TokenizerFailed: the library refused one of them.
         """
-        with _refusals():
-            if len(texts) == 1:  # the thread pool is spared
+        with _library_errors():
+            if len(texts) == 1:  # without the thread pool
                 whole, pair = (texts[0], None) if isinstance(texts[0], str) else texts[0]
                 return [self._tokenizer.encode(whole, pair, add_special_tokens=specials)]
-            work = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
-            return work(list(texts), add_special_tokens=specials)
+            encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+            return encode(list(texts), add_special_tokens=specials)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of `ids`.
@@ -43,7 +43,7 @@ class TokenizerLibrary:
         Raises:
             TokenizerFailed: an id is no token id.
         """
-        with _refusals():
+        with _library_errors():
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @property
@@ -53,8 +53,8 @@ class TokenizerLibrary:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """What the library raises, as TokenizerFailed: plain Exception, or a panic of Rust, which is a BaseException."""
+def _library_errors() -> Iterator[None]:
+    """Turn the library's errors into TokenizerFailed: plain Exceptions, or Rust panics, which are BaseExceptions."""
     try:
         yield
     except BaseException as error:
@@ -63,7 +63,7 @@ def _refusals() -> Iterator[None]:
         raise TokenizerFailed(f"tokenizer error {error}") from error
 
 
-# How GPT-4's tokenizer and those after it (Qwen, Llama 3) find words: a space may begin one, and never lies within.
+# The word pattern of GPT-4's tokenizer and its successors (Qwen, Llama 3): a space may begin a word, never lie within.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -72,7 +72,7 @@ _VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.m
 
 
 def load_tokenizer(layout: Layout) -> Tokenizer:
-    """The model's fast tokenizer, rid of the padding and truncation its file may carry.
+    """The model's fast tokenizer, without the padding and truncation that its file may configure.
 
     Raises:
         ModelLoadFailed: there is none, or it cannot be read.
@@ -92,7 +92,7 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
 
 
 def _convert(layout: Layout) -> Tokenizer:
-    """A fast tokenizer from an older model's vocabulary. Without one, transformers would make up an empty one."""
+    """Convert an older model's vocabulary. Where there is none, transformers would create an empty tokenizer."""
     from transformers import AutoTokenizer
 
     if not any((layout.transformer_dir / name).is_file() for name in _VOCABULARIES):
@@ -106,12 +106,12 @@ def _convert(layout: Layout) -> Tokenizer:
 
 
 def _lower_cases(tokenizer: Tokenizer) -> bool:
-    stated = json.loads(tokenizer.to_str())["normalizer"]
-    return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in _parts(stated, "normalizers"))
+    spec = json.loads(tokenizer.to_str())["normalizer"]
+    return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in _parts(spec, "normalizers"))
 
 
 def unknown_id(tokenizer: Tokenizer) -> int | None:
-    """The id of what is not in the vocabulary; None where everything can be written in it."""
+    """The id of the unknown token; None where the vocabulary covers all text."""
     model = json.loads(tokenizer.to_str())["model"]
     if "unk_id" in model:  # Unigram
         return None if model["unk_id"] is None else int(model["unk_id"])
@@ -120,11 +120,11 @@ def unknown_id(tokenizer: Tokenizer) -> int | None:
 
 
 def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether no token ever holds a letter or digit from both sides of a space. False where that is not certain."""
-    stated = json.loads(tokenizer.to_str())
-    if any(" " in token["content"].strip() for token in stated["added_tokens"]):
+    """Whether no token can span letters or digits on both sides of a space; False where that is not certain."""
+    spec = json.loads(tokenizer.to_str())
+    if any(" " in token["content"].strip() for token in spec["added_tokens"]):
         return False
-    return any(_splits(part) for part in _parts(stated["pre_tokenizer"], "pretokenizers"))
+    return any(_splits(part) for part in _parts(spec["pre_tokenizer"], "pretokenizers"))
 
 
 def _splits(part: dict[str, Any]) -> bool:
@@ -138,26 +138,26 @@ def _splits(part: dict[str, Any]) -> bool:
     return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
 
 
-def _parts(stated: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
-    """A normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
-    if stated is None:
+def _parts(spec: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
+    if spec is None:
         return []
-    if stated["type"] == "Sequence":
-        return [part for child in stated[children] for part in _parts(child, children)]
-    return [stated]
+    if spec["type"] == "Sequence":
+        return [part for child in spec[children] for part in _parts(child, children)]
+    return [spec]
 
 
-class Cut(NamedTuple):
+class Truncation(NamedTuple):
     """Keep `limit` tokens, special ones included; of a pair the longer half is cut first. `left` keeps the end."""
 
     limit: int
     left: bool
 
     def kept(self, encoding: Encoding) -> NDArray[np.intp] | None:
-        """Where the tokens are that stay, special ones always; None where all do."""
+        """The positions of the tokens that stay, special ones always; None where all do."""
         if len(encoding) <= self.limit:
             return None
-        half_of = halves(encoding)
+        half_of = _halves(encoding)
         stays = half_of < 0
         for half, count in enumerate(self.counts(half_of)):
             tokens = np.flatnonzero(half_of == half)
@@ -180,27 +180,32 @@ class Cut(NamedTuple):
         return max(0, self.limit - int((half_of < 0).sum()))
 
 
-def halves(encoding: Encoding) -> NDArray[np.int8]:
-    """Which half each token is of, 0 or 1; -1 for special ones."""
+def _halves(encoding: Encoding) -> NDArray[np.int8]:
+    """Which half each token belongs to, 0 or 1; -1 for special ones."""
     return np.array([-1 if half is None else half for half in encoding.sequence_ids], dtype=np.int8)
 
 
 class Shortener:
-    """Cuts to `characters`; `safe` is whether the tokenizer breaks at spaces."""
+    """Cuts very long texts to `characters` before tokenization, only where that cannot change the result.
+
+    A text is cut at a space between two letters or digits, in a tokenizer that never joins characters over a space
+    (`safe`): then the tokens of what is kept are those of the whole text. If they exceed the limit, truncation would
+    have dropped everything beyond; if they do not, the whole text must be tokenized after all. `holds` decides.
+    """
 
     def __init__(self, characters: int, safe: bool) -> None:
         self._characters = characters
         self._safe = safe
 
     def short(self, text: Text, left: bool) -> Text:
-        """`text` itself, or what is left of it; of a pair each half by itself."""
+        """`text` itself, or a shorter one; of a pair each half by itself."""
         if isinstance(text, str):
             return self.short_text(text, left)
         first, second = (self.short_text(half, left) for half in text)
         return text if first is text[0] and second is text[1] else (first, second)
 
     def short_text(self, text: str, left: bool) -> str:
-        """The same for one text."""
+        """`short` for one text."""
         if not self._safe or len(text) <= self._characters:
             return text
         at = _space_after(text, len(text) - self._characters) if left else _space_before(text, self._characters)
@@ -208,18 +213,18 @@ class Shortener:
             return text
         return text[at:] if left else text[:at]
 
-    def holds(self, encoding: Encoding, short: Text, text: Text, cut: Cut) -> bool:
-        """Whether what `cut` keeps of `encoding`, which is that of `short`, is what it keeps of `text` too."""
+    def holds(self, encoding: Encoding, short: Text, text: Text, truncation: Truncation) -> bool:
+        """Whether truncating `encoding`, that of `short`, keeps the same tokens as truncating that of `text`."""
         if short is text:
             return True
         if isinstance(short, str) or isinstance(text, str):
-            return len(encoding) > cut.limit
-        half_of = halves(encoding)
-        room, kept = cut.room(half_of), cut.counts(half_of)
+            return len(encoding) > truncation.limit
+        half_of = _halves(encoding)
+        room, kept = truncation.room(half_of), truncation.counts(half_of)
         if sum(kept) < room:
             return False
-        # The shorter half is untouched and the longer one fills the rest, or both have half: whatever lies beyond a
-        # cut could only make a half longer that is long enough.
+        # The shorter half is untouched and the longer one fills the rest, or both have half: the text beyond a cut
+        # could only make a half longer that is long enough.
         shorter = kept.index(min(kept))
         if kept[shorter] < room // 2:
             return short[shorter] is text[shorter]
