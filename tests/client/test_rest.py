@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from tests.support.memory_fleet import Fleet
+from tests.support.rest_listener import listening
 from tests.support.small_servers import Certificates, Daemon, serve
 
 from teimgr.client import AsyncClient, Tls
 from teimgr.client.server_address import ServerAddress
+from teimgr.config.settings import Settings
+from teimgr.directory import Directory
 from teimgr.errors import (
     DeadlineExceeded,
     InstanceExists,
@@ -28,7 +32,10 @@ from teimgr.errors import (
     Unavailable,
     ValidationError,
 )
+from teimgr.events.fleet_events import EventLog
+from teimgr.rest.fleet import FleetTools
 from teimgr.spec import State
+from teimgr.supervision.health import LiveProbe
 
 
 @pytest.fixture
@@ -223,3 +230,38 @@ async def test_a_download_that_fails_raises(
     with pytest.raises(error, match=says):
         async for _ in client.download_model(model):
             pass
+
+
+async def test_events_are_listed_and_followed_and_resumed(tmp_path: Path) -> None:
+    log = EventLog(kept=4)
+    log.note([])
+
+    def tools(fleet: Fleet) -> FleetTools:
+        fleet.noticed = log.note
+        return FleetTools(log, LiveProbe(Directory(), 1.0), None)  # type: ignore[arg-type]
+
+    settings = Settings(state_file=tmp_path / "state.toml")
+    async with listening(settings, tools=tools) as front, AsyncClient(front.url) as client:
+        await client.create("a", "m", tags={"team": "search"})
+        await client.create("b", "m")
+        listed = [each async for each in client.events(last=100, follow=False)]
+        assert [(each.event, each.instance) for each in listed] == [
+            (event, name) for name in "ab" for event in ("created", "starting")
+        ]
+        assert (listed[0].id, listed[0].status, listed[0].tags) == (1, "starting", {"team": "search"})
+        only = [each.id async for each in client.events(["b"], ["starting"], last=9, follow=False)]
+        assert only == [4]
+
+        stream = client.events(["a"], last=1)
+        assert (await anext(stream)).event == "starting"
+        front.fleet.ready("a")
+        assert (await anext(stream)).event == "running"
+        await stream.aclose()
+
+        front.fleet.fail("a", "broken")
+        stream = client.events(after=1)
+        missed = await anext(stream)
+        assert (missed.event, missed.id, missed.details) == ("missed", None, {"missed": 1})
+        assert [(await anext(stream)).id for _ in range(4)] == [3, 4, 5, 6]
+        await stream.aclose()
+        log.close()

@@ -1,0 +1,236 @@
+"""The declaration of an instance's keys, and every place that follows from it; a new key is covered by each test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import tomli_w
+
+import teimgr
+from teimgr.client import AsyncClient, Instance
+from teimgr.client.rest import InstanceKeys, NewInstanceKeys
+from teimgr.config.extra_args import FLAGS, parse
+from teimgr.config.settings import Settings
+from teimgr.config.sources import load
+from teimgr.errors import InvalidConfig, ValidationError
+from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
+from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, updatable
+from teimgr.supervision.instance import change_needed
+from teimgr.supervision.store import parse as parse_state
+from teimgr.supervision.store import render
+from tests.support.rest_listener import listening
+
+# The declared keys: every place that has them follows from `InstanceSpec`, and each test covers a new key by itself.
+
+GIVEN = [name for name, key in KEYS.items() if key.in_rest and name != "name"]
+
+
+def sample(name: str) -> Any:
+    """A valid value of the key, other than its default, as JSON and TOML have it."""
+    key, default = KEYS[name], {item.name: item.default for item in fields(InstanceSpec)}[name]
+    if key.words:
+        return next(word for word in key.words if word != default)
+    kind = {"tags": dict, "extra_args": list}.get(name) or next(
+        kind for kind in (bool, int, str) if kind in (hint := HINTS[name], *get_args(hint))
+    )
+    values = {dict: {"team": "search"}, list: ["--auto-truncate"], bool: not default, str: "sample"}
+    return values[kind] if kind in values else int(max(key.low or 0, 1024 if "port" in name else 3))
+
+
+HINTS = get_type_hints(InstanceSpec)
+SAMPLES = {name: sample(name) for name in KEYS}
+"""One value for each key; with `name` and `model_id` a valid instance."""
+
+
+def spec_of(values: dict[str, Any]) -> InstanceSpec:
+    return InstanceSpec(**{name: tuple(value) if name == "extra_args" else value for name, value in values.items()})
+
+
+def test_no_sample_is_a_default_so_that_a_key_that_gets_lost_is_seen() -> None:
+    default = InstanceSpec(name="", model_id="")
+    assert [name for name in KEYS if getattr(default, name) == getattr(spec_of(SAMPLES), name)] == []
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_says_what_it_means_and_has_limits_where_it_is_a_number(name: str) -> None:
+    key, kinds = KEYS[name], {HINTS[name], *get_args(HINTS[name])}
+    assert key.meaning
+    assert int not in kinds or (key.low is not None and key.high is not None)
+    assert (key.most is not None) == (name in ("tags", "extra_args"))
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_survives_the_state_file(name: str) -> None:
+    spec = spec_of({"name": "a", "model_id": "m"} | {name: SAMPLES[name]})
+    assert parse_state(render([spec])).specs == (spec,)
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if KEYS[name].in_config])
+def test_a_key_is_taken_from_a_seed(name: str, tmp_path: Path) -> None:
+    values = {"name": "a", "model_id": "m"} | {name: SAMPLES[name]}
+    file = tmp_path / "t.toml"
+    file.write_text(tomli_w.dumps({"instances": [values]}))
+    assert load(file, {}).instances == (replace(spec_of(values), seeded=True),)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_template_has_the_keys_that_can_be_updated(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    seed = {"name": "a", "template": "t"} | ({"model_id": "m"} if name != "model_id" else {})
+    file.write_text(tomli_w.dumps({"templates": {"t": {name: SAMPLES[name]}}, "instances": [seed]}))
+    if updatable(name):
+        assert getattr(load(file, {}).instances[0], name) == getattr(spec_of(SAMPLES), name)
+    else:
+        with pytest.raises(InvalidConfig, match=f"unknown key '{name}'"):
+            load(file, {})
+
+
+def test_a_flag_sets_the_field_of_its_key() -> None:
+    flags = {name: f"--{name.replace('_', '-')}" for name, key in KEYS.items() if key.flag}
+    assert {name: FLAGS[flag].field for name, flag in flags.items()} == {name: name for name in flags}
+    assert set(flags) <= set(WORKER_KEYS)
+    for name, flag in flags.items():
+        assert parse([f"{flag}={str(SAMPLES[name]).lower()}"]) == {name: SAMPLES[name]}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_what_a_worker_is_launched_with_needs_another_worker(name: str) -> None:
+    old = InstanceSpec(name="a", model_id="m")
+    new = replace(old, **{name: getattr(spec_of(SAMPLES), name)})
+    wanted = Change.REPLACE if name in (*WORKER_KEYS, "extra_args") else KEYS[name].change
+    assert wanted is KEYS[name].change or KEYS[name].change is Change.FIXED
+    if name == "extra_args":
+        new = replace(old, extra_args=("--dtype", "float16"))
+    assert change_needed(old, new, Settings()) is wanted
+
+
+async def test_every_key_goes_from_the_client_through_rest_to_the_state_file_and_back(tmp_path: Path) -> None:
+    settings = Settings(state_file=tmp_path / "state.toml")
+    async with listening(settings, gpus=(SAMPLES["gpu_id"],)) as front, AsyncClient(front.url) as client:
+        made = await client.create(**{name: SAMPLES[name] for name in ("name", *GIVEN)})
+        (stored,) = parse_state(render([front.fleet.get(made.name).spec])).specs
+        shown = instance_info(InstanceView(spec=stored, state=State.STARTING))
+
+    assert {name: getattr(made, name) for name in GIVEN if name != "threads"} == {
+        name: SAMPLES[name]
+        for name in GIVEN
+        if name != "threads"  # what is shown is the share in use
+    }
+    assert stored == front.fleet.get(made.name).spec
+    assert stored.threads == SAMPLES["threads"]
+    assert {name: shown[name] for name in KEYS} == {name: made.details[name] for name in KEYS}
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if updatable(name)])
+async def test_a_key_is_updated_by_the_client_and_set_back(name: str, tmp_path: Path) -> None:
+    settings = Settings(state_file=tmp_path / "state.toml")
+    async with listening(settings) as front, AsyncClient(front.url) as client:
+        before = front.fleet.put(InstanceView(spec=InstanceSpec(name="a", model_id="m"), state=State.RUNNING)).spec
+        await client.update("a", **{name: SAMPLES[name]}, wait=True)
+        after = front.fleet.get("a").spec
+        assert after == replace(before, **{name: getattr(spec_of(SAMPLES), name)})
+        if name != "model_id":
+            await client.update("a", **{name: None})
+            assert front.fleet.get("a").spec == before
+
+
+def test_rest_and_the_client_have_every_key() -> None:
+    updates = {name for name in KEYS if updatable(name)}
+    assert set(CreateInstance.model_fields) == {"name", "template", *GIVEN}
+    assert set(UpdateInstance.model_fields) == {"strategy", *updates}
+    assert set(InstanceInfo.model_fields) >= set(KEYS)
+    assert set(get_type_hints(InstanceKeys)) | {"model_id"} == updates
+    assert set(get_type_hints(NewInstanceKeys)) | {"model_id"} == {"template", *GIVEN}
+    assert {item.name for item in fields(Instance)} >= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"prot": 1}, "unknown key 'prot'; did you mean 'port'?"),
+        ({"port": "8080"}, "port: must be an integer (got text '8080')"),
+        ({"port": 65536}, "port: must be <= 65535 (got 65536)"),
+        ({"dtype": "int3"}, "dtype: must be one of auto, float32"),
+        ({"replicas": "two"}, "replicas: must be one of 'per-gpu'"),
+        ({"extra_args": "--dtype"}, "extra_args: must be a list"),
+        ({"tags": {"a": 1}}, "tags.a: must be text"),
+        ({"wanted_running": False}, "unknown key 'wanted_running'"),
+    ],
+)
+async def test_the_client_checks_keys_by_their_declaration(keys: dict[str, Any], says: str) -> None:
+    async with AsyncClient("http://127.0.0.1:1") as client:
+        with pytest.raises(ValidationError) as caught:
+            await client.create("a", "m", **keys)
+        assert says in caught.value.message
+        with pytest.raises(ValidationError):
+            await client.update("a", **keys)
+
+
+async def test_auto_is_rests_word_for_zero(tmp_path: Path) -> None:
+    settings = Settings(state_file=tmp_path / "state.toml")
+    async with listening(settings) as front, AsyncClient(front.url) as client:
+        await client.create("a", "m", max_batch_tokens="auto")
+        assert front.fleet.get("a").spec.max_batch_tokens == 0
+        with pytest.raises(ValidationError, match="must be >= 1, or auto"):
+            await client.create("b", "m", max_batch_tokens=0)
+
+
+async def test_a_template_of_the_daemon_completes_what_the_client_creates(tmp_path: Path) -> None:
+    settings = Settings(state_file=tmp_path / "state.toml", templates={"t": {"model_id": "m", "tags": {"a": "1"}}})
+    async with listening(settings) as front, AsyncClient(front.url) as client:
+        made = await client.create("a", template="t", tags={"b": "2"})
+        assert (made.model_id, made.tags) == ("m", {"a": "1", "b": "2"})
+        rolled = await client.restart("a", rolling=True, wait=True)
+        assert rolled.details["update"]["state"] == "done"
+
+
+AFTER = "    seeded: bool = "
+USE = """
+import sys
+from pathlib import Path
+from teimgr.client.checks import checked_keys
+from teimgr.config.sources import load
+from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
+from teimgr.spec import KEYS, InstanceView, State
+from teimgr.supervision.store import parse, render
+
+body = checked_keys({"name": "a", "model_id": "m", "shelf": 7}, KEYS)
+made = CreateInstance.model_validate(body).spec()
+(stored,) = parse(render([made])).specs
+assert stored.shelf == 7
+assert instance_info(InstanceView(spec=stored, state=State.RUNNING))["shelf"] == 7
+assert UpdateInstance.model_validate({"shelf": 8}).changes() == {"shelf": 8}
+for kind in (CreateInstance, UpdateInstance, InstanceInfo):
+    assert kind.model_json_schema()["properties"]["shelf"]["description"].startswith("where it stands")
+for bad in (0, 10, "7"):
+    try:
+        CreateInstance.model_validate(body | {"shelf": bad})
+    except ValueError:
+        continue
+    raise AssertionError(bad)
+file = Path(sys.argv[1])
+file.write_text('[templates.t]\\nshelf = 5\\n[[instances]]\\nname = "a"\\nmodel_id = "m"\\ntemplate = "t"\\n')
+assert load(file, {}).instances[0].shelf == 5
+"""
+
+
+def test_adding_a_key_is_one_line(tmp_path: Path) -> None:
+    """A package whose `spec.py` has one more line has the key in every place."""
+    source, package = Path(teimgr.__file__).parent, tmp_path / "teimgr"
+    package.mkdir()
+    for each in source.iterdir():
+        (package / each.name).symlink_to(each)
+    (package / "spec.py").unlink()
+    text = (source / "spec.py").read_text()
+    line = '    shelf: int | None = _key(None, "where it stands", 1, 9)\n'
+    (package / "spec.py").write_text(text.replace(AFTER, line + AFTER))
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", USE, str(tmp_path / "t.toml")]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
