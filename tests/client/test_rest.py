@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -15,7 +16,6 @@ from tests.support.small_servers import Certificates, Daemon, serve
 from teimgr.client import AsyncClient, Tls
 from teimgr.client.server_address import ServerAddress
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory
 from teimgr.errors import (
     DeadlineExceeded,
     InstanceExists,
@@ -33,9 +33,7 @@ from teimgr.errors import (
     ValidationError,
 )
 from teimgr.events.fleet_events import EventLog
-from teimgr.rest.fleet import FleetTools
 from teimgr.spec import State
-from teimgr.supervision.health import LiveProbe
 
 
 @pytest.fixture
@@ -236,12 +234,12 @@ async def test_events_are_listed_and_followed_and_resumed(tmp_path: Path) -> Non
     log = EventLog(kept=4)
     log.note([])
 
-    def tools(fleet: Fleet) -> FleetTools:
+    def parts(fleet: Fleet) -> dict[str, Any]:
         fleet.noticed = log.note
-        return FleetTools(log, LiveProbe(Directory(), 1.0), None)  # type: ignore[arg-type]
+        return {"event_log": log}
 
     settings = Settings(state_file=tmp_path / "state.toml")
-    async with listening(settings, tools=tools) as front, AsyncClient(front.url) as client:
+    async with listening(settings, parts=parts) as front, AsyncClient(front.url) as client:
         await client.create("a", "m", tags={"team": "search"})
         await client.create("b", "m")
         listed = [each async for each in client.events(last=100, follow=False)]
