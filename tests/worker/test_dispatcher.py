@@ -1,14 +1,18 @@
-"""A call that became several jobs is one again when the last of them is finished."""
+"""The stages of a call with an engine that only collects jobs, and calls that become several jobs."""
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
-from teimgr.errors import InvalidInput
+from teimgr.errors import Code, InvalidInput, TeimgrError
+from teimgr.spec import ModelInfo, WorkerSpec
 from teimgr.worker.calls import CallReply, WorkerCall
-from teimgr.worker.dispatcher import Submission, parts_of
+from teimgr.worker.dispatcher import Dispatcher, Part, Submission, parts_of
 
 CUT = InferOptions(frozenset({Output.SCORES}), truncate=True)
 WHOLE = InferOptions(frozenset({Output.SCORES}), truncate=False)
@@ -68,3 +72,161 @@ def test_every_job_has_the_calls_lane_and_deadline_and_is_cancelled_with_it() ->
     several.cancel()
 
     assert {(job.lane, job.deadline, job.cancelled) for job in several.jobs} == {(Lane.BULK, 7.0, True)}
+
+
+class FakeEngine:
+    """Collects the jobs that are submitted; `broken` makes it refuse them."""
+
+    info = ModelInfo(
+        model_id="m",
+        model_sha=None,
+        dtype="float32",
+        device="cpu",
+        kind="embedding",
+        pooling="mean",
+        batching="packed",
+        dimension=32,
+        max_input_length=512,
+        max_batch_tokens=1024,
+        token_dimension=32,
+    )
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.broken = False
+
+    def stats(self) -> Any:
+        raise NotImplementedError
+
+    def check(self, options: InferOptions) -> None:
+        pass
+
+    def submit(self, job: Job) -> None:
+        if self.broken:
+            raise RuntimeError("no device")
+        self.jobs.append(job)
+
+
+class Asked(WorkerCall):
+    """A call that remembers its replies."""
+
+    def __init__(self, may_wait: bool = False) -> None:
+        super().__init__(1, Lane.BULK, may_wait=may_wait)
+        self.replies: list[CallReply | TeimgrError] = []
+
+    def reply(self, reply: CallReply) -> None:
+        self.replies.append(reply)
+
+    def fail(self, error: TeimgrError) -> None:
+        self.replies.append(error)
+
+    @property
+    def code(self) -> Code:
+        [error] = self.replies
+        assert isinstance(error, TeimgrError)
+        return error.code
+
+
+def dispatching(engine: FakeEngine, calls: int = 2) -> Dispatcher:
+    """A dispatcher that admits 5 × `calls`, with a result budget of 8 × 64 KiB."""
+    spec = WorkerSpec(name="i", model_id="m", port=1, max_concurrent_requests=calls, max_message_bytes=1 << 16)
+    dispatcher = Dispatcher(spec)
+    dispatcher.attach(cast(Engine, engine))
+    return dispatcher
+
+
+def ask(dispatcher: Dispatcher, output: Output = Output.DENSE, text: str = "fog", *, may_wait: bool = False) -> Asked:
+    call = Asked(may_wait)
+    options = InferOptions(frozenset({output}))
+    dispatcher.infer(call, [text], options, lambda job: CallReply(str(job.inputs[0]).encode()))
+    return call
+
+
+async def test_a_call_is_submitted_encoded_and_answered_once() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine)
+
+    call = ask(dispatcher)
+    assert dispatcher.calls == 1
+    dispatcher.deliver(engine.jobs)
+    await dispatcher.drained(1.0)
+    dispatcher.cancel(call)
+
+    assert call.replies == [CallReply(b"fog")]
+    assert dispatcher.calls == 0
+    dispatcher.close()
+
+
+async def test_calls_beyond_the_limit_are_overloaded_or_wait() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=1)
+    first, *_ = [ask(dispatcher, text=str(number)) for number in range(5)]
+
+    refused, waiting = ask(dispatcher), ask(dispatcher, text="later", may_wait=True)
+    assert refused.code is Code.OVERLOADED
+    assert len(engine.jobs) == 5
+    dispatcher.cancel(first)
+
+    assert engine.jobs[0].cancelled
+    assert [job.inputs for job in engine.jobs[5:]] == [["later"]]
+    assert not waiting.replies
+    dispatcher.close()
+
+
+async def test_calls_wait_for_the_result_budget_but_for_those_that_need_none_of_it() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=9)
+    long = "x" * 5000  # 512 tokens of 32 float32: the budget holds 8 of them
+
+    large = [ask(dispatcher, Output.TOKENS, long) for _ in range(9)]
+    dense = ask(dispatcher)
+    assert [job.inputs for job in engine.jobs] == [[long]] * 8 + [["fog"]]
+    dispatcher.cancel(large[0])
+
+    assert len(engine.jobs) == 10
+    assert not dense.replies
+    dispatcher.close()
+
+
+async def test_an_engine_that_refuses_a_job_fails_its_call_alone() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine)
+
+    engine.broken = True
+    failed = ask(dispatcher)
+    engine.broken = False
+    served = ask(dispatcher)
+
+    assert failed.code is Code.INTERNAL_ERROR
+    assert dispatcher.calls == len(engine.jobs) == 1
+    assert not served.replies
+    dispatcher.close()
+
+
+async def test_a_call_cancelled_before_it_is_submitted_starts_no_job() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine)
+    call = Asked()
+    dispatcher.admit(call, lambda: None)
+
+    dispatcher.cancel(call)
+    dispatcher.submit(call, [Part(range(1), ["fog"], InferOptions())], lambda job: CallReply(b""))
+
+    assert not engine.jobs
+    assert not call.replies
+    dispatcher.close()
+
+
+async def test_a_worker_that_stops_accepting_refuses_new_calls_and_answers_the_others() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine)
+    call = ask(dispatcher)
+
+    dispatcher.stop_accepting()
+    late = ask(dispatcher)
+    dispatcher.deliver(engine.jobs)
+    await dispatcher.drained(1.0)
+
+    assert late.code is Code.BACKEND_UNAVAILABLE
+    assert call.replies == [CallReply(b"fog")]
+    dispatcher.close()

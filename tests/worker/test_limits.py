@@ -1,163 +1,292 @@
-"""Who is let in, who waits in line, who is refused."""
+"""The fair limiter as call limiter and as result budget, and the size of vectors per token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
-from teimgr.engine.job import Lane
+from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.errors import Overloaded
+from teimgr.spec import ModelInfo
 from teimgr.worker.calls import WorkerCall
-from teimgr.worker.limits import CallLimiter
+from teimgr.worker.limits import FairLimiter, max_token_bytes
 
 
-class Door:
-    """An admission, and the calls it let in, in order."""
+def unexpected(call: WorkerCall, error: Exception) -> None:
+    raise error
+
+
+class CallLimiter:
+    """A limiter of calls, and the calls it admitted, in order."""
 
     def __init__(self, calls: int = 2, size_bytes: int = 100, waiting: int = 3, waiting_bytes: int = 1000) -> None:
-        self.admission = CallLimiter(
-            max_calls=calls, max_bytes=size_bytes, max_waiting=waiting, max_waiting_bytes=waiting_bytes
+        self.limiter = FairLimiter(
+            unexpected, max_calls=calls, max_bytes=size_bytes, max_waiting=waiting, max_waiting_bytes=waiting_bytes
         )
         self.proceeded: list[WorkerCall] = []
 
     def enter(self, size_bytes: int = 1, may_wait: bool = False) -> WorkerCall:
         call = WorkerCall(size_bytes, Lane.INTERACTIVE, may_wait=may_wait)
-        self.admission.enter(call, lambda: self.proceeded.append(call))
+        self.limiter.enter(call, size_bytes, lambda: self.proceeded.append(call), may_wait)
         return call
 
-    def waits(self, call: WorkerCall) -> bool:
-        return call in self.admission and call not in self.proceeded
+    def is_queued(self, call: WorkerCall) -> bool:
+        return call in self.limiter and call not in self.proceeded
 
 
 def test_calls_beyond_the_count_are_refused() -> None:
-    door = Door(calls=2)
-    first, second = door.enter(), door.enter()
+    calls = CallLimiter(calls=2)
+    first, second = calls.enter(), calls.enter()
 
     with pytest.raises(Overloaded):
-        door.enter()
+        calls.enter()
 
-    assert door.proceeded == [first, second]
-    assert len(door.admission) == 2
+    assert calls.proceeded == [first, second]
+    assert len(calls.limiter) == 2
 
 
 def test_calls_beyond_the_bytes_are_refused() -> None:
-    door = Door(calls=9, size_bytes=100)
-    door.enter(60)
+    calls = CallLimiter(calls=9, size_bytes=100)
+    calls.enter(60)
 
     with pytest.raises(Overloaded):
-        door.enter(41)
-    door.enter(40)
+        calls.enter(41)
+    calls.enter(40)
 
-    assert len(door.admission) == 2
+    assert len(calls.limiter) == 2
 
 
 def test_a_lone_call_of_any_size_is_let_in() -> None:
-    door = Door(size_bytes=100)
+    calls = CallLimiter(size_bytes=100)
 
-    large = door.enter(10_000)
+    large = calls.enter(10_000)
 
-    assert door.proceeded == [large]
+    assert calls.proceeded == [large]
     with pytest.raises(Overloaded):
-        door.enter(1)
+        calls.enter(1)
 
 
 def test_those_who_may_wait_come_in_by_their_order() -> None:
-    door = Door(calls=1)
-    inside = door.enter()
-    line = [door.enter(may_wait=True) for _ in range(3)]
-    assert door.proceeded == [inside]
+    calls = CallLimiter(calls=1)
+    inside = calls.enter()
+    line = [calls.enter(may_wait=True) for _ in range(3)]
+    assert calls.proceeded == [inside]
 
     for call in (inside, *line):
-        door.admission.leave(call)
+        calls.limiter.leave(call)
 
-    assert door.proceeded == [inside, *line]
-    assert len(door.admission) == 0
+    assert calls.proceeded == [inside, *line]
+    assert len(calls.limiter) == 0
 
 
 def test_nobody_passes_the_line_even_if_small_enough() -> None:
-    door = Door(calls=9, size_bytes=100)
-    door.enter(60)
-    door.enter(50, may_wait=True)
+    calls = CallLimiter(calls=9, size_bytes=100)
+    calls.enter(60)
+    calls.enter(50, may_wait=True)
 
     with pytest.raises(Overloaded):
-        door.enter(1)
+        calls.enter(1)
 
 
 def test_a_line_that_is_full_by_count_or_by_bytes_refuses() -> None:
-    by_count = Door(calls=1, waiting=2)
-    by_bytes = Door(calls=1, waiting=9, waiting_bytes=100)
+    by_count = CallLimiter(calls=1, waiting=2)
+    by_bytes = CallLimiter(calls=1, waiting=9, waiting_bytes=100)
     by_count.enter()
     by_bytes.enter()
     for _ in range(2):
         by_count.enter(may_wait=True)
         by_bytes.enter(50, may_wait=True)
 
-    for door in (by_count, by_bytes):
+    for calls in (by_count, by_bytes):
         with pytest.raises(Overloaded):
-            door.enter(may_wait=True)
+            calls.enter(may_wait=True)
 
 
 def test_a_lone_waiting_call_of_any_size_stands_in_line() -> None:
-    door = Door(calls=1, waiting_bytes=100)
-    inside = door.enter()
-    large = door.enter(10_000, may_wait=True)
+    calls = CallLimiter(calls=1, waiting_bytes=100)
+    inside = calls.enter()
+    large = calls.enter(10_000, may_wait=True)
 
-    door.admission.leave(inside)
+    calls.limiter.leave(inside)
 
-    assert door.proceeded == [inside, large]
+    assert calls.proceeded == [inside, large]
 
 
 def test_leaving_twice_gives_room_back_once() -> None:
-    door = Door(calls=1)
-    call = door.enter()
+    calls = CallLimiter(calls=1)
+    call = calls.enter()
 
-    assert door.admission.leave(call)
-    assert not door.admission.leave(call)
+    assert calls.limiter.leave(call)
+    assert not calls.limiter.leave(call)
 
-    door.enter()
+    calls.enter()
     with pytest.raises(Overloaded):
-        door.enter()
+        calls.enter()
 
 
 def test_who_leaves_the_line_is_never_let_in_and_lets_the_next_one_up() -> None:
-    door = Door(calls=9, size_bytes=100)
-    inside = door.enter(60)
-    large = door.enter(50, may_wait=True)
-    small = door.enter(10, may_wait=True)
+    calls = CallLimiter(calls=9, size_bytes=100)
+    inside = calls.enter(60)
+    large = calls.enter(50, may_wait=True)
+    small = calls.enter(10, may_wait=True)
 
-    assert door.admission.leave(large)
+    assert calls.limiter.leave(large)
 
-    assert door.proceeded == [inside, small]
-    assert large not in door.admission
+    assert calls.proceeded == [inside, small]
+    assert large not in calls.limiter
 
 
 def test_room_of_the_line_comes_back() -> None:
-    door = Door(calls=1, waiting=1, waiting_bytes=100)
-    inside = door.enter()
-    waiting = door.enter(100, may_wait=True)
+    calls = CallLimiter(calls=1, waiting=1, waiting_bytes=100)
+    inside = calls.enter()
+    waiting = calls.enter(100, may_wait=True)
 
-    door.admission.leave(waiting)
-    again = door.enter(100, may_wait=True)
-    door.admission.leave(inside)
+    calls.limiter.leave(waiting)
+    again = calls.enter(100, may_wait=True)
+    calls.limiter.leave(inside)
 
-    assert door.proceeded == [inside, again]
-    assert door.enter(100, may_wait=True) in door.admission
+    assert calls.proceeded == [inside, again]
+    assert calls.enter(100, may_wait=True) in calls.limiter
 
 
 def test_a_long_line_of_calls_that_fail_at_once_is_worked_off() -> None:
     """Each leaves while it is being let in, which must not nest."""
-    admission = CallLimiter(max_calls=1, max_bytes=100, max_waiting=5000, max_waiting_bytes=5000)
+    limiter = FairLimiter(unexpected, max_calls=1, max_bytes=100, max_waiting=5000, max_waiting_bytes=5000)
     calls = [WorkerCall(1, Lane.BULK, may_wait=True) for _ in range(5000)]
     left: list[WorkerCall] = []
 
     def fail(call: WorkerCall) -> None:
         left.append(call)
-        admission.leave(call)
+        limiter.leave(call)
 
     first = WorkerCall(1, Lane.BULK)
-    admission.enter(first, lambda: None)
+    limiter.enter(first, 1, lambda: None, may_wait=False)
     for call in calls:
-        admission.enter(call, lambda call=call: fail(call))
-    admission.leave(first)
+        limiter.enter(call, 1, lambda call=call: fail(call))
+    limiter.leave(first)
 
     assert left == calls
-    assert len(admission) == 0
+    assert len(limiter) == 0
+
+
+class Budget:
+    """A result budget, and the calls it admitted, in order."""
+
+    def __init__(self, max_bytes: int = 100) -> None:
+        self.limiter = FairLimiter(unexpected, max_bytes=max_bytes)
+        self.admitted: list[WorkerCall] = []
+
+    def enter(self, size_bytes: int, then: Callable[[WorkerCall], None] = lambda call: None) -> WorkerCall:
+        call = WorkerCall(1, Lane.BULK)
+
+        def proceed() -> None:
+            self.admitted.append(call)
+            then(call)
+
+        self.limiter.enter(call, size_bytes, proceed)
+        return call
+
+
+def test_what_does_not_fit_waits_by_its_order() -> None:
+    budget = Budget(100)
+    first, second, third = budget.enter(60), budget.enter(50), budget.enter(10)
+
+    assert budget.admitted == [first]
+    budget.limiter.leave(first)
+    assert budget.admitted == [first, second, third]
+
+
+def test_a_lone_call_fits_whatever_its_size() -> None:
+    budget = Budget(100)
+    first, second = budget.enter(10_000), budget.enter(10_000)
+
+    assert budget.admitted == [first]
+    budget.limiter.leave(first)
+    assert budget.admitted == [first, second]
+
+
+def test_who_gives_up_in_the_line_is_never_let_in() -> None:
+    budget = Budget(100)
+    first, second, third = budget.enter(100), budget.enter(100), budget.enter(100)
+
+    budget.limiter.leave(second)
+    budget.limiter.leave(first)
+    assert budget.admitted == [first, third]
+
+
+def test_leaving_the_budget_twice_gives_room_back_once() -> None:
+    budget = Budget(100)
+    first, second = budget.enter(50), budget.enter(50)
+
+    budget.limiter.leave(first)
+    budget.limiter.leave(first)
+    third, fourth = budget.enter(50), budget.enter(1)
+    assert budget.admitted == [first, second, third]
+    budget.limiter.leave(second)
+    assert budget.admitted[-1] is fourth
+
+
+def test_a_long_line_of_calls_that_leave_the_budget_at_once_is_worked_off() -> None:
+    budget = Budget(100)
+    first = budget.enter(100)
+    for _ in range(5000):
+        budget.enter(100, then=budget.limiter.leave)
+
+    budget.limiter.leave(first)
+    assert len(budget.admitted) == 5001
+
+
+def test_a_call_whose_start_raises_is_reported_and_the_queue_goes_on() -> None:
+    failed: list[tuple[WorkerCall, Exception]] = []
+    defect = RuntimeError("start")
+
+    def fail(call: WorkerCall, error: Exception) -> None:
+        failed.append((call, error))
+        limiter.leave(call)
+
+    def raising() -> None:
+        raise defect
+
+    limiter = FairLimiter(fail, max_bytes=1)
+    calls = [WorkerCall(1, Lane.BULK) for _ in range(3)]
+    started: list[WorkerCall] = []
+    limiter.enter(calls[0], 1, lambda: None)
+    limiter.enter(calls[1], 1, raising)
+    limiter.enter(calls[2], 1, lambda: started.append(calls[2]))
+
+    limiter.leave(calls[0])
+
+    assert failed == [(calls[1], defect)]
+    assert started == [calls[2]]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens", "width"),
+    [
+        ({Output.DENSE, Output.SPARSE}, ["fog"], 0, 0),
+        ({Output.TOKENS}, ["fog"], 3 + 64, 32),
+        ({Output.TOKENS, Output.MULTI_VECTOR}, ["fog", None], 3 + 2 * 64, 32 + 8),
+        ({Output.MULTI_VECTOR}, ["fog" * 1000, Pair("a", "b"), np.zeros(5, np.int32)], 200 + 66 + 69, 8),
+    ],
+)
+def test_token_vectors_are_weighed_by_the_characters_up_to_the_models_limit(
+    outputs: set[Output], inputs: list[Input], tokens: int, width: int
+) -> None:
+    model = ModelInfo(
+        model_id="m",
+        model_sha=None,
+        dtype="float32",
+        device="cpu",
+        kind="embedding",
+        pooling="mean",
+        batching="packed",
+        dimension=32,
+        max_input_length=200,
+        max_batch_tokens=1024,
+        token_dimension=32,
+        multi_vector_dimension=8,
+    )
+
+    assert max_token_bytes(model, frozenset(outputs), inputs) == tokens * width * 4

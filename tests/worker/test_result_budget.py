@@ -10,7 +10,7 @@ import pytest
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.spec import ModelInfo
 from teimgr.worker.calls import WorkerCall
-from teimgr.worker.limits import ResultBudget, most_token_bytes
+from teimgr.worker.limits import ResultBudget, max_token_bytes
 
 
 class Hall:
@@ -114,4 +114,4 @@ def test_token_vectors_are_weighed_by_the_characters_up_to_the_models_limit(
         multi_vector_dimension=8,
     )
 
-    assert most_token_bytes(model, frozenset(outputs), inputs) == tokens * width * 4
+    assert max_token_bytes(model, frozenset(outputs), inputs) == tokens * width * 4

@@ -1,37 +1,41 @@
-"""A call: one request from its arrival to its one answer, whichever door it came in by."""
+"""Calls of a worker: one request from its arrival to its one reply, over a link, gRPC or HTTP."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from teimgr.engine.job import Job, Lane
-from teimgr.errors import TeimgrError, TooLarge
+from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
+from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 
+MessageT = TypeVar("MessageT", bound=Message)
+
 
 class CallReply(NamedTuple):
-    """The bytes a caller gets, and what they cost where the surface says so."""
+    """The bytes a caller gets, and what they cost where the interface reports it."""
 
     payload: bytes
     timings: Timings | None = None
 
 
 class Unwritten(NamedTuple):
-    """A reply so large that other answers need not wait for it: `write` makes it, on a thread of its own."""
+    """A reply so large that a codec thread encodes it, by `write`: replies of other calls need not wait for it."""
 
     write: Callable[[], CallReply]
 
 
 class WorkerCall:
-    """What a caller is owed. `deadline` is a `time.monotonic` value or None; `size_bytes` is that of its request.
+    """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
-    `may_wait` says whether it stands in line when the worker is full instead of being refused; `streamed` that it is a
-    message of a stream, which TEI does not count among the requests. Subclasses say how it is answered; `reply` and
-    `fail` are for the loop's thread.
+    `deadline` is a `time.monotonic` value or None; `size_bytes` is the size of the request. `may_wait`: queue it when
+    the worker is full instead of refusing it. `streamed`: a message of a stream, which TEI does not count as a request.
     """
 
     __slots__ = ("context", "deadline", "lane", "may_wait", "output_dtype", "received", "size_bytes", "streamed")
@@ -46,11 +50,9 @@ class WorkerCall:
         self.output_dtype = "f32"
 
     def reply(self, reply: CallReply) -> None:
-        """Answer it."""
         raise NotImplementedError
 
     def fail(self, error: TeimgrError) -> None:
-        """Refuse it."""
         raise NotImplementedError
 
     def add_stats(self, job: Job) -> None:
@@ -74,13 +76,13 @@ class WorkerCall:
         )
 
     def timings(self, job: Job) -> Timings:
-        """What the finished `job` of this call cost so far."""
+        """Cost of the finished `job` of this call, with the total up to now."""
         total_ns = int((time.monotonic() - self.received) * 1e9)
         return Timings(job.chars, job.tokens, total_ns, job.tokenization_ns, job.queue_ns, job.inference_ns)
 
 
 class MethodCall(WorkerCall):
-    """A call of a method of `wire/frames.py`; `payload` is its message, `size_bytes` long."""
+    """A call of a method of `wire/frames.py`; `payload` is its serialised message, `size_bytes` long."""
 
     __slots__ = ("method", "payload")
 
@@ -91,14 +93,22 @@ class MethodCall(WorkerCall):
         self.method = method
         self.payload = payload
 
+    def message(self, kind: type[MessageT]) -> MessageT:
+        """The payload as a protobuf message of type `kind`.
 
-Handler = Callable[[MethodCall], None]
+        Raises:
+            InvalidInput: it is no such message.
+        """
+        try:
+            return kind.FromString(self.payload)
+        except DecodeError as error:
+            raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
 class LinkCall(MethodCall):
     """A REQUEST frame, answered by one REPLY or ERROR frame.
 
-    `unanswered` is the link's own register by frame id; the call enters it and leaves it when answered.
+    `unanswered` has the open calls of the link by frame id: the call adds itself, and removes itself when answered.
     """
 
     __slots__ = ("header", "link", "unanswered")
@@ -115,7 +125,6 @@ class LinkCall(MethodCall):
         unanswered[header.id] = self
 
     def reply(self, reply: CallReply) -> None:
-        """Send it, the timings block in front where there is one."""
         payload, flags = reply.payload, Flag.NONE
         if reply.timings is not None:
             payload, flags = reply.timings.pack() + payload, Flag.TIMINGS
@@ -125,19 +134,18 @@ class LinkCall(MethodCall):
         self.link.send(FrameType.REPLY, self.header.method, self.header.id, payload, flags=flags, context=context)
 
     def fail(self, error: TeimgrError) -> None:
-        """Send the error."""
         self.unanswered.pop(self.header.id, None)
         self.link.send(FrameType.ERROR, self.header.method, self.header.id, pack_error(error))
 
 
 def raise_first(job: Job) -> None:
-    """See that every input was served: where some were not, the whole call fails with what the first of them met."""
+    """Raise the error of the first input that failed, where a call fails as a whole."""
     if job.errors:
         raise job.errors[min(job.errors)]
 
 
 def within(payload: bytes, limit_bytes: int) -> bytes:
-    """`payload`, when it may be sent.
+    """`payload`, checked against the limit of a reply.
 
     Raises:
         TooLarge: it is over `limit_bytes`.
@@ -145,3 +153,14 @@ def within(payload: bytes, limit_bytes: int) -> bytes:
     if len(payload) > limit_bytes:
         raise TooLarge(f"Reply of {len(payload)} bytes is larger than the limit of {limit_bytes} bytes")
     return payload
+
+
+def truncates_left(direction: int) -> bool:
+    """Whether texts are truncated at their beginning: a `tei.v1.TruncationDirection` as a bool.
+
+    Raises:
+        InvalidInput: a number that is not in the enum.
+    """
+    if direction not in (tei_pb2.TRUNCATION_DIRECTION_RIGHT, tei_pb2.TRUNCATION_DIRECTION_LEFT):
+        raise InvalidInput(f"`truncation_direction` {direction} is unknown: 0 (right) or 1 (left)")
+    return bool(direction == tei_pb2.TRUNCATION_DIRECTION_LEFT)

@@ -1,4 +1,4 @@
-"""The way of a call through a worker: let in, given to the engine, encoded, answered, exactly once."""
+"""The path of a call through a worker: admission, result memory, the engine, encoding, exactly one reply."""
 
 from __future__ import annotations
 
@@ -17,10 +17,19 @@ from teimgr.errors import Internal, TeimgrError, Unavailable
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import CallReply, Unwritten, WorkerCall
-from teimgr.worker.limits import CallLimiter, ResultBudget, most_token_bytes
+from teimgr.worker.limits import FairLimiter, max_token_bytes
 from teimgr.worker.metrics import TeiMetrics
 
+log = logging.getLogger(__name__)
+
+# Calls admitted beyond those that run, and payloads of the largest size: they bound the worker's memory.
+_QUEUED_PER_RUNNING = 4
+_MAX_PAYLOADS = 8
+_MAX_WAITING = 65536
+
+ResultT = TypeVar("ResultT")
 Encode = Callable[[Job], CallReply | Unwritten]
+Outcome = tuple[WorkerCall, Job, CallReply | Unwritten | TeimgrError]
 
 
 class Part(NamedTuple):
@@ -31,10 +40,18 @@ class Part(NamedTuple):
     options: InferOptions
 
 
-class Submission:
-    """The jobs of `call`; `encode` makes its answer of them. Several parts are for scores alone.
+def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
+    """As few parts as there are different options; `options` has one for each input."""
+    rows_of: dict[InferOptions, list[int]] = {}
+    for row, option in enumerate(options):
+        rows_of.setdefault(option, []).append(row)
+    return [Part(rows, [inputs[row] for row in rows], option) for option, rows in rows_of.items()]
 
-    `complete` is for the finisher thread, the rest for the loop's.
+
+class Submission:
+    """The engine jobs of one call, one per part. `complete` runs on the finisher thread, the rest on the loop's.
+
+    Several parts are supported for scores alone.
     """
 
     __slots__ = ("_parts", "_unfinished", "call", "encode", "jobs")
@@ -47,26 +64,18 @@ class Submission:
         self._unfinished = len(parts)
 
     def cancel(self) -> None:
-        """What has not started will not."""
+        """Withdraw the inputs that have not started."""
         for job in self.jobs:
             job.cancel()
 
     def complete(self) -> Job | None:
-        """One more job is finished; after the last one, a job with the results of all."""
+        """Count one finished job; after the last one, a job with the results of all."""
         self._unfinished -= 1
         if self._unfinished:
             return None
-        # Jobs know their work: if it went on knowing them, tables would stay until the cycle collector comes by.
+        # A job refers to its submission: a cycle would keep results in memory until the next garbage collection.
         jobs, self.jobs = self.jobs, []
         return jobs[0] if len(jobs) == 1 else _joined(self._parts, jobs)
-
-
-def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
-    """As few parts as there are different options; `options` has one for each input."""
-    rows_of: dict[InferOptions, list[int]] = {}
-    for row, option in enumerate(options):
-        rows_of.setdefault(option, []).append(row)
-    return [Part(rows, [inputs[row] for row in rows], option) for option, rows in rows_of.items()]
 
 
 def _joined(parts: Sequence[Part], jobs: Sequence[Job]) -> Job:
@@ -88,46 +97,44 @@ def _joined(parts: Sequence[Part], jobs: Sequence[Job]) -> Job:
     return whole
 
 
-log = logging.getLogger(__name__)
-
-# Room beyond the requests that run: what bounds memory when callers outrun the device.
-_QUEUED_PER_RUNNING = 4
-_MAX_PAYLOADS = 8
-_MAX_WAITING = 65536
-
-ResultT = TypeVar("ResultT")
-Outcome = tuple[WorkerCall, Job, CallReply | Unwritten | TeimgrError]
-
-
 class Dispatcher:
-    """Where calls wait for the engine's answer. Loop thread, except `deliver`.
+    """Takes calls to the engine and answers each exactly once. Everything but `deliver` is for the loop's thread.
 
-    Until `attach` gives it the engine, and after `stop_accepting`, calls are UNAVAILABLE.
+    The stages, in the order of the methods:
+
+    1. Admission (`serve`, `infer`, `admit`): within a number of calls and payload bytes; calls that may wait queue up.
+    2. Result memory (`submit`): calls whose results grow with every token wait until the result budget has room.
+    3. The engine (`_start`): one job per part.
+    4. Encoding (`deliver`): on the engine's finisher thread; very large replies on a codec thread (`_encode_late`).
+    5. The reply (`_finish`, `answer`): everything the call holds is released first.
+
+    An error at any stage is the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.metrics = TeiMetrics()
+        self.max_bytes = spec.max_message_bytes * _MAX_PAYLOADS
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
         self._closed = False
-        self.max_bytes = spec.max_message_bytes * _MAX_PAYLOADS
-        self._admission = CallLimiter(
+        self._call_limiter = FairLimiter(
+            self._fail,
             max_calls=spec.max_concurrent_requests * (1 + _QUEUED_PER_RUNNING),
             max_bytes=self.max_bytes,
             max_waiting=_MAX_WAITING,
             max_waiting_bytes=self.max_bytes,
         )
-        self._room = ResultBudget(self.max_bytes)
-        self._work: dict[WorkerCall, Submission] = {}
-        self._codec = ThreadPoolExecutor(2, "codec")
+        self._result_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
+        self._submissions: dict[WorkerCall, Submission] = {}
+        self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attended: dict[WorkerCall, asyncio.Task[None]] = {}
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._codec = ThreadPoolExecutor(2, "codec")
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def attach(self, engine: Engine) -> None:
-        """From now on inference is served."""
+        """Serve inference with `engine` from now on."""
         self._engine = engine
         self.metrics.attach(engine.stats, engine.info.max_input_length)
 
@@ -144,36 +151,13 @@ class Dispatcher:
 
     @property
     def calls(self) -> int:
-        """Calls not answered yet."""
-        return len(self._admission) + len(self._attended)
+        """The number of unanswered calls."""
+        return len(self._call_limiter) + len(self._answering)
 
-    def enter(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
-        """Let `call` in, then `proceed`; whatever goes wrong on the way answers it, here too."""
-        self._empty.clear()
-        try:
-            if self._closed:
-                raise Unavailable(f"Instance '{self.spec.name}' is stopping")
-            self._admission.enter(call, lambda: self._guarded(call, proceed))
-        except TeimgrError as error:
-            self.metrics.failed(error)
-            call.fail(error)
-            self._note_if_empty()
-
-    def enter_async(self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """As `enter`, for what has to await something first."""
-        self.enter(call, lambda: self._spawn(call, proceed()))
-
-    def attend(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
-        """Let a coroutine answer `call`, with calls of its own at the dispatcher; who cancels `call` cancels it.
-
-        It takes no room by itself. A draining worker waits for it.
-        """
-        self._empty.clear()
-        task = self._attended[call] = self._loop.create_task(answering)
-        task.add_done_callback(lambda _: self._attended_to(call))
+    # Stage 1: admission.
 
     def serve(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
-        """The whole way of a call whose inputs are known: counted, weighed against the model, let in, inferred.
+        """Count a request, check it against the model, and `infer`.
 
         Raises:
             TeimgrError: the model cannot do what `options` ask for, whether or not there is room.
@@ -181,31 +165,92 @@ class Dispatcher:
         if not call.streamed:
             self.metrics.received(len(inputs))
         self.engine.check(options)
-        self.enter(call, lambda: self.infer(call, inputs, options, encode))
+        self.infer(call, inputs, options, encode)
 
     def infer(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
-        """Give the inputs of an admitted call to the engine; `encode` runs on the finisher thread.
+        """Admit a call, have the engine process its inputs, and answer with what `encode` makes of the finished job."""
+        self.admit(call, partial(self.submit, call, [Part(range(len(inputs)), inputs, options)], encode))
 
-        A call that was cancelled since it came in is left alone.
+    def admit(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
+        """Run `proceed` once `call` is admitted. Errors, of `proceed` too, are its reply."""
+        self._idle.clear()
+        try:
+            if self._closed:
+                raise Unavailable(f"Instance '{self.spec.name}' is stopping")
+            self._call_limiter.enter(call, call.size_bytes, proceed, call.may_wait)
+        except TeimgrError as error:
+            self.metrics.failed(error)
+            call.fail(error)
+            self._check_idle()
+
+    def admit_async(self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """As `admit`, for a coroutine, which ends with `submit` or `answer`."""
+        self.admit(call, lambda: self._spawn(call, proceed()))
+
+    def run(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that answers `call` by calls of its own; only those are admitted. `cancel` cancels it."""
+        self._idle.clear()
+
+        def forget(_: asyncio.Task[None]) -> None:
+            del self._answering[call]
+            self._check_idle()
+
+        task = self._answering[call] = self._loop.create_task(answering)
+        task.add_done_callback(forget)
+
+    # Stages 2 and 3: result memory and the engine.
+
+    def submit(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
+        """Start the engine jobs of an admitted call once the result budget has room; no-op if it was cancelled since.
+
+        `encode` runs on the finisher thread, with all inputs in the rows of the call.
         """
-        self._submit(Submission(call, [Part(range(len(inputs)), inputs, options)], encode))
+        if call not in self._call_limiter:
+            return
+        submission = self._submissions[call] = Submission(call, parts, encode)
+        info = self.engine.info
+        if size_bytes := sum(max_token_bytes(info, part.options.outputs, part.inputs) for part in parts):
+            self._result_budget.enter(call, size_bytes, partial(self._start, submission))
+        else:
+            self._start(submission)
 
-    def infer_parts(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
-        """As `infer`, for scores, where inputs differ in their options; `encode` gets all in their rows again."""
-        self._submit(Submission(call, parts, encode))
+    def _start(self, submission: Submission) -> None:
+        for job in submission.jobs:
+            self.engine.submit(job)
+
+    # Stage 4: encoding.
+
+    def deliver(self, jobs: list[Job]) -> None:
+        """Finisher thread: encode the replies of one batch, then wake the loop once."""
+        outcomes: list[Outcome] = []
+        for job in jobs:
+            submission = job.context
+            assert isinstance(submission, Submission)
+            if (whole := submission.complete()) is None:
+                continue
+            reply: CallReply | Unwritten | TeimgrError
+            try:
+                reply = submission.encode(whole)
+            except TeimgrError as error:
+                reply = error
+            except Exception as error:
+                reply = masked(error, submission.call.context)
+            outcomes.append((submission.call, whole, reply))
+        self._loop.call_soon_threadsafe(self._finish_all, outcomes)
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run blocking codec work on one of the codec threads."""
         return await self._loop.run_in_executor(self._codec, work, *arguments)
 
-    def deliver(self, jobs: list[Job]) -> None:
-        """Finisher thread: encode the answers of one batch, then wake the loop once."""
-        outcomes = [outcome for job in jobs if (outcome := _encoded(job)) is not None]
-        self._loop.call_soon_threadsafe(self._answer_all, outcomes)
+    async def _encode_late(self, call: WorkerCall, job: Job, unwritten: Unwritten) -> None:
+        if call in self._call_limiter:  # and stays there: its memory is at its largest now
+            self._finish(call, job, await self.off_loop(unwritten.write))
+
+    # Stage 5: the reply.
 
     def answer(self, call: WorkerCall, outcome: CallReply | TeimgrError) -> bool:
-        """Answer `call`; False when it was answered or cancelled before."""
-        if not self._leave(call):
+        """Release what `call` holds and answer it; False when it was answered or cancelled before."""
+        if not self._release(call):
             return False
         if isinstance(outcome, TeimgrError):
             call.fail(outcome)
@@ -214,124 +259,87 @@ class Dispatcher:
         return True
 
     def cancel(self, call: WorkerCall) -> None:
-        """The caller went away: what has not started will not."""
-        if (work := self._work.get(call)) is not None:
-            work.cancel()
-        if (task := self._attended.get(call)) is not None:
+        """Withdraw a call whose caller has gone: inputs that have not started never will."""
+        if (submission := self._submissions.get(call)) is not None:
+            submission.cancel()
+        if (task := self._answering.get(call)) is not None:
             task.cancel()
-        if self._leave(call):
+        if self._release(call):
             self.metrics.dropped()
 
-    def stop_accepting(self) -> None:
-        """Refuse new calls; those inside and in line go on."""
-        self._closed = True
-
-    async def drained(self, grace_s: float) -> None:
-        """Wait until nothing is unanswered, at most `grace_s`."""
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._empty.wait()
-        except TimeoutError:
-            log.warning("drain ended with %d calls unanswered", self.calls, extra={"instance": self.spec.name})
-
-    def close(self) -> None:
-        """Stop the codec threads; whoever loaded the engine closes it."""
-        self._codec.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self, work: Submission) -> None:
-        if work.call not in self._admission:
-            return
-        self._work[work.call] = work
-        size_bytes = sum(most_token_bytes(self.engine.info, job.options.outputs, job.inputs) for job in work.jobs)
-        self._room.enter(work.call, size_bytes, lambda: self._guarded(work.call, partial(self._start, work)))
-
-    def _start(self, work: Submission) -> None:
-        for job in work.jobs:
-            self.engine.submit(job)
-
-    def _leave(self, call: WorkerCall) -> bool:
-        self._work.pop(call, None)
-        self._room.leave(call)
-        left = self._admission.leave(call)
-        self._note_if_empty()
-        return left
-
-    def _attended_to(self, call: WorkerCall) -> None:
-        del self._attended[call]
-        self._note_if_empty()
-
-    def _note_if_empty(self) -> None:
-        if not self.calls:
-            self._empty.set()
-
-    def _answer_all(self, outcomes: list[Outcome]) -> None:
+    def _finish_all(self, outcomes: list[Outcome]) -> None:
         for call, job, outcome in outcomes:
             if isinstance(outcome, Unwritten):
-                self._spawn(call, self._write(call, job, outcome))
+                self._spawn(call, self._encode_late(call, job, outcome))
             else:
                 self._finish(call, job, outcome)
 
-    async def _write(self, call: WorkerCall, job: Job, unwritten: Unwritten) -> None:
-        """The call stays inside: its answer takes more memory now than ever before."""
-        if call in self._admission:
-            self._finish(call, job, await self.off_loop(unwritten.write))
-
     def _finish(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
         call.add_stats(job)
-        if self.answer(call, outcome):
-            self.metrics.finished(job, call, outcome if isinstance(outcome, TeimgrError) else None)
-            if log.isEnabledFor(logging.DEBUG):
-                self._say(call, job, outcome)
-
-    def _say(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
-        facts: dict[str, object] = {"instance": self.spec.name, "rows": len(job.inputs), "tokens": job.tokens}
-        facts["rows_failed"] = len(job.errors)
-        code = {"code": outcome.code.name} if isinstance(outcome, TeimgrError) else {}
-        with use_context(call.context):
-            log.debug("call answered", extra=facts | code)
-
-    def _guarded(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
-        try:
-            proceed()
-        except Exception as error:
-            self._fail(call, error)
-
-    def _spawn(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(self._guarded_async(call, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _guarded_async(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:
-            self._fail(call, error)
+        if not self.answer(call, outcome):
+            return
+        error = outcome if isinstance(outcome, TeimgrError) else None
+        self.metrics.finished(job, call, error)
+        if log.isEnabledFor(logging.DEBUG):
+            fields: dict[str, object] = {"instance": self.spec.name, "rows": len(job.inputs), "tokens": job.tokens}
+            fields["rows_failed"] = len(job.errors)
+            with use_context(call.context):
+                log.debug("call answered", extra=fields | ({"code": error.code.name} if error else {}))
 
     def _fail(self, call: WorkerCall, error: Exception) -> None:
-        """It came to nothing between the door and the engine, or in the midst of being handed over."""
-        if (work := self._work.get(call)) is not None:
-            work.cancel()
+        """Fail a call whose handler, submission or late encoding raised."""
+        if (submission := self._submissions.get(call)) is not None:
+            submission.cancel()
         known = error if isinstance(error, TeimgrError) else masked(error, call.context)
         if self.answer(call, known):
             self.metrics.failed(known)
 
+    def _release(self, call: WorkerCall) -> bool:
+        self._submissions.pop(call, None)
+        self._result_budget.leave(call)
+        was_held = self._call_limiter.leave(call)
+        self._check_idle()
+        return was_held
+
+    def _spawn(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                self._fail(call, error)
+
+        task = self._loop.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Draining.
+
+    def stop_accepting(self) -> None:
+        """Refuse new calls; those admitted and queued go on."""
+        self._closed = True
+
+    async def drained(self, grace_s: float) -> None:
+        """Wait until no call is unanswered, at most `grace_s`."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("drain ended with %d calls unanswered", self.calls, extra={"instance": self.spec.name})
+
+    def close(self) -> None:
+        """Stop the codec threads; the engine is closed by its owner."""
+        self._codec.shutdown(wait=False, cancel_futures=True)
+
+    def _check_idle(self) -> None:
+        if not self.calls:
+            self._idle.set()
+
 
 def masked(error: Exception, context: RequestContext | None = None) -> Internal:
-    """What a caller is told of a defect of ours; the log has the rest. `context` is the call's, if not the task's."""
+    """Log an unexpected error and return the one that the client sees, which discloses nothing.
+
+    The log line has the call's `context`, the task's where it is None.
+    """
     with use_context(context or CURRENT.get()):
         log.error("request failed", exc_info=error)
     return Internal("Internal error: see the worker's log")
-
-
-def _encoded(job: Job) -> Outcome | None:
-    """The answer that `job` completes, if it does."""
-    work = job.context
-    assert isinstance(work, Submission)
-    if (whole := work.complete()) is None:
-        return None
-    try:
-        return work.call, whole, work.encode(whole)
-    except TeimgrError as error:
-        return work.call, whole, error
-    except Exception as error:
-        return work.call, whole, masked(error, work.call.context)

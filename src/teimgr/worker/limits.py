@@ -1,7 +1,8 @@
-"""What a worker takes in at once: calls by count, payloads by bytes, and a bounded line for those that may wait."""
+"""Limits of a worker: the calls, payload bytes and result bytes it holds at once, in order of arrival."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from teimgr.engine.job import Input, Output, characters
@@ -9,106 +10,112 @@ from teimgr.errors import Overloaded
 from teimgr.spec import ModelInfo
 from teimgr.worker.calls import WorkerCall
 
+_NUMBER_BYTES = 4
+# Tokens that an input may have beyond its characters: special tokens, a prompt, the padding of a query.
+_EXTRA_TOKENS = 64
 
-class CallLimiter:
-    """Who is inside and who stands in line. Loop thread only.
 
-    `max_calls` calls and `max_bytes` of requests are inside at once. Beyond that a call that may not wait is refused,
-    and one that may (a message of a stream, whose front bounds how many it sends ahead) stands in line, up to
-    `max_waiting` calls and `max_waiting_bytes`. A lone call always fits, inside or in line, whatever its size.
+class FairLimiter:
+    """A first-come-first-served limiter: bounded calls and bytes admitted, bounded calls and bytes waiting in a queue.
+
+    A call alone always fits, admitted or waiting, whatever its size; a small call never overtakes a large one.
+    `on_error` gets a call whose `proceed` raised, and the error. For the loop's thread.
     """
 
-    def __init__(self, max_calls: int, max_bytes: int, max_waiting: int, max_waiting_bytes: int) -> None:
+    def __init__(
+        self,
+        on_error: Callable[[WorkerCall, Exception], None],
+        *,
+        max_bytes: float,
+        max_calls: float = math.inf,
+        max_waiting: float = math.inf,
+        max_waiting_bytes: float = math.inf,
+    ) -> None:
+        self._on_error = on_error
         self._max_calls = max_calls
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
-        self._inside: set[WorkerCall] = set()
-        self._inside_bytes = 0
-        self._line: dict[WorkerCall, Callable[[], None]] = {}  # in order of arrival
-        self._line_bytes = 0
-        self._letting_in = False
+        self._admitted: dict[WorkerCall, int] = {}  # sizes
+        self._admitted_bytes = 0
+        self._queue: dict[WorkerCall, tuple[int, Callable[[], None]]] = {}  # in order of arrival
+        self._queued_bytes = 0
+        self._is_admitting = False
 
     def __len__(self) -> int:
-        return len(self._inside) + len(self._line)
+        return len(self._admitted) + len(self._queue)
 
     def __contains__(self, call: WorkerCall) -> bool:
-        return call in self._inside or call in self._line
+        return call in self._admitted or call in self._queue
 
-    def enter(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
-        """Let `call` in and `proceed` with it, now or when there is room.
+    def enter(self, call: WorkerCall, size_bytes: int, proceed: Callable[[], None], may_wait: bool = True) -> None:
+        """Admit `call` and run `proceed`, now or, where it `may_wait`, when enough calls have left.
 
         Raises:
-            Overloaded: no room, and it does not wait or the line is full.
+            Overloaded: it does not fit now, and may not wait or the queue is full.
         """
-        if not self._line and self._has_room(call):
-            self._let_in(call, proceed)
-        elif call.may_wait and self._line_has_room(call):
-            self._line[call] = proceed
-            self._line_bytes += call.size_bytes
+        if not self._queue and self._fits(size_bytes):
+            self._admit(call, size_bytes, proceed)
+        elif may_wait and self._fits_in_queue(size_bytes):
+            self._queue[call] = size_bytes, proceed
+            self._queued_bytes += size_bytes
         else:
             raise Overloaded
 
     def leave(self, call: WorkerCall) -> bool:
-        """`call` is answered or given up; False when it had left already."""
-        if call in self._line:
-            self._pop_from_line(call)
-        elif call in self._inside:
-            self._inside.remove(call)
-            self._inside_bytes -= call.size_bytes
+        """Release what an answered or cancelled call holds, admit the next ones; False when it holds nothing."""
+        if (size_bytes := self._admitted.pop(call, None)) is not None:
+            self._admitted_bytes -= size_bytes
+        elif (entry := self._queue.pop(call, None)) is not None:
+            self._queued_bytes -= entry[0]
         else:
             return False
-        self._let_in_next()
+        if self._queue and not self._is_admitting:
+            self._admit_from_queue()
         return True
 
-    def _has_room(self, call: WorkerCall) -> bool:
-        if not self._inside:
+    def _fits(self, size_bytes: int) -> bool:
+        if not self._admitted:
             return True
-        return len(self._inside) < self._max_calls and self._inside_bytes + call.size_bytes <= self._max_bytes
+        return len(self._admitted) < self._max_calls and self._admitted_bytes + size_bytes <= self._max_bytes
 
-    def _line_has_room(self, call: WorkerCall) -> bool:
-        if not self._line:
+    def _fits_in_queue(self, size_bytes: int) -> bool:
+        if not self._queue:
             return True
-        return len(self._line) < self._max_waiting and self._line_bytes + call.size_bytes <= self._max_waiting_bytes
+        return len(self._queue) < self._max_waiting and self._queued_bytes + size_bytes <= self._max_waiting_bytes
 
-    def _let_in(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
-        self._inside.add(call)
-        self._inside_bytes += call.size_bytes
-        proceed()
-
-    def _let_in_next(self) -> None:
-        """Work off the line. A call that fails while it is let in leaves at once: that must not nest."""
-        if self._letting_in:
-            return
-        self._letting_in = True
+    def _admit(self, call: WorkerCall, size_bytes: int, proceed: Callable[[], None]) -> None:
+        self._admitted[call] = size_bytes
+        self._admitted_bytes += size_bytes
         try:
-            while self._line:
-                call = next(iter(self._line))
-                if not self._has_room(call):
+            proceed()
+        except Exception as error:
+            self._on_error(call, error)
+
+    def _admit_from_queue(self) -> None:
+        """A call that fails in `proceed` leaves at once, which must not recurse into here."""
+        self._is_admitting = True
+        try:
+            while self._queue:
+                call, (size_bytes, proceed) = next(iter(self._queue.items()))
+                if not self._fits(size_bytes):
                     return
-                self._let_in(call, self._pop_from_line(call))
+                del self._queue[call]
+                self._queued_bytes -= size_bytes
+                self._admit(call, size_bytes, proceed)
         finally:
-            self._letting_in = False
-
-    def _pop_from_line(self, call: WorkerCall) -> Callable[[], None]:
-        self._line_bytes -= call.size_bytes
-        return self._line.pop(call)
+            self._is_admitting = False
 
 
-_NUMBER_BYTES = 4
-# Tokens that an input may have beyond its characters: special ones, a prompt, those that fill up a query.
-_MORE_TOKENS = 64
+def max_token_bytes(model: ModelInfo, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
+    """An upper bound of the float32 bytes that the vectors per token of `inputs` take; 0 where none are asked for.
 
-
-def most_token_bytes(model: ModelInfo, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
-    """What the float32 vectors per token of `inputs` may take until they are a reply; 0 where none are asked for.
-
-    Rather too much: a text seldom has as many tokens as characters.
+    Generous: a text seldom has as many tokens as characters.
     """
     width = sum(token_width(model, output) for output in outputs)
     if not width:
         return 0
-    tokens = sum(min(characters(item) + _MORE_TOKENS, model.max_input_length) for item in inputs)
+    tokens = sum(min(characters(item) + _EXTRA_TOKENS, model.max_input_length) for item in inputs)
     return tokens * width * _NUMBER_BYTES
 
 
@@ -117,48 +124,3 @@ def token_width(model: ModelInfo, output: Output) -> int:
     if output is Output.MULTI_VECTOR:
         return model.multi_vector_dimension
     return model.token_dimension if output is Output.TOKENS else 0
-
-
-class ResultBudget:
-    """What calls may hold at once, `max_bytes` of results; the others stand in line. Loop thread only.
-
-    A lone call always fits, whatever its size. Who asks for nothing passes the line.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._held_bytes = 0
-        self._inside: dict[WorkerCall, int] = {}
-        self._line: dict[WorkerCall, tuple[int, Callable[[], None]]] = {}  # in order of arrival
-        self._letting_in = False
-
-    def enter(self, call: WorkerCall, size_bytes: int, proceed: Callable[[], None]) -> None:
-        """`proceed`, which may not raise, now or when there is room for `size_bytes` of results."""
-        if not size_bytes:
-            proceed()
-            return
-        self._line[call] = size_bytes, proceed
-        self._let_in()
-
-    def leave(self, call: WorkerCall) -> None:
-        """`call` is answered or given up; one that never entered is no fault."""
-        self._line.pop(call, None)
-        self._held_bytes -= self._inside.pop(call, 0)
-        self._let_in()
-
-    def _let_in(self) -> None:
-        """Work off the line. A call that fails while it is let in leaves at once: that must not nest."""
-        if self._letting_in:
-            return
-        self._letting_in = True
-        try:
-            while self._line:
-                call, (size_bytes, proceed) = next(iter(self._line.items()))
-                if self._inside and self._held_bytes + size_bytes > self._max_bytes:
-                    return
-                del self._line[call]
-                self._inside[call] = size_bytes
-                self._held_bytes += size_bytes
-                proceed()
-        finally:
-            self._letting_in = False

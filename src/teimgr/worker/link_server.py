@@ -15,7 +15,7 @@ from teimgr.wire.frames import Flag, FrameType, Header, Method, pack_error, pack
 from teimgr.wire.stream import FrameProtocol
 from teimgr.worker.calls import LinkCall
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.methods import Service
+from teimgr.worker.methods import handle
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,8 @@ class Links:
     `ports` are the sockets that a worker of the same instance may have copies of, by number.
     """
 
-    def __init__(self, dispatcher: Dispatcher, service: Service, controls: dict[Method, Control]) -> None:
+    def __init__(self, dispatcher: Dispatcher, controls: dict[Method, Control]) -> None:
         self.dispatcher = dispatcher
-        self.service = service
         self.controls = controls
         self.max_frame_bytes = dispatcher.spec.max_message_bytes + FRAME_SLACK_BYTES
         self.open: set[Link] = set()
@@ -141,7 +140,7 @@ class Link(FrameProtocol):
             self._control(header, payload)
         else:
             self.is_callers = True
-            self._links.service.handle(LinkCall(self, self._unanswered, header, payload))
+            handle(self._links.dispatcher, LinkCall(self, self._unanswered, header, payload))
 
     def link_lost(self, error: Exception | None) -> None:
         """Nothing the peer asked for is wanted any more."""

@@ -35,7 +35,6 @@ from teimgr.wire.frames import Method
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http_port import create_app, metrics_app
 from teimgr.worker.link_server import Control, Links
-from teimgr.worker.methods import Service
 from teimgr.worker.metrics import engine_page, process_page
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ class Worker:
         self.run_dir = run_dir
         self._shared = shared
         self._dispatcher = Dispatcher(spec)
-        self._service = Service(self._dispatcher)
-        self._links = Links(self._dispatcher, self._service, self._controls())
+        self._links = Links(self._dispatcher, self._controls())
         self._stop = asyncio.Event()
         self._others_serve = False
         self._signalled = False
@@ -186,7 +184,7 @@ class Worker:
         """Imported here, so that the nursery does without it."""
         from teimgr.worker.grpc_port.port import GrpcPort
 
-        return GrpcPort(self._dispatcher, self._service)
+        return GrpcPort(self._dispatcher)
 
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was told to stop meanwhile."""

@@ -39,7 +39,7 @@ def handle_http(dispatcher: Dispatcher, call: MethodCall) -> None:
         request = read_request(call.payload)
     except ValueError as error:
         raise InvalidInput(f"malformed HTTP frame: {error}") from error
-    dispatcher.attend(call, _answer(HttpInference(dispatcher, call.lane, call.deadline), call, request))
+    dispatcher.run(call, _answer(HttpInference(dispatcher, call.lane, call.deadline), call, request))
 
 
 async def _answer(inference: HttpInference, call: MethodCall, request: HttpRequest) -> None:

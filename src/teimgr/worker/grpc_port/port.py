@@ -28,7 +28,7 @@ from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.grpc_port.connection import Connection
 from teimgr.worker.grpc_port.rpc_stream import RpcStatusError, RpcStream
-from teimgr.worker.methods import Service
+from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
 # Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
@@ -102,9 +102,8 @@ class GrpcPort:
     Health and reflection are open; everything else requires the API key where the instance has one.
     """
 
-    def __init__(self, dispatcher: Dispatcher, service: Service) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._service = service
         self._health = WorkerHealth(dispatcher)
         self._reflection = Reflection((tei_pb2.DESCRIPTOR,))
         self._standard: dict[str, Callable[[RpcStream], Awaitable[None]]] = {
@@ -188,7 +187,7 @@ class GrpcPort:
 
     def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None) -> GrpcCall:
         call = GrpcCall(self._dispatcher, rpc.worker_method(), payload, flags, deadline)
-        self._service.handle(call)
+        handle(self._dispatcher, call)
         return call
 
     async def _check_health(self, stream: RpcStream) -> None:

@@ -200,7 +200,7 @@ class HttpInference:
         lane = Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else self._lane
         call = HttpCall(spec.size_bytes, lane, self._deadline)
         encoder = partial(encode, call, spec)
-        self.dispatcher.enter(call, lambda: self.dispatcher.infer(call, spec.inputs, spec.options, encoder))
+        self.dispatcher.infer(call, spec.inputs, spec.options, encoder)
         return call
 
 

@@ -1,48 +1,46 @@
-"""What a worker does with each method: the tables of the modules beside this one, as one."""
+"""The methods a worker serves, as one table of plain functions `(dispatcher, call) -> None`."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Mapping
 
 from teimgr.errors import Internal, TeimgrError
 from teimgr.observability.request_context import CURRENT
 from teimgr.wire.frames import Method
-from teimgr.worker.calls import Handler, MethodCall
+from teimgr.worker.calls import MethodCall
 from teimgr.worker.dialects import handle_http
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.methods.arrow import ArrowCalls
-from teimgr.worker.methods.embedding import EmbeddingCalls, PlainCalls
-from teimgr.worker.methods.scoring import ScoringCalls
+from teimgr.worker.methods import arrow_calls, embed_calls, info_calls, score_calls
+
+METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {
+    Method.EMBED: embed_calls.embed,
+    Method.EMBED_SPARSE: embed_calls.embed_sparse,
+    Method.EMBED_ALL: embed_calls.embed_all,
+    Method.PREDICT: score_calls.predict,
+    Method.PREDICT_PAIR: score_calls.predict_pair,
+    Method.RERANK: score_calls.rerank,
+    Method.RERANK_STREAM: score_calls.rerank_stream,
+    Method.INFO: info_calls.info,
+    Method.TOKENIZE: info_calls.tokenize,
+    Method.DECODE: info_calls.decode,
+    Method.EMBED_ARROW: arrow_calls.embed_arrow,
+    Method.EMBED_SPARSE_ARROW: arrow_calls.embed_sparse_arrow,
+    Method.INFER_ARROW: arrow_calls.infer_arrow,
+    Method.HTTP: handle_http,
+}
 
 
-class Service:
-    """Turns calls by method, of a link or of the instance port's gRPC, into work at the dispatcher."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        self._handlers: dict[int, Handler] = {
-            **PlainCalls(dispatcher).handlers,
-            **EmbeddingCalls(dispatcher).handlers,
-            **ScoringCalls(dispatcher).handlers,
-            **ArrowCalls(dispatcher).handlers,
-            Method.HTTP: partial(handle_http, dispatcher),
-        }
-
-    def handle(self, call: MethodCall) -> None:
-        """Answer `call`, now or later, exactly once."""
-        token = CURRENT.set(call.context)  # tasks that the handler starts go on working for it
-        try:
-            self._handlers.get(call.method, _unknown)(call)
-        except TeimgrError as error:
-            self._dispatcher.metrics.failed(error)
-            call.fail(error)
-        except Exception as error:
-            defect = masked(error)
-            self._dispatcher.metrics.failed(defect)
-            call.fail(defect)
-        finally:
-            CURRENT.reset(token)
-
-
-def _unknown(call: MethodCall) -> None:
-    raise Internal(f"No method has the number {call.method}")
+def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """Answer `call` by its method, now or later, exactly once."""
+    token = CURRENT.set(call.context)  # inherited by the tasks that a method starts
+    try:
+        method = METHODS.get(call.method)
+        if method is None:
+            raise Internal(f"No method has the number {call.method}")
+        method(dispatcher, call)
+    except Exception as error:
+        known = error if isinstance(error, TeimgrError) else masked(error)
+        dispatcher.metrics.failed(known)
+        call.fail(known)
+    finally:
+        CURRENT.reset(token)

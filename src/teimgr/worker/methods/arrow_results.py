@@ -1,9 +1,10 @@
-"""A finished job as the columns of an Arrow reply, and what they take."""
+"""Finished jobs as columns of an Arrow reply, and the size of those columns."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,31 +24,34 @@ from teimgr.wire.arrow_tables import (
 )
 from teimgr.wire.element_types import Precision
 from teimgr.worker.limits import token_width
-from teimgr.worker.methods.arrow_requests import Form
 from teimgr.worker.scores import RERANKER
 
 _ORDER = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS, Output.SCORES)
 _OFFSET_BYTES = _NUMBER_BYTES = 4
-# tei-manager's own, from row to row one further.
+# tei-manager's; each row adds one to the indices.
 _NOOP_INDICES = np.array([0, 100, 200], np.uint32)
 _NOOP_VALUES = np.array([1.0, 0.5, 0.25], np.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class ArrowReplyForm:
+    """Encoding of a reply: element types of dense vectors and of vectors per token, compression of bodies."""
+
+    lz4: bool
+    dense: Precision = Precision.FLOAT32
+    token: Precision = Precision.FLOAT32
+
+
 def names(outputs: Iterable[Output]) -> list[str]:
-    """The columns of a reply behind the keys, in their order."""
+    """Names of a reply's columns, in order, after the key columns."""
     wanted = frozenset(outputs)
     return [_name(output) for output in _ORDER if output in wanted] + ["error"]
 
 
-def dense_width(model: ModelInfo, options: InferOptions) -> int:
-    """Numbers of a dense vector."""
-    return options.dimensions or model.dimension
-
-
-def least_row_bytes(model: ModelInfo, options: InferOptions, form: Form) -> int:
-    """What a row of the reply takes at least, one with a single token and no weight that is not zero."""
+def least_row_bytes(model: ModelInfo, options: InferOptions, form: ArrowReplyForm) -> int:
+    """Bytes of the smallest possible row of the reply: a single token, no sparse entries."""
     least = {
-        Output.DENSE: form.dense.size_bytes(dense_width(model, options)),
+        Output.DENSE: form.dense.size_bytes(options.dimensions or model.dimension),
         Output.SPARSE: _OFFSET_BYTES,
         Output.MULTI_VECTOR: _OFFSET_BYTES + form.token.size_bytes(model.multi_vector_dimension),
         Output.TOKENS: _OFFSET_BYTES + form.token.size_bytes(model.token_dimension),
@@ -56,8 +60,8 @@ def least_row_bytes(model: ModelInfo, options: InferOptions, form: Form) -> int:
     return sum(least[output] for output in options.outputs)
 
 
-def ragged_bytes(model: ModelInfo, form: Form, job: Job) -> int:
-    """What the outputs without a fixed size take in the reply."""
+def ragged_bytes(model: ModelInfo, form: ArrowReplyForm, job: Job) -> int:
+    """Bytes of the outputs without a fixed size in the reply."""
     entries = sum(len(vector.indices) for vector in job.sparse if vector is not None)
     total = entries * ENTRY_BYTES
     for matrices, width in (
@@ -68,24 +72,26 @@ def ragged_bytes(model: ModelInfo, form: Form, job: Job) -> int:
     return total
 
 
-def columns(model: ModelInfo, form: Form, job: Job, errors: Mapping[int, TeimgrError]) -> list[Column]:
-    """A column per output that `job` was asked for, and `error`; a row in `errors` is null in each of them."""
+def columns(model: ModelInfo, form: ArrowReplyForm, job: Job, errors: Mapping[int, TeimgrError]) -> list[Column]:
+    """A column per requested output, and `error`; a row in `errors` is null in every output column."""
     failed = failed_rows(len(job.inputs), errors)
     made = [_column(output, model, form, job, failed) for output in _ORDER if output in job.options.outputs]
     return [*made, error_column(len(job.inputs), errors)]
 
 
 def answer_unrun(model: ModelInfo, job: Job) -> Job:
-    """`job` with results that no model made, the answer to `noop` and to no rows: zeros, and three weights per row."""
+    """`job` with placeholder results, for `noop` and tables without rows: zeros, three sparse entries per row."""
     count = len(job.inputs)
-    job.vectors = np.zeros((count, dense_width(model, job.options)), np.float32)
+    job.vectors = np.zeros((count, job.options.dimensions or model.dimension), np.float32)
     job.scores = np.zeros((count, max(len(model.labels), 1)), np.float32)
     if Output.SPARSE in job.options.outputs:
         job.sparse = [SparseRow(_NOOP_INDICES + np.uint32(row), _NOOP_VALUES) for row in range(count)]
     return job
 
 
-def _column(output: Output, model: ModelInfo, form: Form, job: Job, failed: NDArray[np.bool_] | None) -> Column:
+def _column(
+    output: Output, model: ModelInfo, form: ArrowReplyForm, job: Job, failed: NDArray[np.bool_] | None
+) -> Column:
     name = _name(output)
     if output is Output.DENSE:
         return vector_column(name, job.vectors, failed, form.dense, _described(form.dense, job.vectors.shape[1]))
