@@ -9,12 +9,12 @@ import pytest
 from teimgr.auth.policy import Caller, Right
 from teimgr.directory import RouteEntry, RoutingSnapshot, WorkerEndpoint
 from teimgr.errors import ModelNotFound, Unavailable
-from teimgr.gateway.model_names import Naming
+from teimgr.gateway.model_names import ModelNames
 from teimgr.routing.router import Router, router_view
 from teimgr.spec import State
 
 
-def naming(*instances: str, caller: str = "*", **aliases: str) -> Naming:
+def naming(*instances: str, caller: str = "*", **aliases: str) -> ModelNames:
     """Instances told as `name=model`, each with a worker, unless it is `name=model=lost`."""
     entries = []
     for told in instances:
@@ -23,7 +23,7 @@ def naming(*instances: str, caller: str = "*", **aliases: str) -> Naming:
         entries.append(RouteEntry(name, model_id, State.RUNNING, None, 4, endpoints))
     router = Router()
     router.update(RoutingSnapshot(tuple(entries)))
-    return Naming(router, lambda: aliases).of(router_view(Caller("k", frozenset(Right), (caller,)), router))
+    return ModelNames(router, lambda: aliases).restricted(router_view(Caller("k", frozenset(Right), (caller,)), router))
 
 
 def test_an_instance_goes_before_an_alias_and_that_before_a_model() -> None:

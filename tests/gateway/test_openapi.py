@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from teimgr.gateway.gateway import paths
 from teimgr.gateway.openapi import describe
-from teimgr.gateway.paths import paths
 from teimgr.worker.dialects import ROUTES
 from teimgr.worker.dialects.openapi import daemon_document
 

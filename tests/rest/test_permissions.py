@@ -21,8 +21,7 @@ from teimgr.config.auth import ApiKey, Auth, faults, policy_of
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig, Unauthenticated
-from teimgr.gateway.gateway import Gateway
-from teimgr.gateway.paths import paths
+from teimgr.gateway.gateway import Gateway, paths
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import Metrics
 from teimgr.rest.app import create_app

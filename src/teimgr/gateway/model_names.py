@@ -1,60 +1,56 @@
-"""Which instance a request means by its `model`: an instance's name, an alias, or a model's id, in this order."""
+"""Model names: the instance that the `model` of a request means, by instance name, alias or model id, in this order."""
 
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
-from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, ModelNotFound, TeimgrError, Unavailable
+from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, ModelNotFound, Unavailable
 from teimgr.routing.router import Lease, RouterView
-from teimgr.wire.error_bodies import JSON_TYPE, OPENAI, failure
 from teimgr.wire.protobuf import Target
 
 _NEAREST = 3
-# What is longer is no name; to look for what is near it, or to say it all again, would take long.
-_LOOKED_AT_CHARS = 256
+# Bounds the cost of finding similar names, and the length of the error text, for absurdly long names.
+_COMPARED_CHARS = 256
 
 
-class Naming:
-    """Resolves names against the last snapshot; `aliases` maps an alias to an instance's name or a model's id."""
+class ModelNames:
+    """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id."""
 
     def __init__(self, router: RouterView, aliases: Callable[[], Mapping[str, str]]) -> None:
         self._router = router
         self._aliases = aliases
 
-    def of(self, router: RouterView) -> Naming:
-        """The same names over the part of the router that one caller sees."""
-        return self if router is self._router else Naming(router, self._aliases)
+    def restricted(self, router: RouterView) -> ModelNames:
+        """The names over the part of the router that one caller may use."""
+        return self if router is self._router else ModelNames(router, self._aliases)
 
     def lease(self, model: str | None) -> Lease:
-        """A lease on the least busy worker that `model` means; where it is None, on the only running instance.
+        """A lease on the least busy worker of `model`; where it is None, of the only running instance.
 
         Raises:
-            ModelNotFound: nothing is called so; the text names what nearly is.
+            ModelNotFound: the name is unknown; the text lists similar ones.
             AmbiguousInstance: no model is given and there is not exactly one to choose.
-            Unavailable: what it means does not run.
+            Unavailable: the instance does not run.
         """
         if not model:
-            return self._router.lease(self._unnamed())
+            try:
+                return self._router.lease(self._router.only_running())
+            except AmbiguousInstance as error:
+                raise AmbiguousInstance(f"Say which model: {error.message}") from None
         self.check(model)
-        meant = self._meant(model)
+        meant = self._resolved(model)
         if meant in self._instances():
             return self._router.lease(Target(instance_name=meant))
         try:
             return self._router.lease(Target(model_id=meant))
-        except (ModelNotFound, Forbidden):  # there are such instances, as was just seen
+        except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
             having = (entry for entry in self._router.snapshot.entries if entry.model_id == meant)
             states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in having)
             raise Unavailable(f"No instance of the model '{meant}' takes calls now: {states}") from None
 
-    def instance(self, name: str) -> Lease:
+    def lease_instance(self, name: str) -> Lease:
         """A lease on the instance of that name.
 
         Raises:
@@ -64,98 +60,52 @@ class Naming:
         try:
             return self._router.lease(Target(instance_name=name))
         except InstanceNotFound as error:
-            raise _extended(error, _nearest(name, self._instances())) from None
+            error.message += _nearest(name, self._instances())
+            raise error from None
 
     def names(self) -> list[str]:
-        """Everything that a `model` may say, sorted: instances, aliases and model ids."""
+        """All names that `model` may have, sorted: instances, aliases and model ids."""
         aliases = (alias for alias in self._aliases() if self.model_id(alias) is not None)
-        return sorted({*self._instances(), *self._model_ids(), *aliases})
+        return sorted({*self._instances(), *(entry.model_id for entry in self._router.snapshot.entries), *aliases})
 
     def check(self, model: str) -> None:
-        """See that something is called so, whether or not it runs.
-
-        Raises:
-            ModelNotFound: the text names what nearly is.
-        """
+        """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
         if self.model_id(model) is None:
-            shown = model if len(model) <= _LOOKED_AT_CHARS else model[:_LOOKED_AT_CHARS] + "…"
+            shown = model if len(model) <= _COMPARED_CHARS else model[:_COMPARED_CHARS] + "…"
             raise ModelNotFound(f"The model '{shown}' does not exist{_nearest(model, self.names())}")
 
     def model_id(self, model: str) -> str | None:
-        """The id of the model behind a name; None where nothing is called so."""
-        meant = self._meant(model)
+        """The id of the model behind a name; None for an unknown name."""
+        meant = self._resolved(model)
         return next((one.model_id for one in self._router.snapshot.entries if meant in (one.name, one.model_id)), None)
 
-    def _meant(self, model: str) -> str:
-        """The instance or model id that a name stands for."""
-        return model if model in self._instances() else self._aliases().get(model, model)
+    def card(self, name: str, created: int) -> dict[str, Any]:
+        """OpenAI's model object; `root` is the id of the model behind the name, as in vLLM's."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "teimgr",
+            "root": self.model_id(name),
+        }
 
-    def _unnamed(self) -> Target:
-        try:
-            return self._router.only_running()
-        except AmbiguousInstance as error:
-            raise AmbiguousInstance(f"Say which model: {error.message}") from None
+    def _resolved(self, model: str) -> str:
+        """The instance name or model id that a name stands for."""
+        return model if model in self._instances() else self._aliases().get(model, model)
 
     def _instances(self) -> list[str]:
         return [entry.name for entry in self._router.snapshot.entries]
 
-    def _model_ids(self) -> list[str]:
-        return [entry.model_id for entry in self._router.snapshot.entries]
-
 
 def _nearest(name: str, known: list[str]) -> str:
-    """What a caller may have meant, as the end of a sentence."""
-    called: dict[str, list[str]] = {}
+    """Similar names, as the end of a sentence."""
+    spellings: dict[str, list[str]] = {}
     for one in known:
         for word in {one.casefold(), one.casefold().rpartition("/")[2]}:  # a model's id, or that without its owner
-            called.setdefault(word, []).append(one)
-    given = name[:_LOOKED_AT_CHARS].casefold()
-    words = difflib.get_close_matches(given, called, _NEAREST, 0.5) or [word for word in called if given in word]
-    nearest = list(dict.fromkeys(one for word in words for one in sorted(called[word], key=len)))[:_NEAREST]
+            spellings.setdefault(word, []).append(one)
+    given = name[:_COMPARED_CHARS].casefold()
+    words = difflib.get_close_matches(given, spellings, _NEAREST, 0.5) or [word for word in spellings if given in word]
+    nearest = list(dict.fromkeys(one for word in words for one in sorted(spellings[word], key=len)))[:_NEAREST]
     if nearest:
         return f"; did you mean {' or '.join(map(repr, nearest))}?"
     return f"; there are {', '.join(map(repr, known[:_NEAREST]))}" if known else "; there are none"
-
-
-def _extended(error: TeimgrError, tail: str) -> TeimgrError:
-    error.message += tail
-    return error
-
-
-OWNER = "teimgr"
-
-
-class ModelList:
-    """The names of the fleet: instances, aliases and model ids; `naming_of` gives those that a request may use."""
-
-    def __init__(self, naming_of: Callable[[Request], Naming]) -> None:
-        self._naming_of = naming_of
-        self._since = int(time.time())
-
-    def routes(self) -> list[Route]:
-        """The list, and one of them."""
-        return [Route("/v1/models", self.all), Route("/v1/models/{model:path}", self.one)]
-
-    async def all(self, request: Request) -> Response:
-        """All names, sorted."""
-        naming = self._naming_of(request)
-        return _json({"object": "list", "data": [self._card(name, naming) for name in naming.names()]})
-
-    async def one(self, request: Request) -> Response:
-        """One name; 404 where nothing is called so."""
-        name, naming = request.path_params["model"], self._naming_of(request)
-        try:
-            naming.check(name)
-        except ModelNotFound as error:
-            reply = failure(OPENAI, error)
-            return Response(reply.body, reply.status, dict(reply.headers))
-        return _json(self._card(name, naming))
-
-    def _card(self, name: str, naming: Naming) -> dict[str, Any]:
-        """`root` is the model behind the name, as vLLM says it; `created` is when the daemon began to know it."""
-        card = {"id": name, "object": "model", "created": self._since, "owned_by": OWNER}
-        return card | {"root": naming.model_id(name)}
-
-
-def _json(value: object) -> Response:
-    return Response(orjson.dumps(value), headers=dict(JSON_TYPE))

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI
 
-from teimgr.gateway.paths import CHOICE, DialectPath, paths
+from teimgr.gateway.gateway import CHOICE, DialectPath, paths
 
 _TAG = "inference"
 _NOTES = {

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match
 
 from teimgr.auth.policy import Caller, Policy, Right
 from teimgr.errors import Forbidden
-from teimgr.gateway.paths import paths
+from teimgr.gateway.gateway import paths
 
 # Longer paths are not cached, so that callers cannot fill the memory with them.
 _CACHED_PATHS, _CACHED_CHARS = 4096, 256
