@@ -1,6 +1,6 @@
-"""Name → where it answers: the one crossing from control to data.
+"""Directory of instances and their worker sockets: the interface from the control plane to the data plane.
 
-The supervisors write, each its own instance; routers, in this process or in a mux, read snapshots.
+Supervisors publish their own instance; routers, in the daemon and in each mux, read snapshots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from teimgr.spec import State
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """One live replica: its unix socket, and the incarnation its worker says in reply to WATCH."""
+    """One live replica: its unix socket, and the incarnation that its worker reports in reply to WATCH."""
 
     socket: str
     incarnation: str
@@ -22,7 +22,7 @@ class WorkerEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
-    """One instance as the data plane sees it. `endpoints` is empty unless `state` is running."""
+    """Route of one instance. `endpoints` is empty unless `state` is running."""
 
     name: str
     model_id: str
@@ -34,7 +34,7 @@ class RouteEntry:
 
 @dataclass(frozen=True, slots=True)
 class RoutingSnapshot:
-    """All instances, ordered by creation (what `instance_index` counts)."""
+    """All instances in order of creation, which is that of `instance_index`."""
 
     entries: tuple[RouteEntry, ...] = ()
 
@@ -45,20 +45,22 @@ class RoutingSnapshot:
     @classmethod
     def from_json(cls, text: str) -> RoutingSnapshot:
         """The inverse of `to_json`."""
-        return cls(tuple(_entry(item) for item in json.loads(text)))
-
-
-def _entry(item: dict[str, object]) -> RouteEntry:
-    endpoints = tuple(WorkerEndpoint(**endpoint) for endpoint in item.pop("endpoints"))  # type: ignore[attr-defined]
-    state = State(str(item.pop("state")))
-    return RouteEntry(**item, state=state, endpoints=endpoints)  # type: ignore[arg-type]
+        return cls(
+            tuple(
+                RouteEntry(
+                    **item
+                    | {
+                        "state": State(item["state"]),
+                        "endpoints": tuple(WorkerEndpoint(**endpoint) for endpoint in item["endpoints"]),
+                    }
+                )
+                for item in json.loads(text)
+            )
+        )
 
 
 class Directory:
-    """The current entries, and who wants to hear of a change.
-
-    Listeners are called in the event loop, at once, with the new snapshot.
-    """
+    """The current entries, with listeners that are called synchronously with each new snapshot."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RouteEntry] = {}
@@ -71,16 +73,15 @@ class Directory:
             self._notify()
 
     def remove(self, name: str) -> None:
-        """Forget a deleted instance; an unknown name changes nothing."""
+        """Remove a deleted instance; no effect for an unknown name."""
         if self._entries.pop(name, None) is not None:
             self._notify()
 
     def snapshot(self) -> RoutingSnapshot:
-        """What is known now."""
         return RoutingSnapshot(tuple(self._entries.values()))
 
     def subscribe(self, listener: Callable[[RoutingSnapshot], None]) -> Callable[[], None]:
-        """Call `listener` with the present snapshot and each later one; the result ends it."""
+        """Call `listener` with the current snapshot and each later one; the result unsubscribes."""
         self._listeners.append(listener)
         listener(self.snapshot())
         return lambda: self._listeners.remove(listener)

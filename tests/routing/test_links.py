@@ -51,11 +51,11 @@ def replica(router: Router) -> Any:
     return router._in_order[0].replicas[0]
 
 
-async def search(router: Router) -> None:
-    """Wait until the search for a lost worker has ended."""
+async def reconnected(router: Router) -> None:
+    """Wait until reconnecting to a lost worker has ended."""
     while not replica(router).lost:  # noqa: ASYNC110
         await asyncio.sleep(0)  # our end of the link has not heard yet
-    await replica(router)._search
+    await replica(router)._reconnecting
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ async def test_a_worker_alive_behind_lost_links_is_found_again(route: Any, start
 
     worker.links[0].close()
     await worker.lost.get()
-    await search(router)
+    await reconnected(router)
 
     assert (await call(router, b"again")).payload == b"again"
     assert (await call(router, b"bulk", flags=Flag.BULK)).payload == b"bulk"
@@ -184,7 +184,7 @@ async def test_a_worker_alive_behind_lost_links_is_found_again(route: Any, start
 async def test_a_worker_that_closes_every_link_is_asked_less_and_less_often(
     route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_module, "SEARCH_MAX_S", 0.2)
+    monkeypatch.setattr(replica_module, "RECONNECT_MAX_S", 0.2)
     worker: FrameWorker = await start_worker(echo)
     router = route(running("a", worker))
     pauses = []
@@ -193,8 +193,8 @@ async def test_a_worker_that_closes_every_link_is_asked_less_and_less_often(
         await call(router)
         worker.links[-1].close()
         await worker.lost.get()
-        await search(router)
-        pauses.append(replica(router)._search_pause_s)
+        await reconnected(router)
+        pauses.append(replica(router)._reconnect_pause_s)
 
     assert pauses == [0.1, 0.2, 0.2]
 
@@ -207,13 +207,13 @@ async def test_a_dead_worker_takes_no_calls_until_it_listens_and_is_named_again(
     await worker.lost.get()
 
     for _ in range(2):
-        await search(router)
+        await reconnected(router)
         with pytest.raises(Unavailable, match="status: restarting"):
             router.lease(A)
         router.update(router.snapshot)
     await worker.listen()
     router.update(router.snapshot)
-    await search(router)
+    await reconnected(router)
 
     assert (await call(router, b"back")).payload == b"back"
 
@@ -230,7 +230,7 @@ async def test_a_worker_out_of_reach_for_want_of_descriptors_is_not_lost(route: 
 async def test_a_search_for_a_worker_goes_on_while_descriptors_are_short(
     route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_module, "SEARCH_MAX_S", 0.01)
+    monkeypatch.setattr(replica_module, "RECONNECT_MAX_S", 0.01)
     worker: FrameWorker = await start_worker(echo)
     router = route(running("a", worker))
     await call(router)
@@ -249,7 +249,7 @@ async def test_a_search_for_a_worker_goes_on_while_descriptors_are_short(
     await worker.lost.get()
     with no_new_descriptors():
         await failed.wait()
-    await search(router)
+    await reconnected(router)
 
     assert (await call(router, b"found")).payload == b"found"
 
@@ -260,12 +260,12 @@ async def test_a_closed_router_searches_no_more(route: Any, start_worker: Any) -
     await call(router)
     lost = replica(router)
     worker.links[0].close()
-    while lost._search is None:  # noqa: ASYNC110
+    while lost._reconnecting is None:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
     await router.close()
 
-    assert lost._search.done()
+    assert lost._reconnecting.done()
     assert lost.is_closed
 
 

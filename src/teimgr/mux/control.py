@@ -1,11 +1,11 @@
-"""The mux's control socket: a line of JSON per message, from whichever daemon is connected.
+"""Control socket of the mux: one line of JSON per message, from any number of daemons.
 
-    {"policy": {…}}            who may call, from now on; no answer
-    {"snapshot": [entry, …]}   take this for the directory; no answer
-    {"stats": true}            answered by one line of counters
-    {"stop": grace_s}          finish within `grace_s` seconds and exit; no answer
+    {"policy": {…}}            replace the access policy; no reply
+    {"snapshot": [entry, …]}   replace the directory; no reply
+    {"stats": true}            replied by one line of counters
+    {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
 
-Lines are carried out in order, so the answer to `stats` says that what came before it is done.
+Lines are processed in order, so the reply to `stats` confirms those before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINE_BYTES = 64 * 1024 * 1024
 
 
 class MuxControl:
-    """The server end. `on_orphaned` is called when no daemon was connected for `orphan_grace_s` seconds."""
+    """Server of the control socket. `on_orphaned` is called after `orphan_grace_s` seconds without a daemon."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class MuxControl:
         self._server = await asyncio.start_unix_server(self._connected, self._path, limit=_LINE_BYTES)
         self._path.chmod(0o600)
         self._inode = self._path.stat().st_ino
-        self._expect_daemon()
+        self._start_orphan_timer()
 
     async def close(self) -> None:
-        """Stop listening, drop the daemons, remove the socket file if it is still this process's own."""
+        """Stop listening, close the connections, remove the socket file if it is still this process's own."""
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
         if self._server is not None:
@@ -70,7 +70,7 @@ class MuxControl:
         if self._daemons:
             await asyncio.wait(self._daemons)
 
-    def _expect_daemon(self) -> None:
+    def _start_orphan_timer(self) -> None:
         loop = asyncio.get_running_loop()
         self._orphan_timer = loop.call_later(self._orphan_grace_s, self._on_orphaned)
 
@@ -79,27 +79,27 @@ class MuxControl:
             self._orphan_timer.cancel()
         task = asyncio.create_task(self._serve(reader, writer))
         self._daemons.add(task)
-        task.add_done_callback(self._gone)
+        task.add_done_callback(self._closed)
 
-    def _gone(self, task: asyncio.Task[None]) -> None:
+    def _closed(self, task: asyncio.Task[None]) -> None:
         self._daemons.discard(task)
         if not self._daemons and self._server is not None and self._server.is_serving():
-            self._expect_daemon()
+            self._start_orphan_timer()
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("control connection failed", exc_info=error)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():
-                await self._obey(line, writer)
+                await self._process(line, writer)
         except (ConnectionError, ValueError) as error:
             _log.warning("control connection dropped: %s", error)
         finally:
             writer.close()
 
-    async def _obey(self, line: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _process(self, line: bytes, writer: asyncio.StreamWriter) -> None:
         message = json.loads(line)
-        if "policy" in message:  # before a snapshot, which opens the door
+        if "policy" in message:  # before a snapshot, which lets the server start
             self._on_policy(Policy.from_json(json.dumps(message["policy"])))
         if "snapshot" in message:
             self._on_snapshot(RoutingSnapshot.from_json(json.dumps(message["snapshot"])))

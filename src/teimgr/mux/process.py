@@ -1,8 +1,8 @@
-"""The mux process: `python -m teimgr.mux.process <config.json>`.
+"""The mux process, `python -m teimgr.mux.process <config.json>`: gRPC for clients, framed links to workers.
 
-gRPC for clients on one port, snapshots from the daemon on a unix socket, framed links to the workers. It outlives the
-daemon and serves the last snapshot until the next daemon comes, or the orphan grace is over. Exit status: 0 after a
-stop, 2 for a bad config, 4 when the gRPC port or the control socket cannot be had.
+Its directory comes from the daemon by the control socket. It outlives the daemon and serves the last snapshot until
+the next daemon connects or the orphan grace is over. Exit status: 0 after a stop, 2 for a bad config, 4 when it cannot
+listen on the gRPC port or the control socket.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EXIT_CANNOT_LISTEN = 4
 
 
 class Mux:
-    """One process's worth of serving. `run` is its whole life."""
+    """The server of one process; `run` is its lifetime."""
 
     def __init__(self, config: MuxConfig) -> None:
         self._config = config
@@ -54,7 +54,7 @@ class Mux:
         self._telemetry = Telemetry.open(config.otel)
         self._health = FleetHealth(self._policy, *SERVICES)
         self._certificates = None if config.tls is None else GrpcCertificates(config.tls.files())
-        self._woken = asyncio.Event()  # there is a directory, or no need of one any more
+        self._woken = asyncio.Event()  # set by the first snapshot, or by a stop
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         self._grace_s = _DRAIN_S
@@ -65,17 +65,17 @@ class Mux:
             Path(config.control_socket),
             config.orphan_grace_s,
             on_policy=self._policy.swap,
-            on_snapshot=self._take,
+            on_snapshot=self._on_snapshot,
             on_stop=self._stop,
-            on_orphaned=self._orphaned,
+            on_orphaned=self._on_orphaned,
             stats=self._stats,
         )
 
     async def run(self) -> None:
-        """Bind the port, serve from the first snapshot on until told to stop, then drain.
+        """Bind the port, serve from the first snapshot until a stop, then drain.
 
         Raises:
-            Unavailable: the port or the control socket cannot be had.
+            Unavailable: cannot listen on the port or the control socket.
         """
         self._port = self._listen()
         self._capture_signals()
@@ -84,8 +84,7 @@ class Mux:
         _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
         await self._woken.wait()
         if not self._stopping.is_set():
-            # Connections made since the port was bound lie in its backlog, and their calls are answered now: without
-            # a directory every instance would be unknown, and clients believe that.
+            # Until now clients wait in the listen backlog: without a directory every call would fail as not found.
             await self._server.start()
             _log.info("mux serves", extra={"host": self._config.host, "port": self._port})
         await self._stopping.wait()
@@ -94,14 +93,14 @@ class Mux:
         await self._shut_down()
 
     async def _shut_down(self) -> None:
-        # A successor may have the control socket at once; clients asking for health are sent elsewhere.
+        # Frees the control socket for a successor, and reports NOT_SERVING to load balancers.
         await self._control.close()
         self._health.stop()
-        # No new calls; those in flight get the grace, unless somebody insists.
+        # No new calls; those in flight get the grace, until a second signal.
         draining = asyncio.create_task(self._server.stop(self._grace_s))
-        insisted = asyncio.create_task(self._forced.wait())
-        await asyncio.wait((draining, insisted), return_when=asyncio.FIRST_COMPLETED)
-        insisted.cancel()
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait((draining, forced), return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
         if not draining.done():
             await self._server.stop(None)
         await draining
@@ -148,9 +147,9 @@ class Mux:
     def _capture_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._on_signal)
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         if self._stopping.is_set():
             self._forced.set()
         self._stop(_DRAIN_S)
@@ -161,11 +160,11 @@ class Mux:
             self._stopping.set()
             self._woken.set()
 
-    def _orphaned(self) -> None:
+    def _on_orphaned(self) -> None:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)
         self._stop(_DRAIN_S)
 
-    def _take(self, snapshot: RoutingSnapshot) -> None:
+    def _on_snapshot(self, snapshot: RoutingSnapshot) -> None:
         self._router.update(snapshot)
         self._health.update(snapshot)
         self._woken.set()
@@ -188,28 +187,27 @@ def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
     """Channel arguments of the gRPC server."""
     return (
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        # Answers are measured before they are sent, with a better sentence.
+        # Replies are checked by the links, with a better error text.
         ("grpc.max_send_message_length", -1),
-        # On by default, it would let a second mux share the port by mistake.
+        # On by default, which would let a second mux share the port by mistake.
         ("grpc.so_reuseport", int(config.reuse_port)),
         # Clients of tei-manager may ping as often as they like, calls or not.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
-        # Messages come as they are: identity alone, as on tei-manager's port and the instances'.
+        # Identity only, as on tei-manager's port and the instance ports.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     )
 
 
 async def serve(config: MuxConfig) -> None:
-    """One mux, from the first listener to the last."""
+    """Run a mux until it stops."""
     mux = Mux(config)
-    # What is here now stays: keep it out of every later collection.
-    gc.freeze()
+    gc.freeze()  # everything allocated so far lives as long as the process: exclude it from garbage collection
     await mux.run()
 
 
 def main(arguments: list[str]) -> int:
-    """Run a mux until it is told to stop; the exit status."""
+    """Entry point; returns the exit status."""
     try:
         config = MuxConfig.read(Path(arguments[1]))
     except (IndexError, OSError, InvalidConfig) as error:

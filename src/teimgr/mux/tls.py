@@ -1,4 +1,4 @@
-"""TLS of the gRPC listener, with certificates that are replaced while it serves."""
+"""TLS of the gRPC listener, with certificate reload."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from teimgr.auth.tls_files import TlsFiles, TlsWatch
 
 
 class GrpcCertificates:
-    """Server credentials from files. A connection that is made after `take` gets the new ones; others stay as they are.
+    """Server credentials from files; new connections use the files as of the last `take`.
 
-    `watch` calls it when the files change, while it is run.
+    `watch`, while it runs, calls `take` when the files change.
 
     Raises:
         InvalidConfig: the files cannot be used.
@@ -29,11 +29,11 @@ class GrpcCertificates:
         return grpc.dynamic_ssl_server_credentials(self._first, self._fetch, self._demand_client)
 
     async def take(self, files: TlsFiles) -> None:
-        """From now on these; errors as above, and what was before goes on."""
+        """Use these for new connections. Raises as above, and then keeps the ones before."""
         self._fresh = _configuration(files)
 
     def _fetch(self) -> Any:
-        """Called by a thread of gRPC's for each new connection; None changes nothing."""
+        """Called on a thread of gRPC for each new connection; None keeps the current configuration."""
         fresh, self._fresh = self._fresh, None
         return fresh
 

@@ -1,11 +1,11 @@
-"""The caller's end of a link: a framed connection to a worker, and the calls in flight on it."""
+"""Client side of a link: a framed connection to a worker with multiplexed calls, and a budget of bytes in flight."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, TooLarge, Unavailable
 from teimgr.observability.request_context import CURRENT
@@ -14,9 +14,9 @@ from teimgr.wire.stream import FrameProtocol, Payload
 
 
 class ByteBudget:
-    """At most `limit_bytes` taken at a time; one taker alone always fits, however large.
+    """FIFO semaphore over bytes: at most `limit_bytes` taken at a time, except that a single taker always fits.
 
-    For one event loop. Waiters are served in the order they came, so a large one is not overtaken for ever.
+    For one event loop. FIFO order keeps a large waiter from starving.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -25,14 +25,14 @@ class ByteBudget:
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     def try_take(self, count: int) -> bool:
-        """Take `count` bytes if they fit now and nobody waits."""
+        """Take `count` bytes if they fit now and nothing waits."""
         if self._waiting or not self._fits(count):
             return False
         self.taken_bytes += count
         return True
 
     async def take(self, count: int) -> None:
-        """Take `count` bytes, as soon as they fit."""
+        """Wait until `count` bytes fit, and take them."""
         if self.try_take(count):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,7 +49,7 @@ class ByteBudget:
             raise
 
     def give_back(self, count: int) -> None:
-        """Return what was taken; the next waiters that fit go on."""
+        """Return taken bytes, which lets the next waiters that fit proceed."""
         self.taken_bytes -= count
         self._serve()
 
@@ -63,37 +63,31 @@ class ByteBudget:
         return self.taken_bytes == 0 or self.taken_bytes + count <= self._limit_bytes
 
 
-class LinkStats:
-    """Counters of one instance; its replicas come and go, these stay. Bytes are those of payloads."""
-
-    __slots__ = ("connects", "expired", "losses", "received_bytes", "requests", "sent_bytes")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.connects = 0
-        self.losses = 0
-        self.expired = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-# A worker is trusted, so an answer over the message limit fails its own call, not the link; this only stops nonsense.
+# Workers are trusted: a reply over the message limit fails its call, not the link. This only stops corrupt lengths.
 _MAX_FRAME_BYTES = 1 << 30
-# What a call costs besides its payload: keeps the number of small calls in flight bounded by the same budget.
+# Cost of a call besides its payload: bounds the number of small calls in flight by the same budget.
 CALL_BYTES = 512
-# With more bulk calls than this in flight the worker has work, and the next one may wait for company on its way there.
+# With more bulk calls than this in flight the worker is busy, and the next frame may wait to be written with others.
 _BUSY_CALLS = 8
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """Counters of one instance, kept while its replicas are replaced. Bytes are those of payloads."""
+
+    connects: int = 0
+    expired: int = 0
+    losses: int = 0
+    received_bytes: int = 0
+    requests: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLimits:
     """Bounds of every link of one router.
 
-    `max_message_bytes` holds for a payload in either direction, unless `max_reply_bytes` says otherwise for replies.
+    `max_message_bytes` bounds a payload in either direction; `max_reply_bytes` overrides it for replies.
     """
 
     max_message_bytes: int = 40 * 1024 * 1024
@@ -103,14 +97,14 @@ class LinkLimits:
 
 
 class WorkerReply(NamedTuple):
-    """A worker's answer. `timings` is None where the method has none."""
+    """A worker's reply. `timings` is None where the method has none."""
 
     payload: bytes
     timings: Timings | None
 
 
 class PendingCall:
-    """One request in flight; await `answer`, and call `cancel` when nobody waits for it any more."""
+    """One request in flight: await `answer`, or call `cancel`."""
 
     __slots__ = ("_timer", "answer", "context", "cost_bytes", "id", "link", "method")
 
@@ -125,54 +119,53 @@ class PendingCall:
         self._timer = loop.call_later(timeout_s, self._expire) if timeout_s is not None else None
 
     def cancel(self) -> None:
-        """Tell the worker that the answer is not wanted; an answered call is left as it is."""
+        """Send CANCEL to the worker; no effect once the call is answered."""
         if self.link.forget(self):
             self.link.send(FrameType.CANCEL, self.method, self.id)
             self.answer.cancel()
 
     def finish(self, outcome: WorkerReply | TeimgrError) -> None:
-        """The answer is here; called by the link, which has forgotten the call."""
+        """Resolve `answer`; called by the link, after `forget`."""
         if self._timer is not None:
             self._timer.cancel()
         if self.answer.done():
             return
         if isinstance(outcome, TeimgrError):
             self.answer.set_exception(outcome)
-            # Whoever gave the call up never looks at its failure; that is no defect to report at collection.
-            self.answer.exception()
+            self.answer.exception()  # retrieved here: asyncio logs a failure that a cancelled call's owner never reads
         else:
             self.answer.set_result(outcome)
 
     def _expire(self) -> None:
         if self.link.forget(self):
             self.link.send(FrameType.CANCEL, self.method, self.id)
-            self.link.traffic.expired += 1
+            self.link.stats.expired += 1
             self.finish(DeadlineExceeded())
 
 
 class LinkOwner(Protocol):
-    """Who has the link, and keeps the books over all of a worker's links."""
+    """Owner of a worker's links, which accounts for the calls on all of them."""
 
     instance: str
-    traffic: LinkStats
+    stats: LinkStats
 
     def call_ended(self, cost_bytes: int) -> None:
-        """A call is answered, given up or failed; called once for each."""
+        """A call was answered, cancelled or failed; called once for each."""
 
     def link_lost(self) -> None:
-        """The connection is gone; called once."""
+        """The connection was lost; called once."""
 
     def unavailable(self) -> Unavailable:
-        """What a caller is told when the link is gone."""
+        """The error for calls on a lost link."""
 
 
 class WorkerLink(FrameProtocol):
-    """One connection and its calls. When it is lost, every call in flight fails and `owner` hears of it once."""
+    """One connection and its calls. When it is lost, every call in flight fails and `owner.link_lost` is called."""
 
     def __init__(self, owner: LinkOwner, limits: LinkLimits) -> None:
         super().__init__(_MAX_FRAME_BYTES)
         self.budget = ByteBudget(limits.max_inflight_bytes)
-        self.traffic = owner.traffic
+        self.stats = owner.stats
         self.closed = asyncio.get_running_loop().create_future()
         self._owner = owner
         self._limits = limits
@@ -181,24 +174,23 @@ class WorkerLink(FrameProtocol):
 
     @property
     def calls_in_flight(self) -> int:
-        """Requests without an answer."""
         return len(self._calls)
 
     def request(
         self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None, cost_bytes: int
     ) -> PendingCall:
-        """Send a request whose cost the budget has granted.
+        """Send a request whose cost was taken from the budget.
 
         Raises:
-            Unavailable: the link is gone.
+            Unavailable: the link is lost.
         """
         if not self.is_open:
             self.budget.give_back(cost_bytes)
             raise self._owner.unavailable()
         self._last_id += 1
         call = PendingCall(self, self._last_id, method, cost_bytes, timeout_s)
-        self.traffic.requests += 1
-        self.traffic.sent_bytes += len(payload)
+        self.stats.requests += 1
+        self.stats.sent_bytes += len(payload)
         self._calls[call.id] = call
         deadline_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
         linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
@@ -216,7 +208,7 @@ class WorkerLink(FrameProtocol):
         return call
 
     def forget(self, call: PendingCall) -> bool:
-        """Take the call off the books; False when it was not on them."""
+        """Remove the call and return its cost to the budget; False when it was removed before."""
         if self._calls.pop(call.id, None) is None:
             return False
         self.budget.give_back(call.cost_bytes)
@@ -224,13 +216,13 @@ class WorkerLink(FrameProtocol):
         return True
 
     def abort(self) -> None:
-        """Close without waiting for what is unsent."""
+        """Close and drop what is unsent."""
         if self._transport is not None:
             self._transport.abort()
 
     def frame_received(self, header: Header, payload: bytes) -> None:
-        """An answer; one whose call was given up is dropped."""
-        self.traffic.received_bytes += header.length
+        """Resolve the reply's call; the reply of a cancelled call is dropped."""
+        self.stats.received_bytes += header.length
         call = self._calls.get(header.id)
         if call is None:
             return
@@ -263,5 +255,4 @@ class WorkerLink(FrameProtocol):
 
 
 def too_large(what: str, size: int, limit: int) -> TooLarge:
-    """The refusal of a message over the limit."""
     return TooLarge(f"{what} message larger than max ({size} vs. {limit} bytes)")

@@ -1,4 +1,4 @@
-"""One replica of an instance, as its callers see it: two links to its worker, and how busy it is."""
+"""Client side of one replica: two links to its worker, reconnection, and the load used for balancing."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from teimgr.routing.links import CALL_BYTES, LinkLimits, LinkStats, PendingCall,
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.stream import Payload
 
-SEARCH_FIRST_S = 0.05
-SEARCH_MAX_S = 5.0
-# Nobody listens there. Any other refusal, such as a full backlog or too many open files, says nothing of the worker.
+RECONNECT_FIRST_S = 0.05
+RECONNECT_MAX_S = 5.0
+# No process listens there. Other errors, such as a full backlog or too many open files, do not mean a dead worker.
 _GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
 
 class Replica:
-    """One incarnation of a worker, over one link for small calls and one for bulk: no text waits behind an Arrow batch.
+    """One incarnation of a worker, with a link for interactive calls and one for bulk, which would delay them.
 
-    The links connect when first needed. Once either is lost both are, and the replica takes no calls until a search has
-    found its worker alive. A socket belongs to one incarnation, so what answers there is never another one.
+    The links connect on first use. Losing one closes both, and the replica takes no calls until a reconnect succeeds.
+    A socket belongs to one incarnation, so a reconnect never reaches another one.
     """
 
     def __init__(
-        self, instance: str, endpoint: WorkerEndpoint, limits: LinkLimits, traffic: LinkStats | None = None
+        self, instance: str, endpoint: WorkerEndpoint, limits: LinkLimits, stats: LinkStats | None = None
     ) -> None:
         self.endpoint = endpoint
-        self.traffic = traffic or LinkStats()
+        self.stats = stats or LinkStats()
         self.outstanding_bytes = 0
         self.outstanding_calls = 0
         self.calls = 0
@@ -39,26 +39,26 @@ class Replica:
         self._links: list[WorkerLink | None] = [None, None]
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
-        self._search: asyncio.Task[None] | None = None
-        self._search_pause_s = SEARCH_FIRST_S
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._reconnect_pause_s = RECONNECT_FIRST_S
 
     @property
     def usable(self) -> bool:
-        """Whether a new call may be put on these links."""
+        """Whether new calls may be sent."""
         return not (self.lost or self.retired)
 
     @property
     def is_closed(self) -> bool:
-        """Whether no socket is left open, nor will be."""
-        searching = self._search is not None and not self._search.done()
-        return not searching and all(link is None or link.closed.done() for link in self._links)
+        """Whether every socket is closed and none will be opened."""
+        reconnecting = self._reconnecting is not None and not self._reconnecting.done()
+        return not reconnecting and all(link is None or link.closed.done() for link in self._links)
 
     async def start(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> PendingCall:
-        """Put a request on the link of its lane, waiting for the connection, and with `Flag.WAIT` for room.
+        """Send a request on the link of its lane; waits for the connection and, with `Flag.WAIT`, for the byte budget.
 
         Raises:
-            TooLarge: the payload is over the message limit.
-            Overloaded: too many bytes are under way and the call may not wait.
+            TooLarge: the payload exceeds the message limit.
+            Overloaded: the byte budget is used up and the call may not wait.
             Unavailable: the worker cannot be reached.
             DeadlineExceeded: `timeout_s` passed while waiting.
         """
@@ -67,7 +67,9 @@ class Replica:
             raise too_large("Request", size, self._limits.max_message_bytes)
         bulk = bool(flags & Flag.BULK)
         cost = size + CALL_BYTES
-        self._begin(cost)
+        self.outstanding_bytes += cost
+        self.outstanding_calls += 1
+        self.calls += 1
         try:
             link = self._links[bulk]
             if link is None or not link.budget.try_take(cost):
@@ -80,16 +82,16 @@ class Replica:
     def retire(self) -> None:
         """Take no new calls; close once those in flight are answered."""
         self.retired = True
-        if self._search is not None:
-            self._search.cancel()
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
         self._close_when_idle()
 
     async def close(self) -> None:
-        """Close now, failing what is in flight, and wait until the sockets are gone."""
+        """Fail the calls in flight, close, and wait until the sockets are closed."""
         self.retired = self.lost = True
-        if self._search is not None:
-            self._search.cancel()
-            await asyncio.wait({self._search})
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            await asyncio.wait({self._reconnecting})
         links = [link for link in self._links if link is not None]
         for link in links:
             link.abort()
@@ -97,37 +99,36 @@ class Replica:
             await link.closed
 
     def unavailable(self) -> Unavailable:
-        """What a caller is told when the links are gone."""
+        """The error for calls on lost links."""
         return Unavailable(f"Instance '{self.instance}' lost its worker: the connection closed")
 
     def call_ended(self, cost_bytes: int) -> None:
-        """A call is answered, given up or failed; called once for each."""
+        """Account for a call that was answered, cancelled or failed."""
         self.outstanding_bytes -= cost_bytes
         self.outstanding_calls -= 1
         if self.retired:
             self._close_when_idle()
 
     def link_lost(self) -> None:
-        """One link is gone, and with it, as far as we know, the worker: the other is closed too."""
+        """Assume that the worker is gone: close the other link too and start reconnecting."""
         if not self.lost:
             self.lost = True
-            self.traffic.losses += not self.retired
-            if asyncio.get_running_loop().time() - self._connected_at > SEARCH_MAX_S:
-                self._search_pause_s = SEARCH_FIRST_S  # one that keeps closing its links is asked less and less often
+            self.stats.losses += not self.retired
+            if asyncio.get_running_loop().time() - self._connected_at > RECONNECT_MAX_S:
+                self._reconnect_pause_s = (
+                    RECONNECT_FIRST_S  # else the backoff goes on: the worker keeps closing its links
+                )
             for link in self._links:
                 if link is not None:
                     link.abort()
-            self.look_again()
+            self.reconnect_if_lost()
 
-    def look_again(self) -> None:
-        """Begin to find out whether a lost worker lives, unless that is under way; the replica is usable if it does."""
-        if self.lost and not self.retired and (self._search is None or self._search.done()):
-            self._search = asyncio.create_task(self._find(), name=f"search for a worker of {self.instance}")
-
-    def _begin(self, cost_bytes: int) -> None:
-        self.outstanding_bytes += cost_bytes
-        self.outstanding_calls += 1
-        self.calls += 1
+    def reconnect_if_lost(self) -> None:
+        """Start reconnecting to a lost worker, unless that is under way."""
+        if self.lost and not self.retired and (self._reconnecting is None or self._reconnecting.done()):
+            self._reconnecting = asyncio.create_task(
+                self._reconnect(), name=f"reconnect to a worker of {self.instance}"
+            )
 
     def _close_when_idle(self) -> None:
         if self.outstanding_calls == 0:
@@ -138,7 +139,7 @@ class Replica:
     async def _when_ready(
         self, bulk: bool, cost: int, flags: Flag, timeout_s: float | None
     ) -> tuple[WorkerLink, float | None]:
-        """The connected link with `cost` granted, and what is left of the time."""
+        """The connected link with `cost` taken from its budget, and the remaining time."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -179,26 +180,23 @@ class Replica:
         loop = asyncio.get_running_loop()
         _, link = await loop.create_unix_connection(lambda: WorkerLink(self, self._limits), self.endpoint.socket)
         self._connected_at = loop.time()
-        self.traffic.connects += 1
+        self.stats.connects += 1
         return link
 
-    async def _find(self) -> None:
-        """Connect to a lost worker again; give up once it is certain that nobody listens."""
+    async def _reconnect(self) -> None:
+        """Reconnect with exponential backoff; give up once no process listens."""
         while self.lost:
-            await asyncio.sleep(self._search_pause_s)
-            self._search_pause_s = min(SEARCH_MAX_S, self._search_pause_s * 2)
+            await asyncio.sleep(self._reconnect_pause_s)
+            self._reconnect_pause_s = min(RECONNECT_MAX_S, self._reconnect_pause_s * 2)
             try:
                 async with asyncio.timeout(self._limits.connect_timeout_s), self._connecting:
-                    await self._reconnect()
+                    for link in self._links:
+                        if link is not None:
+                            await link.closed  # else its late loss would be taken for that of the new link
+                    link = await self._new_link()
+                    self._links = [link, None]
+                    self.lost = not link.is_open
             except _GONE:
                 return
             except OSError:  # TimeoutError is one of them
                 continue
-
-    async def _reconnect(self) -> None:
-        for link in self._links:
-            if link is not None:
-                await link.closed  # so that its end is not taken for that of its successor
-        fresh = await self._new_link()
-        self._links = [fresh, None]
-        self.lost = not fresh.is_open
