@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache
-from teimgr.registry.records import Facts, FactsFile, facts_path
+from teimgr.registry.records import ModelRecord, ModelRecords, parse, records_path, render
 
 MODEL = "somebody/tiny"
 OLD, NEW = "a" * 40, "b" * 40
@@ -178,32 +179,42 @@ def test_deleting_leaves_nothing_of_that_model_alone(tmp_path: Path) -> None:
 # The registry's own file.
 
 
-def test_facts_come_back_as_they_were_saved(tmp_path: Path) -> None:
-    facts = {
-        "a/b": Facts(added_at="2026-03-04T12:00:00Z", revision="main", trial={"dimension": 32}, tried_commit=NEW),
-        "c": Facts(),
+async def test_records_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    expected = {
+        "a/b": ModelRecord(added_at="2026-03-04T12:00:00Z", revision="main", trial={"dimension": 32}, tried_commit=NEW),
+        "c": ModelRecord(added_at="2026-03-05T12:00:00Z"),
     }
-    file = FactsFile(facts_path(tmp_path / "state.toml"))
-    file.save(facts)
+    records = ModelRecords(records_path(tmp_path / "state.toml"))
+    for model_id, record in expected.items():
+        records.note(model_id, **{each.name: getattr(record, each.name) for each in fields(record)})
+    await records.save()
 
-    assert file.path.name == "state.models.json"
-    assert FactsFile(file.path).load() == facts
+    assert records.path.name == "state.models.json"
+    loaded = ModelRecords(records.path)
+    await loaded.load()
+    assert {model_id: loaded.of(model_id) for model_id in loaded} == expected
     assert [path.name for path in tmp_path.iterdir()] == ["state.models.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"models": 3}', b'{"models": {"a": []}}', b"\xff"])
-def test_a_file_that_cannot_be_read_is_kept_and_said(tmp_path: Path, content: bytes) -> None:
-    file = FactsFile(tmp_path / "state.models.json")
-    file.path.write_bytes(content)
+def test_a_record_of_defaults_is_kept() -> None:
+    assert parse(render({"c": ModelRecord()})) == {"c": ModelRecord()}
 
-    assert file.load() == {}
-    assert file.alarm is not None
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"models": 3}', b'{"models": {"a": []}}', b"\xff"])
+async def test_a_file_that_cannot_be_read_is_kept_and_is_an_alarm(tmp_path: Path, content: bytes) -> None:
+    records = ModelRecords(tmp_path / "state.models.json")
+    records.path.write_bytes(content)
+    await records.load()
+
+    assert list(records) == []
+    [alarm] = records.alarms()
     (kept,) = tmp_path.glob("state.models.json.corrupt-*")
     assert kept.read_bytes() == content
-    assert str(kept) in file.alarm
+    assert str(kept) in alarm
 
 
-def test_a_key_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
-    file = FactsFile(tmp_path / "f.json")
-    file.path.write_text('{"version": 2, "models": {"a": {"added_at": "x", "colour": "green"}}}')
-    assert file.load() == {"a": Facts(added_at="x")}
+async def test_a_key_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
+    records = ModelRecords(tmp_path / "f.json")
+    records.path.write_text('{"version": 2, "models": {"a": {"added_at": "x", "colour": "green"}}}')
+    await records.load()
+    assert {model_id: records.of(model_id) for model_id in records} == {"a": ModelRecord(added_at="x")}

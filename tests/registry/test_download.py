@@ -17,8 +17,8 @@ from teimgr.errors import ModelBusy, ModelDownloadFailed, ModelGated, ModelNotFo
 from teimgr.observability.metrics import Metrics
 from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
-from teimgr.registry.download import Progress, Rate
-from teimgr.registry.model_view import ModelStatus
+from teimgr.registry.download import Rate
+from teimgr.registry.model_view import DownloadProgress, ModelStatus
 from teimgr.registry.registry import Registry
 
 MODEL = "somebody/tiny"
@@ -111,7 +111,7 @@ async def test_a_download_that_was_broken_off_goes_on_where_it_was(make: Make) -
         hub.open.clear()
         first = make(hub)
         await first.download(MODEL)
-        work = first.work(MODEL)
+        work = first.task(MODEL)
         assert work is not None
         assert work.progress is not None
         async for progress in work.progress.follow():
@@ -168,7 +168,7 @@ async def test_progress_is_live_and_complete(make: Make) -> None:
         registry = make(hub)
         work = await registry.download(MODEL)
         assert work.progress is not None
-        seen: list[Progress] = []
+        seen: list[DownloadProgress] = []
         async for progress in work.progress.follow():
             seen.append(progress)
             if progress.bytes_done >= 2 * MIB and not hub.open.is_set():
@@ -248,7 +248,7 @@ async def test_a_revision_is_fetched_and_remembered(make: Make) -> None:
         await pull(registry, revision="v1")
     view = await registry.get(MODEL)
     assert view.snapshot is not None
-    assert (view.facts.revision, view.snapshot.refs, view.downloaded) == ("v1", ("v1",), True)
+    assert (view.record.revision, view.snapshot.refs, view.downloaded) == ("v1", ("v1",), True)
 
 
 async def test_offline_and_an_absent_hub_say_so(make: Make) -> None:
@@ -298,7 +298,7 @@ async def test_what_was_done_is_known_to_the_next_daemon(make: Make) -> None:
     again = make()
     await again.start()
     assert [view.model_id for view in await again.list()] == ["somebody/later", MODEL]
-    assert (await again.get("somebody/later")).facts.revision == "v2"
+    assert (await again.get("somebody/later")).record.revision == "v2"
     assert (await again.delete(MODEL)).downloaded
     with pytest.raises(ModelNotFound, match=f"Model '{MODEL}' not found"):
         await again.get(MODEL)

@@ -16,7 +16,7 @@ from teimgr.observability.metrics import Metrics
 from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.model_view import ModelStatus, ModelView
-from teimgr.registry.registry import Registry, TrialWish
+from teimgr.registry.registry import Registry, TrialOptions
 from teimgr.spec import InstanceSpec, InstanceView, State
 
 Make = Callable[..., Registry]
@@ -54,8 +54,8 @@ def model(folder: Path, flags: str = "") -> str:
     return str(path)
 
 
-async def tried(registry: Registry, model_id: str, wish: TrialWish | None = None) -> ModelView:
-    await (await registry.try_out(model_id, wish or TrialWish())).finished()
+async def tried(registry: Registry, model_id: str, options: TrialOptions | None = None) -> ModelView:
+    await (await registry.try_out(model_id, options or TrialOptions())).finished()
     return await registry.get(model_id)
 
 
@@ -130,10 +130,10 @@ async def test_the_outcome_is_known_to_the_next_daemon(make: Make, folder: Path)
 async def test_while_it_is_tried_it_is_loading_and_nothing_else_may_begin(make: Make, folder: Path) -> None:
     registry = make()
     model_id = await added(registry, model(folder, "never-ready"))
-    work = await registry.try_out(model_id, TrialWish())
+    work = await registry.try_out(model_id, TrialOptions())
     assert (await registry.get(model_id)).status is ModelStatus.LOADING
     with pytest.raises(ModelBusy, match="is already loading"):
-        await registry.try_out(model_id, TrialWish())
+        await registry.try_out(model_id, TrialOptions())
     with pytest.raises(ModelBusy, match="is already loading"):
         await registry.download(model_id)
     waiting = asyncio.create_task(work.finished())
@@ -146,7 +146,7 @@ async def test_while_it_is_tried_it_is_loading_and_nothing_else_may_begin(make: 
 async def test_a_trial_that_is_given_up_leaves_no_process(make: Make, folder: Path) -> None:
     registry = make()
     model_id = await added(registry, model(folder, "never-ready,ignore-term,grandchild"))
-    await registry.try_out(model_id, TrialWish())
+    await registry.try_out(model_id, TrialOptions())
     pid_file = folder / "run" / "grandchild"
     await eventually(lambda: pid_file.exists() and pid_file.read_text())
     await registry.close()
@@ -159,12 +159,12 @@ async def test_a_trial_that_is_given_up_leaves_no_process(make: Make, folder: Pa
 async def test_what_cannot_be_tried_is_refused(make: Make, folder: Path) -> None:
     registry = make()
     with pytest.raises(ModelNotFound, match="Model 'a/b' not found"):
-        await registry.try_out("a/b", TrialWish())
+        await registry.try_out("a/b", TrialOptions())
     await registry.add("a/b")
     with pytest.raises(ModelLoadFailed, match=r"failed to load: Model not downloaded\. Use POST /models/"):
-        await registry.try_out("a/b", TrialWish())
+        await registry.try_out("a/b", TrialOptions())
     with pytest.raises(InvalidGpuId, match="Invalid GPU ID 3: Available GPUs: \\[\\]"):
-        await registry.try_out(await added(registry, model(folder)), TrialWish(gpu_id=3))
+        await registry.try_out(await added(registry, model(folder)), TrialOptions(gpu_id=3))
 
 
 async def test_a_model_that_instances_want_is_known_and_not_deleted(make: Make, folder: Path) -> None:
@@ -179,13 +179,13 @@ async def test_a_model_that_instances_want_is_known_and_not_deleted(make: Make, 
 
 
 @pytest.mark.parametrize(
-    ("wish", "gpu_id"), [(TrialWish(), 1), (TrialWish(gpu_id=0), 0), (TrialWish(on_cpu=True), None)]
+    ("options", "gpu_id"), [(TrialOptions(), 1), (TrialOptions(gpu_id=0), 0), (TrialOptions(on_cpu=True), None)]
 )
 async def test_it_runs_on_the_card_that_is_asked_for_else_the_freest(
-    make: Make, folder: Path, wish: TrialWish, gpu_id: int | None
+    make: Make, folder: Path, options: TrialOptions, gpu_id: int | None
 ) -> None:
     registry = make(cards=(Gpu(0, "GPU-a", 1 << 30), Gpu(1, "GPU-b", 8 << 30)))
-    shown = (await tried(registry, await added(registry, model(folder)), wish)).to_dict()
+    shown = (await tried(registry, await added(registry, model(folder)), options)).to_dict()
     assert shown["verification"].get("gpu_id") == gpu_id
     with pytest.raises(InvalidGpuId, match=r"Available GPUs: \[0, 1\]"):
-        await registry.try_out(shown["model_id"], TrialWish(gpu_id=2))
+        await registry.try_out(shown["model_id"], TrialOptions(gpu_id=2))

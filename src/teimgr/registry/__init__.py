@@ -1,5 +1,6 @@
-"""The model registry: which models this host knows, has, fetches and has tried.
+"""The model registry: the models that this host knows, has downloaded, and has tried.
 
-`registry.py` is the door; `cache.py` reads what lies on the disk, `facts.py` keeps what no disk layout says,
-`download.py` fetches in a process of its own (`fetcher.py`), `trial.py` loads a model in a throw-away worker.
+`registry.py` is the entry point; `cache.py` reads the disk, `records.py` keeps added models and results of trials,
+`tasks.py` runs downloads and trials, `download.py` runs the download process (`fetcher.py`), `trial.py` loads a model
+in a temporary worker and measures it, `model_view.py` is what REST shows.
 """

@@ -1,7 +1,7 @@
-"""What lies on the disk: snapshots in the hub's cache, model directories, packaged weights.
+"""Model files on the disk: snapshots in the hub's cache, model directories, packaged weights.
 
-The hub's library can scan a whole cache (`scan_cache_dir`), and gives up on a repository that has one wrong file. Here
-one repository is read at a time, and what is broken in it is left out.
+The hub's library can scan a whole cache (`scan_cache_dir`), but rejects a repository that has one wrong file. Here one
+repository is read at a time, and broken entries are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 DEFAULT_REVISION = "main"
 _PREFIX = "models--"
 _FILES_SHOWN = 10_000
-# The key of our answer → where config.json may say it.
+# Our key → its names in config.json.
 _METADATA: Mapping[str, tuple[str, ...]] = {
     "model_type": ("model_type",),
     "hidden_size": ("hidden_size", "d_model"),
@@ -37,8 +37,8 @@ _METADATA: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFile:
-    """One file of a model: its path inside the model's folder, and its size."""
+class ModelFileInfo:
+    """One file of a model."""
 
     path: str
     size_bytes: int
@@ -46,29 +46,28 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A model's files as they are at one commit; a directory that is no part of the hub's cache has no commit.
+    """The files of a model at one commit; a directory outside the hub's cache has no commit.
 
-    `complete` says whether a worker could load it; `refs` are the branches and tags known to mean this commit.
-    `changed_at` is seconds since the epoch.
+    `complete`: a worker can load it. `refs` are the branches and tags that point to the commit. `changed_at` is seconds
+    since the epoch.
     """
 
     path: Path
     commit: str | None = None
     refs: tuple[str, ...] = ()
-    files: tuple[ModelFile, ...] = ()
+    files: tuple[ModelFileInfo, ...] = ()
     complete: bool = False
     changed_at: float = 0.0
 
     @property
     def size_bytes(self) -> int:
-        """All its files together."""
         return sum(file.size_bytes for file in self.files)
 
     def metadata(self) -> dict[str, Any] | None:
-        """Some facts of config.json; None where it cannot be read or one of them has another type."""
+        """Some keys of config.json; None where it cannot be read or one of them has another type."""
         try:
             config = json.loads((self.path / "config.json").read_bytes())
-            return dict(_facts_of(config)) if isinstance(config, dict) else None
+            return dict(_metadata_of(config)) if isinstance(config, dict) else None
         except (OSError, ValueError):
             return None
 
@@ -80,7 +79,7 @@ class HubCache:
         self.folder = folder
 
     def model_ids(self) -> list[str]:
-        """The models that have a folder here, whole or not."""
+        """The models that have a folder, complete or not."""
         try:
             names = [entry.name for entry in self.folder.iterdir() if entry.name.startswith(_PREFIX) and entry.is_dir()]
         except OSError:
@@ -88,22 +87,22 @@ class HubCache:
         return sorted(name.removeprefix(_PREFIX).replace("--", "/", 1) for name in names)
 
     def folder_of(self, model_id: str) -> Path:
-        """Where a model's blobs, refs and snapshots lie."""
+        """The folder of a model's blobs, refs and snapshots."""
         return self.folder / (_PREFIX + model_id.replace("/", "--"))
 
     def snapshots(self, model_id: str) -> list[Snapshot]:
-        """The commits of a model that have at least a configuration, the newest first. Never raises."""
+        """The snapshots of a model that have at least a configuration, the newest first. Never raises."""
         try:
             return self._snapshots(model_id, self.folder_of(model_id))
-        except (OSError, ValueError) as error:  # no such name can be, or the disk fails
+        except (OSError, ValueError) as error:  # an impossible name, or a failing disk
             log.warning("unreadable model in the hub cache", extra={"model": model_id, "reason": str(error)})
             return []
 
     def has_folder(self, model_id: str) -> bool:
-        """Whether there is anything of a model, if only a part of a file."""
+        """Whether anything of a model is here, if only a part of a file."""
         try:
             return self.folder_of(model_id).is_dir()
-        except OSError:  # no file can have so long a name
+        except OSError:  # a name longer than a file name can be
             return False
 
     def _snapshots(self, model_id: str, folder: Path) -> list[Snapshot]:
@@ -116,7 +115,7 @@ class HubCache:
         return sorted(found, key=lambda snapshot: snapshot.changed_at, reverse=True)
 
     def find(self, model_id: str, revision: str | None = None) -> Snapshot | None:
-        """The snapshot of a branch, tag or commit; without one that of `main`, else the newest, whole ones first."""
+        """The snapshot of a branch, tag or commit; without one `main`, else the newest, complete ones first."""
         found = self.snapshots(model_id)
         wanted = revision or DEFAULT_REVISION
         for snapshot in found:
@@ -145,7 +144,7 @@ class HubCache:
         )
 
     def _missing(self, model_id: str, commit: str, present: set[str]) -> set[str]:
-        """Needed files that the repository's own listing names and the snapshot lacks; a listing may not be here."""
+        """Needed files that are in the repository's cached listing and not in the snapshot; none without a listing."""
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
 
@@ -157,31 +156,31 @@ class HubCache:
 
 
 def needed(names: Sequence[str]) -> list[str]:
-    """Those of a repository's files that the engine needs."""
+    """The files of a repository that the engine needs."""
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # it is exported lazily
 
     return list(filter_repo_objects(names, ignore_patterns=hub.unused_patterns(names)))
 
 
 def default_cache_folder() -> Path:
-    """Where the hub's library keeps models, as its environment variables say."""
+    """The hub library's cache folder, from its environment variables."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def is_directory(model_id: str) -> bool:
-    """Whether a model id means a directory of this host rather than a repository of the hub."""
+    """Whether a model id is a directory of this host rather than a repository of the hub."""
     try:
         return hub.names_a_path(model_id) or Path(model_id).is_dir()
-    except OSError:  # no file can have so long a name
+    except OSError:  # a name longer than a file name can be
         return False
 
 
 def find_directory(model_id: str) -> Snapshot | None:
-    """A model directory as a user named it; None when it holds no model.
+    """The model in a directory; None when there is none.
 
-    Only its own files and those of its modules' folders are looked at: a directory may have anything below it.
+    Only the directory and its direct subfolders are read: anything may be below.
     """
     try:
         path = Path(model_id).expanduser()
@@ -189,12 +188,12 @@ def find_directory(model_id: str) -> Snapshot | None:
             return None
         files = tuple(_files(path, (*path.glob("*"), *path.glob("*/*"))))
         return Snapshot(path=path.resolve(), files=files, complete=_is_loadable(path), changed_at=_changed_at(path))
-    except (OSError, ValueError, RuntimeError):  # no such name can be, no such user is there, or the disk fails
+    except (OSError, ValueError, RuntimeError):  # an impossible name, an unknown user, or a failing disk
         return None
 
 
 def find_packaged(model_id: str) -> Snapshot | None:
-    """The weights of an installed package that stands in for the hub."""
+    """The weights in an installed package, which replaces the hub."""
     source = hub.find_packaged(model_id)
     return find_directory(str(source.path)) if source else None
 
@@ -207,38 +206,28 @@ def timestamp(seconds: float) -> str:
 def _is_loadable(path: Path) -> bool:
     try:
         return hub.is_complete(path)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # an index file that is none
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # an invalid index file
         return False
 
 
-def _facts_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The metadata, key by key.
-
-    Raises:
-        ValueError: a value has another type than it should.
-    """
+def _metadata_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, places in _METADATA.items():
         value = next((config[place] for place in places if config.get(place) is not None), None)
         if value is None:
             continue
         kind = str if name == "model_type" else int
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}")  # noqa: TRY004  it is the file that is wrong
+            raise ValueError(f"{name} is {value!r}")  # noqa: TRY004  the file is wrong, not the caller
         yield name, value
 
 
 def _refs(folder: Path) -> Iterator[tuple[str, str]]:
-    """Branches and tags with their commits; a name may have slashes."""
-    for path in _walk(folder):
+    """Branches and tags with their commits; names may contain slashes."""
+    for path in (Path(parent) / name for parent, _, names in os.walk(folder) for name in names):
         try:
             yield path.relative_to(folder).as_posix(), path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             log.warning("unreadable ref in the hub cache", extra={"path": str(path), "reason": str(error)})
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent) / name for name in names)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -248,12 +237,12 @@ def _folders(folder: Path) -> list[Path]:
         return []
 
 
-def _files(folder: Path, paths: Iterable[Path]) -> Iterator[ModelFile]:
-    """The files among `paths`; links that lead nowhere are left out."""
+def _files(folder: Path, paths: Iterable[Path]) -> Iterator[ModelFileInfo]:
+    """The files among `paths`, without dangling links."""
     for path in sorted(islice(paths, _FILES_SHOWN)):
         try:
             if path.is_file():
-                yield ModelFile(path.relative_to(folder).as_posix(), path.stat().st_size)
+                yield ModelFileInfo(path.relative_to(folder).as_posix(), path.stat().st_size)
         except OSError:
             continue
 

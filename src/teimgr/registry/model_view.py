@@ -1,18 +1,17 @@
-"""A model as the registry shows it."""
+"""A model as the registry shows it: status, files, commits, download progress, result of the last trial."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from teimgr.registry.cache import Snapshot, timestamp
-from teimgr.registry.download import Progress
-from teimgr.registry.records import Facts
+from teimgr.registry.records import ModelRecord
 
 
 class ModelStatus(str, Enum):
-    """What of a model is there, or is being done with it."""
+    """Which part of a model is on this host, or what is being done with it."""
 
     AVAILABLE = "available"
     DOWNLOADING = "downloading"
@@ -23,8 +22,54 @@ class ModelStatus(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadProgress:
+    """How far a download is; what is not known yet is absent."""
+
+    # waiting: for another download to end. Bytes of before count as done, and not towards the rate.
+    phase: Literal["waiting", "listing", "fetching", "done"]
+    bytes_done: int
+    bytes_total: int | None = None
+    files_done: int
+    files_total: int | None = None
+    rate_bytes_per_s: float | None = None
+    eta_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What the last passed trial measured; what could not be measured is absent. Sizes are bytes, times seconds."""
+
+    # start_s is from launch to ready, load_s the part of it that read the model. Memory is the worker's: peak_rss_bytes
+    # and private_bytes on the host, device_bytes on its GPU. Speed is that of short and medium texts, one per call.
+    device: str
+    gpu_id: int | None = None
+    dtype: str
+    kind: str
+    dimension: int
+    max_input_length: int
+    batching: str
+    start_s: float
+    load_s: float
+    peak_rss_bytes: int | None = None
+    private_bytes: int | None = None
+    device_bytes: int | None = None
+    texts_per_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCommit:
+    """One commit of a model in the hub's cache."""
+
+    commit: str
+    refs: list[str]
+    size_bytes: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OnDisk:
-    """What lies on the disk of a model: what a worker would load now, or the part of it that is there.
+    """A model's files on the disk: the snapshot that a worker would load now, whole or not.
 
     `commits` are all that the cache has, the newest first.
     """
@@ -36,23 +81,22 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """One model at a moment. `busy` is what is being done with it, `used_by` the instances that want it.
+    """One model at one moment. `busy` is the status of the task under way, `used_by` the instances of this model.
 
     `download_error` is why the last download since the daemon's start failed.
     """
 
     model_id: str
-    facts: Facts
+    record: ModelRecord
     started_at: str
     on_disk: OnDisk
     busy: ModelStatus | None = None
-    progress: Progress | None = None
+    progress: DownloadProgress | None = None
     download_error: str | None = None
     used_by: tuple[str, ...] = ()
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """What a worker would load now."""
         return self.on_disk.snapshot
 
     @property
@@ -62,54 +106,49 @@ class ModelView:
 
     @property
     def status(self) -> ModelStatus:
-        """The one word. A trial speaks of the files that it tried, not of those of another commit."""
+        """The task under way, else what is on the disk; a trial counts only for the commit that it tried."""
         if self.busy is not None:
             return self.busy
-        if not self.downloaded:
+        if self.snapshot is None or not self.snapshot.complete:
             return ModelStatus.AVAILABLE
-        facts = self.facts
-        if not self._tried_these or not (facts.last_verified or facts.verification_error):
+        record = self.record
+        if self.snapshot.commit != record.tried_commit or not (record.last_verified or record.verification_error):
             return ModelStatus.DOWNLOADED
-        return ModelStatus.FAILED if facts.verification_error else ModelStatus.VERIFIED
-
-    @property
-    def _tried_these(self) -> bool:
-        return self.snapshot is not None and self.snapshot.commit == self.facts.tried_commit
+        return ModelStatus.FAILED if record.verification_error else ModelStatus.VERIFIED
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of REST; keys without a value are left out."""
-        facts, snapshot = self.facts, self.snapshot
+        record, snapshot = self.record, self.snapshot
         values: dict[str, Any] = {
             "model_id": self.model_id,
             "status": self.status.value,
             "downloaded": self.downloaded,
-            "added_at": facts.added_at or (timestamp(snapshot.changed_at) if snapshot else self.started_at),
-            "revision": facts.revision,
-            "gated": facts.gated,
+            "added_at": record.added_at or (timestamp(snapshot.changed_at) if snapshot else self.started_at),
+            "revision": record.revision,
+            "gated": record.gated,
             "used_by": list(self.used_by),
             "metadata": self.on_disk.metadata,
-            "last_verified": facts.last_verified,
-            "verification_error": facts.verification_error,
-            "verification": dict(facts.trial) or None,
+            "last_verified": record.last_verified,
+            "verification_error": record.verification_error,
+            "verification": dict(record.trial) or None,
             "download_error": self.download_error,
-            "progress": self.progress.to_dict() if self.progress else None,
+            "progress": known_values(self.progress) if self.progress else None,
         }
         if snapshot is not None:
             values |= {
                 "cache_path": str(snapshot.path),
                 "cache_size_bytes": snapshot.size_bytes,
                 "commit": snapshot.commit,
-                "files": [{"path": file.path, "size_bytes": file.size_bytes} for file in snapshot.files],
-                "commits": [commit_of(each) for each in self.on_disk.commits] or None,
+                "files": [asdict(file) for file in snapshot.files],
+                "commits": [
+                    asdict(ModelCommit(each.commit or "", list(each.refs), each.size_bytes, each.complete))
+                    for each in self.on_disk.commits
+                ]
+                or None,
             }
         return {name: value for name, value in values.items() if value is not None}
 
 
-def commit_of(snapshot: Snapshot) -> dict[str, Any]:
-    """One commit of a model in the cache, in short."""
-    return {
-        "commit": snapshot.commit,
-        "refs": list(snapshot.refs),
-        "size_bytes": snapshot.size_bytes,
-        "complete": snapshot.complete,
-    }
+def known_values(values: DownloadProgress | Verification) -> dict[str, Any]:
+    """Plain values by name, without those that are None."""
+    return {name: value for name, value in asdict(values).items() if value is not None}

@@ -1,7 +1,7 @@
-"""What the registry must remember and no disk layout says: who was added, what was tried, and with what result.
+"""What the registry keeps of each model beside the model's files: when it was added, and the result of its last trial.
 
 state.models.json               beside the state file, and named after it
-state.models.json.corrupt-<n>   one that could not be read, set aside
+state.models.json.corrupt-<n>   a file that could not be read
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is remembered of one model.
+class ModelRecord:
+    """The record of one model.
 
-    `added_at` is set where a user added or downloaded it. `tried_commit` is what the last trial tried (None for a
-    directory, which has no commits), `trial` its figures, `verification_error` why it failed.
+    `added_at` is set where a user added or downloaded it. `tried_commit` is what the last trial loaded (None for a
+    directory, which has no commits), `trial` its measurements, `verification_error` why it failed.
     """
 
     added_at: str | None = None
@@ -40,77 +40,41 @@ class Facts:
     trial: Mapping[str, Any] = field(default_factory=dict)
 
 
-class FactsFile:
-    """The file at `path`; one writer at a time. `alarm` says what happened to it when it could not be read."""
+class ModelRecords:
+    """The records in memory, and in the file at `path` after `save`. One daemon writes the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.alarm: str | None = None
-
-    def load(self) -> dict[str, Facts]:
-        """Facts by model id; none where there is no file. Never raises."""
-        try:
-            return parse(self.path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            kept = self._set_aside()
-            self.alarm = f"the model registry's file {self.path} cannot be read ({error}); {kept}"
-            log.error("model registry starts without its facts", extra={"reason": self.alarm})
-            return {}
-
-    def save(self, facts: Mapping[str, Facts]) -> None:
-        """Make the disk say `facts`: the file is old or new at every moment.
-
-        Raises:
-            OSError: the disk refused; the file is what it was.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, render(facts), durable=True)
-
-    def _set_aside(self) -> str:
-        aside = self.path.with_name(f"{self.path.name}.corrupt-{time.time_ns()}")
-        try:
-            self.path.replace(aside)
-        except OSError as error:
-            return f"it could not be kept: {error}"
-        return f"it was kept as {aside}"
-
-
-class Remembered:
-    """The facts in memory, and on the disk after `save`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = FactsFile(path)
-        self._facts: dict[str, Facts] = {}
+        self._records: dict[str, ModelRecord] = {}
+        self._load_alarm: str | None = None
         self._save_alarm: str | None = None
         self._saving = asyncio.Lock()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._facts)
+        return iter(self._records)
 
-    def of(self, model_id: str) -> Facts:
-        """What is remembered of a model; the defaults where it is nothing."""
-        return self._facts.get(model_id, Facts())
+    def of(self, model_id: str) -> ModelRecord:
+        """The record of a model; an empty one where there is none."""
+        return self._records.get(model_id, ModelRecord())
 
     def note(self, model_id: str, **change: Any) -> None:
-        """Remember this of a model, and when it was first heard of."""
+        """Change keys of a model's record; `added_at` is set once."""
         known = self.of(model_id)
-        self._facts[model_id] = replace(known, **{"added_at": known.added_at or now_rfc3339(), **change})
+        self._records[model_id] = replace(known, **{"added_at": known.added_at or now_rfc3339(), **change})
 
     def forget(self, model_id: str) -> None:
-        """Remember nothing of a model."""
-        self._facts.pop(model_id, None)
+        """Remove a model's record."""
+        self._records.pop(model_id, None)
 
     async def load(self) -> None:
-        """Remember what the disk says. Never raises."""
-        self._facts = await asyncio.to_thread(self._file.load)
+        """Read the file. Never raises: a file that cannot be read is set aside, with an alarm."""
+        self._records = await asyncio.to_thread(self._read)
 
     async def save(self) -> None:
-        """Have the disk say it. A disk that refuses is an alarm; the registry goes on."""
+        """Replace the file. Never raises: a disk that refuses is an alarm, and the registry goes on."""
         async with self._saving:
             try:
-                await asyncio.to_thread(self._file.save, dict(self._facts))
+                await asyncio.to_thread(self._write, dict(self._records))
             except OSError as error:
                 self._save_alarm = f"the model registry's file cannot be saved: {error}"
                 log.error("model registry not saved", extra={"reason": self._save_alarm})
@@ -118,37 +82,57 @@ class Remembered:
                 self._save_alarm = None
 
     def alarms(self) -> list[str]:
-        """What people must know of the file."""
-        return [alarm for alarm in (self._file.alarm, self._save_alarm) if alarm is not None]
+        """Sentences about the file."""
+        return [alarm for alarm in (self._load_alarm, self._save_alarm) if alarm is not None]
+
+    def _read(self) -> dict[str, ModelRecord]:
+        try:
+            return parse(self.path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            aside = self.path.with_name(f"{self.path.name}.corrupt-{time.time_ns()}")
+            try:
+                self.path.replace(aside)
+                kept = f"it was kept as {aside}"
+            except OSError as failure:
+                kept = f"it could not be kept: {failure}"
+            self._load_alarm = f"the model registry's file {self.path} cannot be read ({error}); {kept}"
+            log.error("model registry starts without its records", extra={"reason": self._load_alarm})
+            return {}
+
+    def _write(self, records: Mapping[str, ModelRecord]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, render(records), durable=True)
 
 
-def facts_path(state_file: Path) -> Path:
-    """Where the registry of the daemon with this state file keeps its facts."""
+def records_path(state_file: Path) -> Path:
+    """The registry's file of the daemon with this state file."""
     return state_file.with_name(f"{state_file.stem}.models.json")
 
 
-def parse(content: bytes) -> dict[str, Facts]:
+def parse(content: bytes) -> dict[str, ModelRecord]:
     """The inverse of `render`; keys of a newer version are left out.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: not a file of the registry.
     """
     try:
         table = json.loads(content)
-        known = {item.name for item in fields(Facts)}
+        known = {item.name for item in fields(ModelRecord)}
         return {
-            model_id: Facts(**{name: value for name, value in entry.items() if name in known})
+            model_id: ModelRecord(**{name: value for name, value in entry.items() if name in known})
             for model_id, entry in table["models"].items()
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the registry's: {error!r}") from error
 
 
-def render(facts: Mapping[str, Facts]) -> bytes:
-    """The bytes of the file; what is at its default is left out."""
-    empty = asdict(Facts())
+def render(records: Mapping[str, ModelRecord]) -> bytes:
+    """The content of the file; defaults are left out."""
+    empty = asdict(ModelRecord())
     entries = {
         model_id: {name: value for name, value in asdict(each).items() if value != empty[name]}
-        for model_id, each in sorted(facts.items())
+        for model_id, each in sorted(records.items())
     }
     return json.dumps({"version": _VERSION, "models": entries}, indent=1).encode()

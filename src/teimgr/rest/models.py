@@ -1,6 +1,6 @@
-"""The REST verbs on models, each one call to the registry.
+"""REST routes of models: list, add, download, try, delete. Each is one call to the registry.
 
-A model's id may be one path segment (`BAAI%2Fbge-m3`, as tei-manager wants it) or several (`BAAI/bge-m3`).
+A model id may be one path segment (`BAAI%2Fbge-m3`, as in tei-manager) or several (`BAAI/bge-m3`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from teimgr.clock import now_rfc3339
 from teimgr.errors import TeimgrError, ValidationError
-from teimgr.registry.model_view import ModelStatus
-from teimgr.registry.registry import Registry, TrialWish
+from teimgr.registry.cache import ModelFileInfo
+from teimgr.registry.model_view import DownloadProgress, ModelCommit, ModelStatus, Verification, known_values
+from teimgr.registry.registry import Registry, TrialOptions
 from teimgr.registry.tasks import ModelTask
-from teimgr.rest.json_http import Body, answer, read_json
+from teimgr.rest.json_http import Body, answer, error_body, has_body, json_body, read_json
 from teimgr.rest.schemas import Failure, Text
 from teimgr.rest.sse import EVENT_SCHEMA, MEDIA_TYPE, Event, event_stream, is_wanted
 from teimgr.spec import U32
@@ -62,57 +62,8 @@ class LoadModel(Strict):
             raise ValueError("gpu_id and device 'cpu' exclude each other")
         return self
 
-    def wish(self) -> TrialWish:
-        """The trial that is asked for."""
-        values = self.model_dump(exclude={"device"})
-        return TrialWish(on_cpu=self.device == "cpu", **values)
-
-
-class ModelFileInfo(BaseModel):
-    """One file of a model."""
-
-    path: str
-    size_bytes: int
-
-
-class ModelCommit(BaseModel):
-    """One commit of a model in the hub's cache."""
-
-    commit: str
-    refs: list[str]
-    size_bytes: int
-    complete: bool
-
-
-class DownloadProgress(BaseModel):
-    """How far a download is; what is not known yet is absent."""
-
-    phase: Literal["waiting", "listing", "fetching", "done"]
-    bytes_done: int
-    bytes_total: int | None = None
-    files_done: int
-    files_total: int | None = None
-    rate_bytes_per_s: float | None = None
-    eta_s: float | None = None
-
-
-class Verification(BaseModel):
-    """What the last passed trial measured; what could not be measured is absent. Sizes are bytes, times seconds."""
-
-    device: str
-    gpu_id: int | None = None
-    dtype: str
-    kind: str
-    dimension: int
-    max_input_length: int
-    batching: str
-    start_s: float
-    load_s: float
-    peak_rss_bytes: int | None = None
-    private_bytes: int | None = None
-    device_bytes: int | None = None
-    texts_per_s: float
-    tokens_per_s: float
+    def options(self) -> TrialOptions:
+        return TrialOptions(on_cpu=self.device == "cpu", **self.model_dump(exclude={"device"}))
 
 
 class ModelInfo(BaseModel):
@@ -148,11 +99,6 @@ def _failures(**meanings: str) -> Responses:
     return {int(status[1:]): {"model": Failure, "description": text} for status, text in meanings.items()}
 
 
-def _body(kind: Any, *, required: bool) -> dict[str, Any]:
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": required, "content": content}}
-
-
 UNKNOWN = _failures(_404="no such model", _400="no model's id")
 BUSY = _failures(_409="it is being downloaded or tried already")
 EVENTS: Responses = {
@@ -166,16 +112,15 @@ Wait = Annotated[bool, Query(description="false: answer 202 at once, and go on")
 
 
 def registry_of(request: Request) -> Registry:
-    """The registry that the application was made with."""
     registry: Registry = request.app.state.registry
     return registry
 
 
 def decoded(model_id: str) -> str:
-    """The id in a path: decoded once by the server, and once more, as tei-manager does.
+    """The model id in a path, which the server has decoded once, decoded once more, as in tei-manager.
 
     Raises:
-        ValidationError: it is no UTF-8.
+        ValidationError: not UTF-8.
     """
     try:
         found = unquote(model_id, errors="strict")
@@ -203,7 +148,7 @@ async def list_models(models: TheRegistry) -> Response:
     responses=_failures(_400="no JSON, or no model's id", _413="a body over 2 MiB", _415="another content type")
     | _failures(_422="another shape")
     | {200: {"model": ModelInfo, "description": "it was known"}},
-    openapi_extra=_body(AddModel, required=True),
+    openapi_extra=json_body(AddModel, required=True),
 )
 async def add_model(request: Request, models: TheRegistry) -> Response:
     """Know a model from now on; nothing is downloaded."""
@@ -215,10 +160,10 @@ async def add_model(request: Request, models: TheRegistry) -> Response:
 @router.get("/models/{model_id:path}/download/events", responses=EVENTS | UNKNOWN)
 async def download_events(model_id: ModelIdModels, models: TheRegistry) -> Response:
     """Follow the download of a model as server-sent events; one event `model` where there is none."""
-    view, work = await models.get(model_id), models.work(model_id)
-    if work is None or work.progress is None:
+    view, task = await models.get(model_id), models.task(model_id)
+    if task is None or task.progress is None:
         return event_stream(_one(Event("model", view.to_dict())))
-    return event_stream(_events_of(models, model_id, work))
+    return event_stream(_events_of(models, model_id, task))
 
 
 @router.get("/models/{model_id:path}", response_model=ModelInfo, responses=UNKNOWN)
@@ -234,7 +179,7 @@ async def get_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
     | BUSY
     | _failures(_403="the hub asks for its licence to be accepted first", _500="its files could not be fetched whole")
     | {202: {"model": ModelInfo, "description": "with wait=false: it has begun"}},
-    openapi_extra=_body(DownloadModel, required=False),
+    openapi_extra=json_body(DownloadModel, required=False),
 )
 async def download_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
     """Fetch a model from the hub and check what came; the answer comes when it is done, or as server-sent events.
@@ -243,10 +188,10 @@ async def download_model(request: Request, model_id: ModelIdModels, models: TheR
     goes away.
     """
     body = await _read_optional(request, DownloadModel)
-    work = await models.download(model_id, body.revision, update=body.update)
+    task = await models.download(model_id, body.revision, update=body.update)
     if is_wanted(request):
-        return event_stream(_events_of(models, model_id, work))
-    return await _answer_to(models, model_id, work, wait)
+        return event_stream(_events_of(models, model_id, task))
+    return await _answer_to(models, model_id, task, wait)
 
 
 @router.post(
@@ -256,12 +201,12 @@ async def download_model(request: Request, model_id: ModelIdModels, models: TheR
     | BUSY
     | _failures(_500="it is not downloaded")
     | {202: {"model": ModelInfo, "description": "with wait=false: it has begun"}},
-    openapi_extra=_body(LoadModel, required=False),
+    openapi_extra=json_body(LoadModel, required=False),
 )
 async def load_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
     """Try a model in a throw-away worker, and measure it; the answer is 200 whether it passed or failed."""
     body = await _read_optional(request, LoadModel)
-    return await _answer_to(models, model_id, await models.try_out(model_id, body.wish()), wait)
+    return await _answer_to(models, model_id, await models.try_out(model_id, body.options()), wait)
 
 
 @router.delete(
@@ -274,31 +219,29 @@ async def delete_model(model_id: ModelIdModels, models: TheRegistry) -> Response
     return answer((await models.delete(model_id)).to_dict())
 
 
-async def _answer_to(models: Registry, model_id: str, work: ModelTask, wait: bool) -> Response:
+async def _answer_to(models: Registry, model_id: str, task: ModelTask, wait: bool) -> Response:
     if wait:
-        await work.finished()
+        await task.finished()
     return answer((await models.get(model_id)).to_dict(), 200 if wait else 202)
 
 
 async def _read_optional(request: Request, kind: type[Body]) -> Body:
     """The body where one of JSON was sent. tei-manager ignores bodies here, so another type is no body."""
-    headers = request.headers
-    sent = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    if sent and "json" in headers.get("content-type", ""):
+    if has_body(request) and "json" in request.headers.get("content-type", ""):
         return await read_json(request, kind)
     return kind()
 
 
-async def _events_of(models: Registry, model_id: str, work: ModelTask) -> AsyncGenerator[Event]:
+async def _events_of(models: Registry, model_id: str, task: ModelTask) -> AsyncGenerator[Event]:
     """A download from now to its end."""
-    assert work.progress is not None
-    async for progress in work.progress.follow():
-        yield Event("progress", progress.to_dict())
+    assert task.progress is not None
+    async for progress in task.progress.follow():
+        yield Event("progress", known_values(progress))
     try:
-        await work.finished()
+        await task.finished()
         yield Event("done", (await models.get(model_id)).to_dict())
     except TeimgrError as error:
-        yield Event("failed", {"error": error.message, "code": error.code.name, "timestamp": now_rfc3339()})
+        yield Event("failed", error_body(error.code.name, error.message))
 
 
 async def _one(event: Event) -> AsyncGenerator[Event]:

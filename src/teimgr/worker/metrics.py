@@ -6,7 +6,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import Job, Output
@@ -14,6 +13,7 @@ from teimgr.errors import Code, TeimgrError
 from teimgr.observability import catalogue, exposition
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, Sample
+from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.wire.frames import Timings
 from teimgr.worker.calls import WorkerCall
 
@@ -194,10 +194,6 @@ def _method(inputs: int) -> str:
     return "single" if inputs == 1 else "batch"
 
 
-_KIB = 1024
-_PROC = Path("/proc/self")
-
-
 def engine_page(stats: EngineStats) -> Page:
     """The engine's lanes, queue, device and memory."""
     page: Page = {
@@ -221,23 +217,13 @@ def engine_page(stats: EngineStats) -> Page:
 
 def process_page(calls: int) -> Page:
     """The process: its unanswered calls, memory and processor time. Blocks while the kernel adds the memory up."""
-    rollup = _rollup()
+    sizes = proc_sizes("self", "smaps_rollup")
     return _singles(
         (catalogue.WORKER_CALLS, calls),
-        (catalogue.RESIDENT, rollup.get("Rss", 0)),
-        (catalogue.UNIQUE, rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0)),
+        (catalogue.RESIDENT, sizes.get("Rss", 0)),
+        (catalogue.UNIQUE, private_bytes(sizes) or 0),
         (catalogue.CPU_SECONDS, time.process_time()),
     )
-
-
-def _rollup() -> dict[str, int]:
-    """The kernel's sums over all mappings, as bytes; none where it keeps no such file."""
-    try:
-        lines = (_PROC / "smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return {}
-    rows = (line.split() for line in lines)
-    return {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows}
 
 
 def _singles(*numbers: tuple[Family, float]) -> Page:

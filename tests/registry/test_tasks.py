@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from teimgr.registry.download import Observable
+from teimgr.registry.tasks import Observable
 
 
 async def test_a_watcher_sees_the_value_now_and_the_last_one() -> None:
