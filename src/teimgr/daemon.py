@@ -204,7 +204,7 @@ class Daemon:
     def _watch(self) -> None:
         """From here on changes of the fleet are events; how it is now is where they begin."""
         self.events.note(self.manager.list())
-        self.manager.noticed = self.events.note
+        self.manager.on_views_changed = self.events.note
         for notice in self.reloader.notices():
             log.warning(notice)
 

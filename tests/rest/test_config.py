@@ -48,7 +48,7 @@ class Moving:
     def parts(self, fleet: Any) -> dict[str, Any]:
         self.reloader = Reloader(Source(file=self.file, environ={}), self.said, fleet, self.applied.append)
         self.events.note(fleet.list())
-        fleet.noticed = self.events.note
+        fleet.on_views_changed = self.events.note
         return {"event_log": self.events, "live_probe": LiveProbe(Directory(), 1.0), "reloader": self.reloader}
 
     @property

@@ -31,7 +31,7 @@ class Fleet:
         self._settings = settings
         self._gpus = gpus
         self._views: dict[str, InstanceView] = {}
-        self.noticed: Callable[[list[InstanceView]], None] = lambda views: None
+        self.on_views_changed: Callable[[list[InstanceView]], None] = lambda views: None
 
     async def create(self, request: InstanceSpec) -> InstanceView:
         check_name(request.name)
@@ -77,7 +77,7 @@ class Fleet:
     async def delete(self, name: str) -> InstanceView:
         view = self.get(name)
         del self._views[name]
-        self.noticed(self.list())
+        self.on_views_changed(self.list())
         return view
 
     def list(self) -> list[InstanceView]:
@@ -91,7 +91,7 @@ class Fleet:
     def put(self, view: InstanceView) -> InstanceView:
         """Make this the view of its instance."""
         self._views[view.spec.name] = view
-        self.noticed(self.list())
+        self.on_views_changed(self.list())
         return view
 
     def ready(self, name: str) -> None:

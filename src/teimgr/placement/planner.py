@@ -1,4 +1,4 @@
-"""What the next worker of an instance is to be told: where it runs, its threads, its flags."""
+"""Placement of workers (GPU or CPU, replicas, CPU threads, batch tokens) and the making of their `WorkerSpec`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,103 @@ from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
 from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
-from teimgr.spec import WORKER_KEYS, InstanceSpec, WorkerSpec
+from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
+
+LOADING_BYTES = 2 << 30
+"""The GPU memory that a loading worker is assumed to need, as NVML does not show it yet."""
+CPU_TOKENS = 16384
+"""Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
+_GIB = 2**30
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The workers beside which a new one is placed.
+
+    `alive` has the spec of each worker that shares the cores, the new one included. `loading` counts, by GPU UUID, the
+    workers whose memory NVML cannot show yet, `beside` the other replicas of the instance.
+    """
+
+    alive: Sequence[InstanceSpec]
+    loading: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
+
+
+class Planner:
+    """Places workers on the cards of `inventory`, as last read. Only `look` waits, so a plan is never based on stale
+    knowledge of other plans."""
+
+    def __init__(self, settings: Settings, gpus: GpuInventory, cores: int) -> None:
+        self.inventory = Inventory()
+        self._settings = settings
+        self._gpus = gpus
+        self._cores = cores
+
+    async def look(self) -> Inventory:
+        """Read the cards and their free memory."""
+        self.inventory = await self._gpus.read()
+        return self.inventory
+
+    def plan(self, spec: InstanceSpec, replica: int, others: Others) -> WorkerSpec:
+        """The spec for one launch.
+
+        Raises:
+            InvalidGpuId: `gpu_id` is none of the cards.
+            InvalidConfig: an extra argument cannot be parsed.
+        """
+        gpu = place(spec, self.inventory, others.loading, others.beside)
+        threads = self.shares(others.alive).get(spec.name, 1)
+        return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica)
+
+    def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
+        """Whether a live worker that was started with `found` could have been started for `spec` now."""
+        if found.replica >= self.replicas(spec):
+            return False
+        try:
+            chosen = place(spec, self.inventory) if spec.gpu_id is not None else None
+            gpu = chosen.uuid if chosen else found.gpu
+            same = worker_spec(spec, self._settings, gpu, replica=found.replica).hash == found.hash
+        except TeimgrError:
+            return False
+        return same and (found.gpu is None or found.gpu in {gpu.uuid for gpu in self.inventory.gpus})
+
+    def change_needed(self, old: InstanceSpec, new: InstanceSpec) -> Change:
+        """What an update from `old` to `new` needs, by the declared keys and by what the workers are launched with.
+
+        Raises:
+            InvalidConfig: an extra argument of `new` cannot be parsed.
+        """
+        if worker_spec(old, self._settings).hash != worker_spec(new, self._settings).hash:
+            return Change.REPLACE
+        keys = (name for name in KEYS if name not in WORKER_KEYS and name != "extra_args")
+        changed = (KEYS[name].change for name in keys if getattr(old, name) != getattr(new, name))
+        return max(changed, default=Change.IN_PLACE)
+
+    def replicas(self, spec: InstanceSpec) -> int:
+        """The number of workers of an instance on this host."""
+        return replica_count(spec, self.inventory)
+
+    def shares(self, alive: Sequence[InstanceSpec]) -> dict[str, int]:
+        """CPU threads of each worker, by the name of its instance."""
+        return share_threads(self._cores, alive)
+
+    def index_of(self, gpu: str | None) -> int | None:
+        """The index of the card with this UUID."""
+        return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
 
 
 def worker_spec(
-    spec: InstanceSpec, settings: Settings, gpu_uuid: str | None, threads: int, replica: int = 0
+    spec: InstanceSpec, settings: Settings, gpu_uuid: str | None = None, threads: int = 1, replica: int = 0
 ) -> WorkerSpec:
-    """The orders of one worker. `extra_args` win over the instance's fields, which win over the settings.
+    """The spec of one worker. `extra_args` take precedence over the instance's fields, these over the settings.
+
+    Without a place it serves to validate the model and to compare two instance specs.
 
     Raises:
-        InvalidConfig: an extra argument cannot be understood.
+        InvalidConfig: an extra argument cannot be parsed.
     """
-    told = WorkerSpec(
+    made = WorkerSpec(
         **{name: getattr(spec, name) for name in WORKER_KEYS},
         replica=replica,
         gpu=gpu_uuid,
@@ -36,118 +121,7 @@ def worker_spec(
         log_level=settings.log_level,
         log_format=settings.log_format,
     )
-    return replace(told, **parse(spec.extra_args))
-
-
-CPU_TOKENS = 16384
-"""On the CPU, and on a card that does not say what is free. There, larger batches gain nothing."""
-_GIB = 2**30
-
-
-def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) -> InstanceSpec:
-    """`spec` with a number of its own: `per_gib` tokens for each GiB that is free now where it would be placed.
-
-    With several replicas the fullest of the cards decides, and one GiB's worth is the least.
-
-    Raises:
-        InvalidGpuId: `gpu_id` is none of the cards.
-    """
-    if spec.max_batch_tokens:
-        return spec
-    free_bytes = min((card.memory_free_bytes for card in _cards(spec, inventory)), default=0)
-    tokens = max(per_gib, free_bytes * per_gib // _GIB) if free_bytes else CPU_TOKENS
-    return replace(spec, max_batch_tokens=tokens)
-
-
-def _cards(spec: InstanceSpec, inventory: Inventory) -> list[Gpu]:
-    if spec.gpu_id is None and spec.replicas != 1:
-        return list(inventory.gpus)
-    card = place(spec, inventory)
-    return [card] if card else []
-
-
-@dataclass(frozen=True, slots=True)
-class Others:
-    """The workers that a new one has to get on with.
-
-    `alive` share the cores, the new one among them. `loading` counts by card those whose memory it cannot show yet,
-    `beside` the other replicas of the same crew.
-    """
-
-    alive: Sequence[InstanceSpec]
-    loading: Mapping[str, int] = field(default_factory=dict)
-    beside: Mapping[str, int] = field(default_factory=dict)
-
-
-class Planner:
-    """`inventory` is the last one that was looked at. Only `look` waits, so plans cannot be outrun by one another."""
-
-    def __init__(self, settings: Settings, gpus: GpuInventory, cores: int) -> None:
-        self.inventory = Inventory()
-        self._settings = settings
-        self._gpus = gpus
-        self._cores = cores
-
-    async def look(self) -> Inventory:
-        """The cards as they are now."""
-        self.inventory = await self._gpus.read()
-        return self.inventory
-
-    def plan(self, spec: InstanceSpec, replica: int, others: Others) -> WorkerSpec:
-        """The orders for one launch.
-
-        Raises:
-            TeimgrError: there is no place for it, or it cannot be told.
-        """
-        gpu = place(spec, self.inventory, others.loading, others.beside)
-        threads = self.shares(others.alive).get(spec.name, 1)
-        return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica)
-
-    def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
-        """Whether a live worker that was told `found` is one that we could have launched for `spec` now."""
-        if found.replica >= self.replicas(spec):
-            return False
-        try:
-            chosen = place(spec, self.inventory) if spec.gpu_id is not None else None
-            gpu = chosen.uuid if chosen else found.gpu
-            same = worker_spec(spec, self._settings, gpu, 1, found.replica).hash == found.hash
-        except TeimgrError:
-            return False
-        return same and (found.gpu is None or found.gpu in {gpu.uuid for gpu in self.inventory.gpus})
-
-    def replicas(self, spec: InstanceSpec) -> int:
-        """How many workers `spec` asks for on this host."""
-        return replica_count(spec, self.inventory)
-
-    def shares(self, alive: Sequence[InstanceSpec]) -> dict[str, int]:
-        """CPU threads of each worker, by its instance's name."""
-        return share_threads(self._cores, alive)
-
-    def index_of(self, gpu: str | None) -> int | None:
-        """The index of the card with this UUID."""
-        return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
-
-
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-
-
-def usable_cores(cpu_max: Path = _CPU_MAX) -> int:
-    """The cores of our affinity mask, or fewer where a container's quota allows less; at least 1."""
-    allowed = len(os.sched_getaffinity(0))
-    return max(1, min(allowed, _quota_cores(cpu_max) or allowed))
-
-
-def _quota_cores(cpu_max: Path) -> int | None:
-    """The quota in whole cores, rounded to the nearest; None where there is no limit."""
-    try:
-        quota, period = cpu_max.read_text().split()
-        return None if quota == "max" else max(1, round(int(quota) / int(period)))
-    except (OSError, ValueError):
-        return None
-
-
-LOADING_BYTES = 2 << 30
-"""What a worker that is still loading is taken to need, for the card's own figure does not show it yet."""
+    return replace(made, **parse(spec.extra_args))
 
 
 def place(
@@ -156,41 +130,69 @@ def place(
     loading: Mapping[str, int] | None = None,
     beside: Mapping[str, int] | None = None,
 ) -> Gpu | None:
-    """The card for one more worker of `spec`; None means the CPU, which is for hosts without a card.
+    """The card for one more worker of `spec`; None means the CPU, on hosts without a card.
 
-    `loading` counts, by UUID, the workers whose memory NVML cannot show yet, `beside` the other replicas of the
-    instance. Without a `gpu_id` a card with the fewest of these wins, among equals that with the most memory to spare.
+    `loading` and `beside` are those of `Others`. Without a `gpu_id`, the cards with the fewest other replicas are
+    preferred, among them the one with the most spare memory.
 
     Raises:
         InvalidGpuId: `gpu_id` is none of the cards.
     """
     if spec.gpu_id is not None:
-        return _named(spec.gpu_id, inventory)
+        named = next((gpu for gpu in inventory.gpus if gpu.index == spec.gpu_id), None)
+        if named is None:
+            raise InvalidGpuId(spec.gpu_id, inventory.indexes, inventory.reason)
+        return named
     pending, others = loading or {}, beside or {}
-    return max(inventory.gpus, key=lambda gpu: (-others.get(gpu.uuid, 0), _spare_bytes(gpu, pending)), default=None)
+
+    def preference(gpu: Gpu) -> tuple[int, int]:
+        spare_bytes = gpu.memory_free_bytes - LOADING_BYTES * pending.get(gpu.uuid, 0)
+        return -others.get(gpu.uuid, 0), spare_bytes
+
+    return max(inventory.gpus, key=preference, default=None)
 
 
 def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
-    """How many workers `spec` asks for; one for each card, where it does not name a number, and at least one."""
+    """The number of workers that `spec` asks for; "per-gpu" is one for each card, and at least one."""
     return max(1, len(inventory.gpus)) if spec.replicas == "per-gpu" else spec.replicas
 
 
-def _named(gpu_id: int, inventory: Inventory) -> Gpu:
-    for gpu in inventory.gpus:
-        if gpu.index == gpu_id:
-            return gpu
-    raise InvalidGpuId(gpu_id, inventory.indexes, inventory.reason)
-
-
-def _spare_bytes(gpu: Gpu, loading: Mapping[str, int]) -> int:
-    return gpu.memory_free_bytes - LOADING_BYTES * loading.get(gpu.uuid, 0)
-
-
 def share_threads(cores: int, workers: Iterable[InstanceSpec]) -> dict[str, int]:
-    """Name → CPU threads of each of its workers: an equal share of the cores, at least one; explicit `threads` win.
+    """CPU threads per worker, by instance: an equal share of the cores, at least one, unless `threads` is given.
 
-    `workers` has the spec of each worker, so an instance's once for each of its replicas.
+    `workers` has the spec of each worker: that of an instance once for each replica.
     """
     specs = list(workers)
     share = max(1, cores // max(1, len(specs)))
     return {spec.name: spec.threads or share for spec in specs}
+
+
+def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) -> InstanceSpec:
+    """Set `max_batch_tokens`, where it is 0, to `per_gib` tokens for each free GiB of the card it would be placed on.
+
+    With several replicas the fullest card decides. At least one GiB's worth.
+
+    Raises:
+        InvalidGpuId: `gpu_id` is none of the cards.
+    """
+    if spec.max_batch_tokens:
+        return spec
+    if spec.gpu_id is None and spec.replicas != 1:
+        cards = list(inventory.gpus)
+    else:
+        card = place(spec, inventory)
+        cards = [card] if card else []
+    free_bytes = min((card.memory_free_bytes for card in cards), default=0)
+    tokens = max(per_gib, free_bytes * per_gib // _GIB) if free_bytes else CPU_TOKENS
+    return replace(spec, max_batch_tokens=tokens)
+
+
+def usable_cores(cpu_max: Path = _CPU_MAX) -> int:
+    """The cores of our affinity mask, or the container's CPU quota where that is less; at least 1."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cpu_max.read_text().split()
+        limit = allowed if quota == "max" else max(1, round(int(quota) / int(period)))
+    except (OSError, ValueError):
+        limit = allowed
+    return max(1, min(allowed, limit))

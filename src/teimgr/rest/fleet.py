@@ -146,7 +146,7 @@ async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:
 
 
 async def _health(view: InstanceView, prober: LiveProbe | None) -> dict[str, Any]:
-    proofs = await prober.prove(view.spec.name) if prober is not None else []
+    proofs = await prober.probe(view.spec.name) if prober is not None else []
     return {
         "name": view.spec.name,
         "status": view.state.value,

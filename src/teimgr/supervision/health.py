@@ -1,4 +1,4 @@
-"""A proof on demand: the workers of an instance each run a known text through their device, now."""
+"""Health probes: a worker runs a known text through its device. At intervals, or on demand for a whole instance."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from teimgr.wire.frames import Method
 
 
 class Prober:
-    """Asks one worker for proof, again and again; remembers how many batches it had done."""
+    """Probes one worker repeatedly; a worker that has run batches since the last probe is healthy without one."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._batches: int | None = None
 
-    async def prove(self, link: ControlLink | None) -> None:
-        """Return when the worker has proved that its device works.
+    async def probe(self, link: ControlLink | None) -> None:
+        """Return when the worker is known to be healthy.
 
         Raises:
-            TeimgrError: it has not; the message says what was wrong.
+            TeimgrError: it is not; the message is the reason.
         """
         if link is None:
             raise Unavailable("the worker's control link is down")
@@ -33,7 +33,7 @@ class Prober:
         if before is not None and self._batches > before:
             return
         await link.call(Method.PROBE, timeout_s=self._timeout_s)
-        # The probe itself may have been a batch; the next round must not take it for work.
+        # The probe itself may have been a batch: count again, or the next round would take it for work.
         self._batches = await self._count(link)
 
     async def _count(self, link: ControlLink) -> int:
@@ -45,8 +45,8 @@ class Prober:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """What came of one worker's probe; `problem` is None where it proved itself."""
+class ProbeResult:
+    """The result of one worker's probe; `problem` is None for a healthy worker."""
 
     incarnation: str
     seconds: float
@@ -54,28 +54,28 @@ class Proof:
 
 
 class LiveProbe:
-    """Asks the workers that the directory names, over a link of its own that is closed again."""
+    """Probes the workers that the directory lists, each over a control link of its own."""
 
     def __init__(self, directory: Directory, timeout_s: float) -> None:
         self._directory = directory
         self._timeout_s = timeout_s
 
-    async def prove(self, name: str) -> list[Proof]:
-        """One proof for each worker that serves; none where the instance does not run."""
+    async def probe(self, name: str) -> list[ProbeResult]:
+        """A result for each worker of the instance that serves; none where the instance does not run."""
         entries = [entry for entry in self._directory.snapshot().entries if entry.name == name]
-        return list(await asyncio.gather(*(self._one(each) for entry in entries for each in entry.endpoints)))
+        return list(await asyncio.gather(*(self._probe(each) for entry in entries for each in entry.endpoints)))
 
-    async def _one(self, endpoint: WorkerEndpoint) -> Proof:
+    async def _probe(self, endpoint: WorkerEndpoint) -> ProbeResult:
         begun, problem = time.monotonic(), None
         try:
             async with asyncio.timeout(self._timeout_s):
                 link = await ControlLink.open(Path(endpoint.socket), lambda status: None, lambda: None)
                 try:
-                    await Prober(self._timeout_s).prove(link)
+                    await Prober(self._timeout_s).probe(link)
                 finally:
                     link.close()
         except TeimgrError as error:
             problem = error.message
         except TimeoutError:
             problem = f"no proof within {self._timeout_s:g} s"
-        return Proof(endpoint.incarnation, time.monotonic() - begun, problem)
+        return ProbeResult(endpoint.incarnation, time.monotonic() - begun, problem)

@@ -1,193 +1,164 @@
-"""What is wanted under one name, and the replicas that serve it.
+"""One instance: its spec, the supervisors of its replicas, and updates without a gap in service.
 
-An instance has a crew: a supervisor for each replica. They serve side by side, and one that crashes is no matter of the
-others. A change that needs other workers makes a second crew beside the first:
+Replicas serve side by side and fail independently. An update that needs other workers starts a second set of replicas
+beside the first (a rolling update):
 
-    join      the new workers start and prove themselves; the old ones serve, and if a new one fails, go on
-    commit    the state file says what is wanted from now on
-    flip      routers are told of the new workers, and of them alone
-    leave     the old workers serve who has not heard yet, finish what they have, and end
+    join      the new workers start, while the old ones serve; if a new one fails, the update is rolled back
+    commit    the state file gets the new spec
+    switch    the directory lists the new workers and no others
+    leave     the old workers serve routers that have not heard yet, finish their calls, and end
 
-A crash of the daemon before the commit leaves the old crew wanted, after it the new one; the next daemon ends the
-other.
+After a crash of the daemon before the commit, the next daemon keeps the old workers, after it the new ones; it ends the
+others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from teimgr.clock import now_rfc3339
-from teimgr.config.settings import Settings
 from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
-from teimgr.placement.planner import worker_spec
-from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, UpdateView, WorkerSpec
+from teimgr.spec import Change, InstanceSpec, InstanceView, State, UpdateView
 from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Retire, Start, Stop
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 
-
-def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
-    """`spec` with `changes`; a key that is None goes back to its default."""
-    blank = InstanceSpec(name=spec.name, model_id=spec.model_id)
-    values = {key: getattr(blank, key) if value is None else value for key, value in changes.items()}
-    return replace(spec, **values)
-
-
-def change_needed(old: InstanceSpec, new: InstanceSpec, settings: Settings) -> Change:
-    """What an update from `old` to `new` needs, by the declared keys and by what the workers are launched with.
-
-    Raises:
-        InvalidConfig: An extra argument of `new` is invalid.
-    """
-    launched = [worker_spec(spec, settings, gpu_uuid=None, threads=1) for spec in (old, new)]
-    if launched[0].hash != launched[1].hash:
-        return Change.REPLACE
-    others = [name for name in KEYS if name not in (*WORKER_KEYS, "extra_args")]
-    return max(
-        (KEYS[name].change for name in others if getattr(old, name) != getattr(new, name)), default=Change.IN_PLACE
-    )
-
-
 log = logging.getLogger(__name__)
 
-Plan = Callable[[Supervisor], Awaitable[WorkerSpec]]
-Save = Callable[[], Awaitable[None]]
-
-# What an instance is whose replicas are not all in one state: the first of these that one of them is in.
+# The state of an instance whose replicas differ: the first of these that one of them is in.
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
 
 
-class ManagedInstance:
-    """The owner of one name. `plan` says what each worker is told, `save` has the disk say what is wanted."""
+def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
+    """`spec` with some fields changed; None resets a field to its default."""
+    defaults = InstanceSpec(name=spec.name, model_id=spec.model_id)
+    values = {key: getattr(defaults, key) if value is None else value for key, value in changes.items()}
+    return replace(spec, **values)
 
-    def __init__(self, spec: InstanceSpec, replicas: int, plan: Plan, save: Save, around: SupervisorContext) -> None:
+
+class ManagedInstance:
+    """The replicas of one instance and the updates of its spec."""
+
+    def __init__(self, spec: InstanceSpec, context: SupervisorContext) -> None:
         self.spec = spec
-        self._plan = plan
-        self._save = save
-        self._around = around
-        self._joining: list[Supervisor] = []
-        self._leaving: list[Supervisor] = []
+        self._context = context
+        self._workers: list[Supervisor] = []
         self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
-        self._restarts = 0  # those of workers that have left
+        self._past_restarts = 0  # of workers that were replaced by an update
         self._update: UpdateView | None = None
-        self._updating: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # of commands and changes
-        self._news = asyncio.Event()
-        self._is_committed = False  # the change: from here on it goes to its end
+        self._update_task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # of commands and updates
+        self._state_changed = asyncio.Event()
+        self._is_committed = False  # the update under way: it can no longer be rolled back
         self._is_deleted = False
-        self._forgotten = False
-        self._crew = self._recruit(spec, range(replicas))
+        self._is_forgotten = False
+        self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
-    # How it is
+    # State
 
     @property
     def state(self) -> State:
-        """Running while one replica is."""
-        states = {each.state for each in self._crew}
+        """RUNNING while one replica is running."""
+        states = {each.state for each in self._serving}
         state = next(state for state in _PRECEDENCE if state in states)
-        return State.STARTING if state is State.STOPPED and self._joining else state
+        return State.STARTING if state is State.STOPPED and self._with_role("joining") else state
 
     @property
-    def supervisors(self) -> list[Supervisor]:
-        """Those of all workers there are or are to be, of either crew."""
-        return [*self._crew, *self._joining]
+    def workers(self) -> list[Supervisor]:
+        """The supervisors of the replicas, those that are joining included."""
+        return [each for each in self._workers if each.role != "leaving"]
 
     @property
     def is_supervised(self) -> bool:
-        """Whether it was begun, and is not gone."""
         return bool(self._tasks)
 
-    def mates(self, supervisor: Supervisor) -> list[Supervisor]:
-        """The others of its crew."""
-        crew = self._joining if supervisor in self._joining else self._crew
-        return [each for each in crew if each is not supervisor]
-
     def view(self) -> InstanceView:
-        """A snapshot for display; where there is one value for several workers, it is that of the first that serves."""
-        crew = [each.view("serving") for each in self._crew]
+        """A snapshot for display; where it has one value for several workers, that of the first running replica."""
+        serving = self._serving
+        views = [each.view() for each in serving]
         rank = {State.RUNNING: 0, State.STARTING: 1, State.STOPPING: 1}
-        face, shown = min(zip(self._crew, crew, strict=True), key=lambda pair: rank.get(pair[1].state, 2))
-        others = [each.view("joining") for each in self._joining] + [each.view("leaving") for each in self._leaving]
+        first, shown = min(zip(serving, views, strict=True), key=lambda pair: rank.get(pair[1].state, 2))
+        others = [each.view() for each in (*self._with_role("joining"), *self._with_role("leaving"))]
         return InstanceView(
             spec=self.spec,
             state=self.state,
             pid=shown.pid,
             uptime_secs=shown.uptime_secs,
-            restarts=self._restarts + sum(each.restarts for each in crew),
-            health_check_failures=sum(each.health_check_failures for each in crew),
-            last_health_check=max((each.last_health_check for each in crew if each.last_health_check), default=None),
-            reason=next((each.reason for each in crew if each.reason), None),
-            model=face.model,
-            threads=face.threads,
-            workers=(*crew, *others),
+            restarts=self._past_restarts + sum(each.restarts for each in views),
+            health_check_failures=sum(each.health_check_failures for each in views),
+            last_health_check=max((each.last_health_check for each in views if each.last_health_check), default=None),
+            reason=next((each.reason for each in views if each.reason), None),
+            model=first.model,
+            threads=first.threads,
+            workers=(*views, *others),
             update=self._update,
         )
 
-    # What the manager asks
+    # Commands
 
-    async def begin(self, replicas: int, adopted: Mapping[int, Adopted]) -> None:
-        """Supervise `replicas` of them, with the workers that were found alive, by replica."""
-        self._crew += self._recruit(self.spec, range(len(self._crew), replicas))
-        for each in self._crew:
+    async def begin(self, adopted: Mapping[int, Adopted]) -> None:
+        """Start supervision, with the adopted workers by replica."""
+        self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
+        for each in self._serving:
             self._supervise(each, adopted.get(each.number))
-        await asyncio.gather(*(each.started.wait() for each in self._crew))
+        await asyncio.gather(*(each.started.wait() for each in self._serving))
 
     async def start_missing(self) -> None:
-        """Start the replicas that have no worker, and are not known to fail."""
-        for each in self._crew:
+        """Start the replicas that have no worker, except those that failed for good."""
+        for each in self._serving:
             if each.state is State.STOPPED:
                 await each.accept(Start())
 
-    async def accept(self, command: Command, *, wanted_stays: bool = False) -> None:
-        """Have every replica take the command up; its outcome is another matter, `settle`.
+    async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
+        """Pass the command to every replica; `settle` waits until it is carried out.
 
-        It is the user's last word on whether the instance is wanted running, unless `wanted_stays`. A change whose new
-        workers have not taken over is given up, but for a start.
+        `spec.wanted_running` follows, unless `keep_wanted`. An update that is not committed yet is rolled back, except
+        by a start.
 
         Raises:
-            AlreadyRunning, NotRunning, InstanceNotFound: it makes no sense now, for none of them.
+            AlreadyRunning, NotRunning, InstanceNotFound: no replica allows it in its present state.
         """
         async with self._turn:
             if isinstance(command, Stop | Restart | Delete):
-                await self._give_up_update()
-            answers = await asyncio.gather(*(each.accept(command) for each in self._crew), return_exceptions=True)
+                await self._cancel_update()
+            answers = await asyncio.gather(*(each.accept(command) for each in self._serving), return_exceptions=True)
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
             if len(refusals) == len(answers):
                 raise refusals[0]
             self._is_deleted |= isinstance(command, Delete)
-            if not wanted_stays:
-                self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._crew))
+            if not keep_wanted:
+                self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
 
     async def settle(self) -> InstanceView:
-        """The view, as soon as no process is on its way out."""
-        await asyncio.gather(*(each.settle() for each in (*self._crew, *self._leaving)))
+        """The view, as soon as no process is ending."""
+        await asyncio.gather(*(each.settle() for each in (*self._serving, *self._with_role("leaving"))))
         return self.view()
 
     def set_threads(self, threads: int) -> None:
-        """The share of the CPU of each worker, of those that run and those that follow."""
-        for each in self.supervisors:
+        """Set the CPU threads of each worker."""
+        for each in self.workers:
             each.set_threads(threads)
 
-    def hurry(self) -> None:
-        """Skip the grace of whatever is ending."""
-        for each in (*self.supervisors, *self._leaving):
-            each.hurry()
+    def force_stop(self) -> None:
+        """Kill the workers that are ending."""
+        for each in self._workers:
+            each.force_stop()
 
-    def give_up(self, reason: str) -> None:
-        """Make the instance one that has failed, before `begin`: it cannot even be tried."""
-        for each in self._crew:
-            each.give_up(reason)
+    def mark_failed(self, reason: str) -> None:
+        """Before `begin`: the instance cannot be started as it is."""
+        for each in self._serving:
+            each.mark_failed(reason)
         self._publish()
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Supervise no more; the workers stay as they are. The result are the tasks that this ends."""
+        """Cancel supervision, which leaves the workers running; the result is the cancelled tasks."""
         for task in self._tasks.values():
             task.cancel()
         return [*self._tasks.values()]
@@ -198,52 +169,54 @@ class ManagedInstance:
             await asyncio.wait([*self._tasks.values()])
 
     def forget(self) -> None:
-        """Leave the directory for good."""
-        self._forgotten = True
-        self._around.directory.remove(self.spec.name)
+        """Remove the instance from the directory for good."""
+        self._is_forgotten = True
+        self._context.directory.remove(self.spec.name)
 
-    # Changes
+    # Updates
 
-    async def change(
-        self, make: Callable[[InstanceSpec], tuple[InstanceSpec, int, Change]], keys: tuple[str, ...], *, recreate: bool
-    ) -> None:
-        """Begin to be what `make` says of the present spec: another one, its replicas, and what that needs.
+    async def update(self, changes: Mapping[str, Any], *, recreate: bool = False, restart: bool = False) -> None:
+        """Begin a rolling update; one that needs no new worker is over when this returns.
 
-        With `recreate` the old workers end before the new ones start. `update_finished` waits for the end; what
-        needs no new worker is over when this returns.
+        Args:
+            changes: Fields of the spec; None resets one to its default.
+            recreate: End the old workers before the new ones start.
+            restart: Replace the workers even if nothing that matters to them changes.
 
         Raises:
             InstanceNotFound: it is being deleted.
-            UpdateInProgress: another change is under way.
+            UpdateInProgress: another update is under way.
+            InvalidConfig: an extra argument cannot be parsed.
         """
         async with self._turn:
             if self._is_deleted:
                 raise InstanceNotFound(self.spec.name)
-            if self._updating is not None and not self._updating.done():
+            if self._update_task is not None and not self._update_task.done():
                 raise UpdateInProgress(self.spec.name)
-            spec, replicas, needs = make(self.spec)
-            self._update = UpdateView(state="rolling", changes=keys, started_at=now_rfc3339())
+            spec = with_changes(self.spec, changes)
+            needed = Change.REPLACE if restart else self._context.planner.change_needed(self.spec, spec)
+            self._update = UpdateView(state="rolling", changes=tuple(sorted(changes)), started_at=now_rfc3339())
             self._is_committed = False
-            work = self._carry_out(spec, replicas, needs, recreate=recreate)
-            self._updating = asyncio.create_task(self._conclude(work), name=f"update of {spec.name}")
-            if needs is Change.IN_PLACE or not self.spec.wanted_running:
-                await asyncio.wait({self._updating})
+            steps = self._replace(spec, recreate=recreate) if needed is Change.REPLACE else self._scale(spec)
+            self._update_task = asyncio.create_task(self._run_update(steps), name=f"update of {spec.name}")
+            if needed is Change.IN_PLACE or not self.spec.wanted_running:
+                await asyncio.wait({self._update_task})
 
     async def update_finished(self) -> None:
-        """Return when no change is under way.
+        """Return when no update is under way.
 
         Raises:
-            UpdateFailed: the last one came to nothing.
+            UpdateFailed: the last one failed and was rolled back.
         """
-        if self._updating is not None:
-            await asyncio.wait({self._updating})
+        if self._update_task is not None:
+            await asyncio.wait({self._update_task})
         if self._update is not None and self._update.state == "failed":
             raise UpdateFailed(f"Instance '{self.spec.name}' is as it was: {self._update.reason}")
 
-    async def _conclude(self, work: Awaitable[None]) -> None:
+    async def _run_update(self, steps: Awaitable[None]) -> None:
         state, reason = "failed", "given up: the instance was told otherwise meanwhile"
         try:
-            await work
+            await steps
             state, reason = "done", ""
         except TeimgrError as error:
             reason = error.message
@@ -254,138 +227,137 @@ class ManagedInstance:
             log.log(logging.INFO if state == "done" else logging.WARNING, "update", extra=facts)
             self._on_state_changed()
 
-    async def _carry_out(self, spec: InstanceSpec, replicas: int, needs: Change, *, recreate: bool) -> None:
-        if needs is Change.REPLACE:
-            await self._replace(spec, replicas, recreate=recreate)
-        elif replicas > len(self._crew):
-            await self._grow(spec, replicas)
+    async def _replace(self, spec: InstanceSpec, *, recreate: bool) -> None:
+        """Replace every worker."""
+        old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.spec.wanted_running
+        if stops_first:
+            await self._send(old, Stop())
+            await asyncio.gather(*(each.settle() for each in old))
+        try:
+            new = await self._join(spec, range(self._context.planner.replicas(spec)))
+        except BaseException:
+            if stops_first:
+                await self._send(old, Start())
+            raise
+        self._past_restarts += sum(each.restarts for each in old) + is_restart
+        await self._switch(new, leaving=old)
+
+    async def _scale(self, spec: InstanceSpec) -> None:
+        """Keep the workers, as far as the number of replicas allows; start or end the difference."""
+        present, count = self._serving, self._context.planner.replicas(spec)
+        new: list[Supervisor] = []
+        if count > len(present):
+            new = await self._join(spec, range(len(present), count))
         else:
             await self._commit(spec)
-            self._crew, surplus = self._crew[:replicas], self._crew[replicas:]
-            for each in self._crew:
-                each.respecify(spec)
-            self._publish()
-            await self._retire(surplus)
-
-    async def _replace(self, spec: InstanceSpec, replicas: int, *, recreate: bool) -> None:
-        old, is_restart, pause = self._crew, spec == self.spec, recreate and self.spec.wanted_running
-        if pause:
-            await self._pause(old)
-        try:
-            fresh = await self._join(spec, range(replicas))
-        except BaseException:
-            if pause:
-                await self._each(old, Start())
-            raise
-        self._restarts += sum(each.restarts for each in old) + is_restart
-        self._crew, self._joining = fresh, []
-        self._publish()
-        await self._retire(old)
-
-    async def _grow(self, spec: InstanceSpec, replicas: int) -> None:
-        fresh = await self._join(spec, range(len(self._crew), replicas))
-        for each in self._crew:
+        for each in present[:count]:
             each.respecify(spec)
-        self._crew, self._joining = [*self._crew, *fresh], []
-        self._publish()
+        await self._switch(new, leaving=present[count:])
 
     async def _join(self, spec: InstanceSpec, numbers: Iterable[int]) -> list[Supervisor]:
-        """A crew of which every worker has proved itself, and which is wanted from now on; or none, and as before.
+        """Start replicas, wait until all run, commit the spec; roll back on failure.
 
         Raises:
-            UpdateFailed: a worker of it failed.
+            UpdateFailed: one of them failed.
         """
-        self._joining = fresh = self._recruit(spec, numbers)
-        for each in fresh:
+        new = self._add(spec, numbers, "joining")
+        for each in new:
             self._supervise(each, None)
         before = self.spec
         try:
             if before.wanted_running:
-                await self._each(fresh, Start())
-                await self._proved(fresh)
+                await self._send(new, Start())
+                await self._all_running(new)
             await self._commit(spec)
         except BaseException:
             self.spec = before
-            await self._dismiss(fresh)
+            await self._send(new, Delete())
+            if tasks := [self._tasks[each] for each in new if each in self._tasks]:
+                await asyncio.wait(tasks)
+            self._workers = [each for each in self._workers if each not in new]
             raise
-        return fresh
+        return new
 
-    async def _proved(self, crew: Iterable[Supervisor]) -> None:
+    async def _all_running(self, workers: Iterable[Supervisor]) -> None:
         while True:
-            self._news.clear()
-            for each in crew:
+            self._state_changed.clear()
+            for each in workers:
                 if each.has_failed or each not in self._tasks:
                     raise UpdateFailed(each.reason or "the new worker failed")
-            if all(each.state is State.RUNNING for each in crew):
+            if all(each.state is State.RUNNING for each in workers):
                 return
-            await self._news.wait()
+            await self._state_changed.wait()
 
     async def _commit(self, spec: InstanceSpec) -> None:
         self._is_committed = True
         self.spec = spec
-        await self._save()
+        await self._context.save_state()
 
-    async def _pause(self, crew: Iterable[Supervisor]) -> None:
-        await self._each(crew, Stop())
-        await asyncio.gather(*(each.settle() for each in crew))
+    async def _switch(self, joining: Iterable[Supervisor], leaving: Iterable[Supervisor]) -> None:
+        """Publish the new workers in place of those that leave, then end these."""
+        for each in joining:
+            each.role = "serving"
+        for each in leaving:
+            each.role = "leaving"
+        self._publish()
+        await self._send(leaving, Retire())
 
-    async def _retire(self, crew: Iterable[Supervisor]) -> None:
-        self._leaving += crew
-        await self._each(crew, Retire())
-
-    async def _dismiss(self, crew: list[Supervisor]) -> None:
-        """End what has not served; when this returns it is gone."""
-        await self._each(crew, Delete())
-        if tasks := [self._tasks[each] for each in crew if each in self._tasks]:
-            await asyncio.wait(tasks)
-        self._joining = []
-
-    async def _each(self, crew: Iterable[Supervisor], command: Command) -> None:
-        for each in crew:
-            with suppress(TeimgrError):  # one for which it makes no sense is where it should be
+    async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
+        for each in workers:
+            with suppress(TeimgrError):  # refused where the replica is in the wanted state already
                 await each.accept(command)
 
-    async def _give_up_update(self) -> None:
-        """End the change that is under way; one that is committed is over in a moment, and no worker is left behind."""
-        if self._updating is not None and not self._updating.done():
+    async def _cancel_update(self) -> None:
+        """Roll back the update under way, or wait for its end if it is committed."""
+        if self._update_task is not None and not self._update_task.done():
             if not self._is_committed:
-                self._updating.cancel()
-            await asyncio.wait({self._updating})
+                self._update_task.cancel()
+            await asyncio.wait({self._update_task})
 
     # Supervisors
 
-    def _recruit(self, spec: InstanceSpec, numbers: Iterable[int]) -> list[Supervisor]:
-        return [Supervisor(spec, number, self._plan, self._around, self._on_state_changed) for number in numbers]
+    @property
+    def _serving(self) -> list[Supervisor]:
+        return self._with_role("serving")
+
+    def _with_role(self, role: str) -> list[Supervisor]:
+        return [each for each in self._workers if each.role == role]
+
+    def _add(self, spec: InstanceSpec, numbers: Iterable[int], role: str) -> list[Supervisor]:
+        new = [Supervisor(spec, number, role, self._context, self._on_state_changed) for number in numbers]
+        self._workers += new
+        return new
 
     def _supervise(self, supervisor: Supervisor, adopted: Adopted | None) -> None:
         name = f"supervisor of {self.spec.name}, replica {supervisor.number}"
         task = self._tasks[supervisor] = asyncio.create_task(supervisor.run(adopted), name=name)
-        task.add_done_callback(lambda task: self._ended(supervisor, task))
+        task.add_done_callback(lambda task: self._on_supervisor_ended(supervisor, task))
 
-    def _ended(self, supervisor: Supervisor, task: asyncio.Task[None]) -> None:
+    def _on_supervisor_ended(self, supervisor: Supervisor, task: asyncio.Task[None]) -> None:
         del self._tasks[supervisor]
-        if supervisor in self._leaving:
-            self._leaving.remove(supervisor)
+        if supervisor.role == "leaving":
+            self._workers.remove(supervisor)
         if not task.cancelled() and (error := task.exception()):
             log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
-        self._news.set()
+        self._state_changed.set()
 
     def _on_state_changed(self) -> None:
-        self._news.set()
+        self._state_changed.set()
         self._publish()
-        self._around.on_fleet_changed()
+        self._context.on_fleet_changed()
 
     def _publish(self) -> None:
-        if self._forgotten:
+        """Write the instance's entry in the directory."""
+        if self._is_forgotten:
             return
-        endpoints = (each.endpoint for each in self._crew)
-        model = next((each.model for each in self._crew if each.model), None)
+        serving = self._serving
+        model = next((each.model for each in serving if each.model), None)
         entry = RouteEntry(
             name=self.spec.name,
             model_id=self.spec.model_id,
             state=self.state,
-            reason=next((each.reason for each in self._crew if each.reason), None),
+            reason=next((each.reason for each in serving if each.reason), None),
             dimension=model.dimension if model else 0,
-            endpoints=tuple(endpoint for endpoint in endpoints if endpoint is not None),
+            endpoints=tuple(each.endpoint for each in serving if each.endpoint is not None),
         )
-        self._around.directory.publish(entry)
+        self._context.directory.publish(entry)

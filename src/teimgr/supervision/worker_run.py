@@ -1,4 +1,4 @@
-"""One worker, from its launch or adoption to its end, told as events."""
+"""One worker process from launch or adoption to exit, reported as events."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """How often a ready worker is asked for proof, and how long it may take."""
+    """Interval and timeout of the health probes of a ready worker."""
 
     interval_s: float = 10.0
     timeout_s: float = 10.0
 
 
 class WorkerRun:
-    """Owns the worker's handle, its control link, its probes and the ladder that ends it.
+    """Holds one worker's process handle and control link, probes it, and ends it.
 
-    `post` hears what happens, in the event loop; `Exited` is the last of it. `plan` says what to launch.
+    `plan` makes the spec to launch. `post` gets the events, in the event loop; `Exited` is the last.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WorkerRun:
         self._post = post
         self._link: ControlLink | None = None
         self._threads: int | None = None
-        self._told_threads: int | None = None
+        self._sent_threads: int | None = None
         self._ready = asyncio.Event()
         self._grace_s: float | None = None
         self._handover = False
@@ -74,105 +74,99 @@ class WorkerRun:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker last said that it is ready."""
+        """Whether the worker's last status was ready."""
         return self.status is not None and self.status.state == "ready"
 
     async def run(self) -> None:
-        """The worker's whole life; never raises, for whatever goes wrong is how this worker ended."""
+        """Return when the process is gone; never raises, as every error is a way in which the worker ended."""
         try:
-            exit = await self._live()
+            exit = await self._run()
         except LaunchFailed as error:
             exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
         except TeimgrError as error:
             exit = Exit(None, ExitReport(error.code, error.message, permanent=isinstance(error, Refused)))
-        except Exception as error:  # a defect; without an end told, no command would work any more
-            log.exception("attempt ended by a defect")
-            exit = await self._abandoned(error)
+        except Exception as error:  # a defect; without `Exited` the supervisor would wait forever
+            log.exception("supervision of a worker failed")
+            exit = await self._abandon(error)
         self._post(Exited(exit, random.random()))
 
     def end(self, grace_s: float, *, handover: bool = False) -> None:
-        """Let the worker finish within `grace_s`, then end it. A later call with less time hurries.
+        """Let the worker finish its calls within `grace_s`, then kill it. A later call may shorten the grace.
 
-        With `handover` it serves, for some of that time, those who do not know yet that others serve now.
+        With `handover` it first goes on serving, for a part of that time, routers that do not know its successor yet.
         """
         self._grace_s = grace_s
         self._handover = handover
         if self._launching is not None:
             self._launching.cancel()
         elif self.handle is not None and self._tasks is not None:
-            self._climb(self.handle, grace_s)
+            self._begin_stop(self.handle, grace_s)
 
     def set_threads(self, threads: int) -> None:
-        """Tell the worker its share of the CPU, now and whenever it connects again."""
+        """Send the worker its number of CPU threads, now and after every reconnection."""
         self._threads = threads
-        self._push_threads()
+        self._send_threads()
 
-    async def _live(self) -> Exit:
+    async def _run(self) -> Exit:
         handle = self.handle = self.handle or await self._launch()
         if self.is_ready:
             self._ready.set()
         async with asyncio.TaskGroup() as self._tasks:
             if self._grace_s is not None:
-                self._climb(handle, self._grace_s)
-            keepers = [
-                self._tasks.create_task(self._keep_link(handle)),
-                self._tasks.create_task(self._keep_probing()),
-            ]
+                self._begin_stop(handle, self._grace_s)
+            link = self._tasks.create_task(self._keep_link(handle))
+            probes = self._tasks.create_task(self._keep_probing())
+            waiting = asyncio.create_task(handle.wait())
             try:
-                exit = await self._gone(handle)
+                await asyncio.wait({waiting, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
+                exit = waiting.result() if waiting.done() else self._stuck.result()
             finally:
-                self._tasks = None  # there is nothing left to end
-            for keeper in keepers:
-                keeper.cancel()
+                self._tasks = None  # `end` has nothing left to do
+                waiting.cancel()
+            link.cancel()
+            probes.cancel()
         return exit
-
-    async def _abandoned(self, defect: Exception) -> Exit:
-        """The end of a worker that cannot be attended to any more: no other may start beside it."""
-        words = ExitReport(Code.INTERNAL_ERROR, f"{type(defect).__name__}: {defect}", permanent=False)
-        try:
-            if self.handle is not None:
-                await self.handle.stop(0)
-        except LaunchFailed as error:
-            words = ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)
-        except Exception:  # whatever was wrong before is still wrong
-            log.exception("worker not seen out", extra={"instance": self.handle.spec.name if self.handle else None})
-        return Exit(None, words)
 
     async def _launch(self) -> WorkerHandle:
         if self._grace_s is not None:
             raise LaunchFailed(_NEVER_LAUNCHED)
-        self._launching = asyncio.create_task(self._planned_launch())
+
+        async def launch() -> WorkerHandle:
+            return await self._launcher.launch(await self._plan())
+
+        self._launching = asyncio.create_task(launch())
         try:
             return await self._launching
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is not None and me.cancelling():
                 raise
-            raise LaunchFailed(_NEVER_LAUNCHED) from None  # it was `end` that cancelled
+            raise LaunchFailed(_NEVER_LAUNCHED) from None  # cancelled by `end`
         finally:
             self._launching = None
 
-    async def _planned_launch(self) -> WorkerHandle:
-        return await self._launcher.launch(await self._plan())
-
-    async def _gone(self, handle: WorkerHandle) -> Exit:
-        """The exit; when the ladder was climbed down in vain, words that say so."""
-        waiting = asyncio.create_task(handle.wait())
+    async def _abandon(self, defect: Exception) -> Exit:
+        """Kill a worker that can no longer be supervised, so that no second one runs beside it."""
+        report = ExitReport(Code.INTERNAL_ERROR, f"{type(defect).__name__}: {defect}", permanent=False)
         try:
-            await asyncio.wait({waiting, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
-            return waiting.result() if waiting.done() else self._stuck.result()
-        finally:
-            waiting.cancel()
+            if self.handle is not None:
+                await self.handle.stop(0)
+        except LaunchFailed as error:
+            report = ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)
+        except Exception:  # the same defect again
+            log.exception("worker not ended", extra={"instance": self.handle.spec.name if self.handle else None})
+        return Exit(None, report)
 
-    # The ladder
+    # Stop
 
-    def _climb(self, handle: WorkerHandle, grace_s: float) -> None:
-        how = {"grace_s": grace_s, "handover": self._handover}
-        asked = grace_s > 0 and self._link is not None and self._link.tell(Method.DRAIN, **how)
+    def _begin_stop(self, handle: WorkerHandle, grace_s: float) -> None:
+        """Ask the worker to drain, over its link or by SIGTERM, and kill it after the grace."""
+        values = {"grace_s": grace_s, "handover": self._handover}
+        asked = grace_s > 0 and self._link is not None and self._link.tell(Method.DRAIN, **values)
         assert self._tasks is not None
-        self._tasks.create_task(self._end(handle, grace_s, ask=not asked))
+        self._tasks.create_task(self._stop(handle, grace_s, ask=not asked))
 
-    async def _end(self, handle: WorkerHandle, grace_s: float, *, ask: bool) -> None:
+    async def _stop(self, handle: WorkerHandle, grace_s: float, *, ask: bool) -> None:
         try:
             await handle.stop(grace_s, ask=ask)
         except LaunchFailed as error:
@@ -180,15 +174,15 @@ class WorkerRun:
             if not self._stuck.done():
                 self._stuck.set_result(Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)))
 
-    # The link
+    # Control link
 
     async def _keep_link(self, handle: WorkerHandle) -> None:
-        """Stay connected until the process ends, which the handle sees."""
+        """Stay connected until cancelled; the handle sees the end of the process."""
         pause_s = RECONNECT_FIRST_S
         while True:
             lost = asyncio.Event()
             try:
-                self._link = await ControlLink.open(handle.socket, self._heard, lost.set)
+                self._link = await ControlLink.open(handle.socket, self._on_status, lost.set)
                 await lost.wait()
             except TeimgrError as error:
                 log.debug("no control link", extra={"instance": handle.spec.name, "reason": error.message})
@@ -199,16 +193,14 @@ class WorkerRun:
             await asyncio.sleep(pause_s)
             pause_s = min(RECONNECT_MAX_S, pause_s * 2)
 
-    def _heard(self, status: WorkerStatus) -> None:
+    def _on_status(self, status: WorkerStatus) -> None:
         if self.handle is None or status.incarnation != self.handle.incarnation:
             return
         before, self.status = self.status, status
-        self._told_threads = status.threads
-        self._push_threads()
-        if before is None or (before.state, before.reason) != (status.state, status.reason):
-            self._changed(status)
-
-    def _changed(self, status: WorkerStatus) -> None:
+        self._sent_threads = status.threads
+        self._send_threads()
+        if before is not None and (before.state, before.reason) == (status.state, status.reason):
+            return
         match status.state:
             case "ready":
                 self._ready.set()
@@ -220,13 +212,13 @@ class WorkerRun:
             case "draining":
                 self._post(WorkerDraining())
 
-    def _push_threads(self) -> None:
-        if self._link is None or self._threads in (None, self._told_threads) or not self.is_ready:
+    def _send_threads(self) -> None:
+        if self._link is None or self._threads in (None, self._sent_threads) or not self.is_ready:
             return
         if self._link.tell(Method.THREADS, threads=self._threads):
-            self._told_threads = self._threads
+            self._sent_threads = self._threads
 
-    # Proof
+    # Health probes
 
     async def _keep_probing(self) -> None:
         prober = Prober(self._probes.timeout_s)
@@ -234,7 +226,7 @@ class WorkerRun:
         while True:
             await asyncio.sleep(self._probes.interval_s)
             try:
-                await prober.prove(self._link)
+                await prober.probe(self._link)
             except TeimgrError as error:
                 self._post(ProbeFailed(error.message))
             else:
