@@ -19,9 +19,10 @@ from teimgr.config.extra_args import FLAGS, parse
 from teimgr.config.settings import Settings
 from teimgr.config.sources import load
 from teimgr.errors import InvalidConfig, ValidationError
+from teimgr.placement.gpus import GpuInventory
+from teimgr.placement.planner import Planner
 from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, updatable
-from teimgr.supervision.instance import change_needed
 from teimgr.supervision.store import parse as parse_state
 from teimgr.supervision.store import render
 from tests.support.rest_listener import listening
@@ -107,7 +108,7 @@ def test_what_a_worker_is_launched_with_needs_another_worker(name: str) -> None:
     assert wanted is KEYS[name].change or KEYS[name].change is Change.FIXED
     if name == "extra_args":
         new = replace(old, extra_args=("--dtype", "float16"))
-    assert change_needed(old, new, Settings()) is wanted
+    assert Planner(Settings(), GpuInventory({}), cores=1).change_needed(old, new) is wanted
 
 
 async def test_every_key_goes_from_the_client_through_rest_to_the_state_file_and_back(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ async def test_events_are_listed_and_followed_and_resumed(tmp_path: Path) -> Non
     log.note([])
 
     def parts(fleet: Fleet) -> dict[str, Any]:
-        fleet.noticed = log.note
+        fleet.on_views_changed = log.note
         return {"event_log": log}
 
     settings = Settings(state_file=tmp_path / "state.toml")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from teimgr.launch.launcher import Exit, ExitReport
 from teimgr.spec import State
 from teimgr.supervision.lifecycle import (
-    LAST_WORDS_LIMIT_S,
+    FAILED_EXIT_LIMIT_S,
     TRANSITIONS,
     Backoff,
     CommandRefused,
@@ -212,14 +212,14 @@ def test_a_user_may_start_a_failed_instance_again() -> None:
 
 def test_words_on_the_link_count_when_the_exit_has_none() -> None:
     life, _ = after(Start(), WorkerFailed(FailureCause("gated", permanent=True)))
-    assert (life.phase, life.wake_at) == (Phase.STARTING, LAST_WORDS_LIMIT_S)
+    assert (life.phase, life.wake_at) == (Phase.STARTING, FAILED_EXIT_LIMIT_S)
 
     life, _ = after(KILLED, life=life)
     assert (life.phase, life.reason) == (Phase.FAILED, "gated")
 
 
 def test_a_failed_worker_that_does_not_exit_is_killed() -> None:
-    life, effects = after(Start(), WorkerFailed(FailureCause("gated")), (LAST_WORDS_LIMIT_S, Tick()))
+    life, effects = after(Start(), WorkerFailed(FailureCause("gated")), (FAILED_EXIT_LIMIT_S, Tick()))
 
     assert effects == [Kill()]
     assert after(KILLED, life=life)[0].phase is Phase.WAITING

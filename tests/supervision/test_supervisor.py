@@ -285,7 +285,7 @@ async def test_a_worker_that_drains_by_itself_is_replaced(fleet: Fleet) -> None:
     await fleet.create("first-only,drain-itself")
 
     entry = await fleet.until(lambda entry: entry.reason is not None)
-    assert entry.reason == "the worker was told to end by somebody else"
+    assert entry.reason == "the worker was asked to end by another process"
     await fleet.until(lambda entry: bool(entry.endpoints) and entry.reason is None)
 
 

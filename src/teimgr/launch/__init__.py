@@ -1,1 +1,1 @@
-"""How a worker process comes to be."""
+"""Launching and adopting processes: the launcher protocol, the local launcher and its fork server, process handles."""

@@ -1,4 +1,4 @@
-"""The daemon's control link to one worker: what it says of itself, and the calls that supervision makes."""
+"""Control link to one worker: its status as it changes, and the calls of supervision, over the worker's unix socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WATCH_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a worker says on WATCH, at once and at every change."""
+    """The status that a worker sends on WATCH, at once and at every change."""
 
     state: str
     pid: int
@@ -36,21 +36,21 @@ class WorkerStatus:
 
     @classmethod
     def from_json(cls, payload: bytes) -> WorkerStatus:
-        """The value of one WATCH reply.
+        """Parse the payload of a WATCH reply.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a status.
         """
         try:
-            said: dict[str, Any] = json.loads(payload)
-            model = said.pop("model", None)
-            return cls(**said, model=ModelInfo.from_dict(model) if model else None)
+            values: dict[str, Any] = json.loads(payload)
+            model = values.pop("model", None)
+            return cls(**values, model=ModelInfo.from_dict(model) if model else None)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a worker's status: {error}") from error
 
 
 class ControlLink(FrameProtocol):
-    """One connection. `on_status` is called in the loop for every status, `on_lost` once, after the last."""
+    """One connection. `on_status` is called in the event loop for every status, `on_lost` once, after the last."""
 
     def __init__(self, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> None:
         super().__init__(_FRAME_LIMIT_BYTES)
@@ -61,10 +61,10 @@ class ControlLink(FrameProtocol):
 
     @classmethod
     async def open(cls, socket: Path, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> Self:
-        """Connect to the worker's socket and watch it.
+        """Connect to the worker's socket and watch its status.
 
         Raises:
-            Unavailable: nobody accepts connections there.
+            Unavailable: no connection within `CONNECT_LIMIT_S`.
         """
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
@@ -77,10 +77,10 @@ class ControlLink(FrameProtocol):
         return link
 
     async def call(self, method: Method, payload: bytes = b"", *, timeout_s: float) -> bytes:
-        """The reply to one request.
+        """Send a request; the result is the payload of its reply.
 
         Raises:
-            DeadlineExceeded: there was none in time.
+            DeadlineExceeded: no reply in time.
             Unavailable: the link is or becomes closed.
             TeimgrError: the worker answered with an error.
         """
@@ -97,14 +97,13 @@ class ControlLink(FrameProtocol):
             del self._calls[id]
 
     def tell(self, method: Method, **values: object) -> bool:
-        """Send a request whose reply does not matter; whether the link was open."""
+        """Send a request and ignore its reply; False if the link is closed."""
         if self.is_open:
             self.send(FrameType.REQUEST, method, next(self._ids), json.dumps(values).encode())
             return True
         return False
 
     def frame_received(self, header: Header, payload: bytes) -> None:
-        """A status, or the answer to a call."""
         if header.id == _WATCH_ID:
             self._watched(header, payload)
             return
@@ -117,7 +116,6 @@ class ControlLink(FrameProtocol):
             reply.set_result(payload)
 
     def link_lost(self, error: Exception | None) -> None:
-        """No reply will come any more."""
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(Unavailable("the worker closed the link"))
@@ -127,14 +125,14 @@ class ControlLink(FrameProtocol):
         try:
             status = WorkerStatus.from_json(payload)
         except ValueError:
-            self.close()  # not a worker, or one of a version that we cannot supervise
+            self.close()  # not a worker, or one of an incompatible version
             return
         if header.type == FrameType.REPLY:
             self._on_status(status)
 
 
 async def identify(socket: Path, timeout_s: float) -> WorkerStatus | None:
-    """What the worker at `socket` says of itself now; None when nobody answers in time."""
+    """The present status of the worker at `socket`; None without an answer in time."""
     first: asyncio.Future[WorkerStatus | None] = asyncio.get_running_loop().create_future()
 
     def settle(status: WorkerStatus | None) -> None:

@@ -21,7 +21,7 @@ class LaunchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """Why a worker ended, in its own words. `code` is a number of `errors.Code`.
+    """The reason that a worker gives for its exit. `code` is a number of `errors.Code`.
 
     `permanent`: another worker with the same spec would fail in the same way.
     """

@@ -13,10 +13,7 @@ _COMPLAINTS = ("warning", "error", "critical")
 
 
 def open_log(path: Path, limit_bytes: int, keep: int) -> int:
-    """A descriptor that appends to `path`, which is rotated first when it is over the limit.
-
-    Nobody else may be writing to it.
-    """
+    """Open `path` for appending, rotated first if it is over the limit. No process may be writing to it then."""
     if _size(path) > limit_bytes:
         _shift(path, keep)
         path.replace(_old(path, 1)) if keep else path.unlink()
@@ -24,10 +21,10 @@ def open_log(path: Path, limit_bytes: int, keep: int) -> int:
 
 
 def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
-    """Rotate a file that a worker has open, by copy and truncation; whether that was due.
+    """Rotate, if it is over the limit, a file that a worker has open, by copy and truncation; True if it was rotated.
 
-    A writer that appends goes on at the new end. A line that arrives between copy and truncation is lost: the price of
-    not having every library in a worker reopen its log.
+    The writer appends at the new end. A line that is written between copy and truncation is lost; otherwise every
+    library in a worker would have to reopen its log.
     """
     if _size(path) <= limit_bytes:
         return False
@@ -39,18 +36,18 @@ def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
 
 
 def last_line(path: Path) -> str:
-    """The last line that is not blank, cut to a few hundred characters; empty when there is none."""
+    """The last line that is not blank, cut to 300 characters; "" without one."""
     return _last_line(path)[:_TAIL_CHARS]
 
 
 def last_complaint(path: Path) -> str:
-    """The last line, when it may explain an end: an event of a level below warning does not."""
+    """The last line if it may explain an exit: not a log event below warning."""
     line = _last_line(path)
     try:
         event = json.loads(line)
         return str(event["message"])[:_TAIL_CHARS] if event["level"] in _COMPLAINTS else ""
     except (ValueError, TypeError, KeyError):
-        return line[:_TAIL_CHARS]  # not one of our events: a traceback, or a word of the interpreter or a library
+        return line[:_TAIL_CHARS]  # not one of our events: a traceback, or output of a library
 
 
 def _last_line(path: Path) -> str:

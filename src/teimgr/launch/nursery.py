@@ -1,9 +1,9 @@
-"""The nursery: a process that has imported everything a worker needs, and forks workers.
+"""Nursery: the fork server (zygote), a process that has imported what workers need and forks them.
 
     python -m teimgr.launch.nursery CONTROL_FD [--entry module:function] [--preload module,module…]
 
-It imports and forks, and does nothing else: one thread, no tensor op (a parallel one leaves a pool of threads that a
-child believes in and does not have), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
+It does nothing but import and fork: one thread, no tensor operation (a parallel one would leave a thread pool that
+does not exist in a child), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
 per message:
 
     in    {"id", "incarnation", "run_dir", "spec", "ports"}
@@ -14,9 +14,9 @@ per message:
           {"id", "error"}
           {"pid", "status"}                          a worker ended; negative: by that signal
 
-A worker's run file is written before the answer and before the child goes on, so whoever dies at whatever moment, the
-daemon or the nursery, leaves no worker unknown.
-The nursery ends when the control socket closes. The workers, each in a session of its own, go on.
+A worker's run file is written before the answer and before the child continues, so that no worker is lost whenever the
+daemon or the nursery dies. The nursery ends when the control socket closes. The workers, each in a session of its own,
+continue.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ PRELOAD = (
         for family in ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet")
     ),
 )
-# Libraries that make threads when they are loaded read these then; a worker sets its own number later.
+# Read by libraries that start threads when they are loaded; a worker sets its own number later.
 ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator inside pyarrow
 }
-# Else a library that asks at import whether there is a card would initialise the driver, which no fork survives.
+# Keeps libraries that look for a card at import from initialising the driver, which does not survive a fork.
 NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# Memory runs out: better the one worker whose weights are loaded again than the daemon or the multiplexer.
+# When memory runs out, the kernel should kill a worker, which is restarted, not the daemon or the mux.
 _OOM_SCORE_ADJ = "300"
 
 Entry = Callable[[int, str, str, str, str], int]
@@ -69,7 +69,7 @@ Entry = Callable[[int, str, str, str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """A build of torch. `cuda` is None for one that is for the CPU alone; `archs` are such as `sm_90`, `compute_90`."""
+    """A build of torch. `cuda` is None for a CPU build; `archs` are such as `sm_90`, `compute_90`."""
 
     version: str = ""
     cuda: str | None = None
@@ -77,9 +77,9 @@ class TorchBuild:
 
     @classmethod
     def imported(cls) -> TorchBuild:
-        """That of this process; an empty one where torch is not imported.
+        """The build that this process has imported, an empty one without torch.
 
-        The list is the one that was compiled in: asking for it does not wake the driver, which no fork would survive.
+        The compiled-in list is read, as initialising the driver would not survive a fork.
         """
         torch: Any = sys.modules.get("torch")
         if torch is None:
@@ -101,13 +101,13 @@ def main(arguments: Sequence[str]) -> int:
     nursery = Nursery(socket.socket(fileno=options.control_fd), find_entry(options.entry))
     gc.collect()
     gc.disable()
-    gc.freeze()  # a collection in a child would write to, and so copy, every page that holds an object of ours
+    gc.freeze()  # a collection in a child would write to, and so copy, every page with objects of the nursery
     nursery.serve(missing)
     return 0
 
 
 def preload(modules: Sequence[str] | filter[str]) -> list[str]:
-    """Import `modules`; the result names those that could not be, for a worker may never need them."""
+    """Import `modules`; the result lists those that failed, which workers may not need."""
     missing = []
     for name in modules:
         try:
@@ -124,7 +124,7 @@ def find_entry(path: str) -> Entry:
 
 
 class Nursery:
-    """The control socket, and the children that are not reaped yet."""
+    """Serves the control socket and reaps the workers."""
 
     def __init__(self, control: socket.socket, entry: Entry) -> None:
         self._control = control
@@ -135,9 +135,9 @@ class Nursery:
         self._pids: dict[int, int] = {}  # pidfd → pid
 
     def serve(self, missing: list[str]) -> None:
-        """Answer requests and report ends until the daemon closes the control socket, or is gone."""
+        """Answer requests and report exits until the daemon closes the control socket or is gone."""
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._say({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})
+            self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})
             while self._turn():
                 pass
 
@@ -158,7 +158,7 @@ class Nursery:
             listener, log, *ports = descriptors
             self._fork(request, listener, log, dict(zip(request["ports"], ports, strict=True)))
         except (OSError, ValueError) as error:
-            self._say({"id": request["id"], "error": f"fork: {error}"})
+            self._send({"id": request["id"], "error": f"fork: {error}"})
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -177,8 +177,8 @@ class Nursery:
             os.close(make_known)
 
     def _keep(self, request: dict[str, Any], pid: int, make_known: int) -> None:
-        """Watch the child and let it go on, or end it: what cannot be watched or found again is no worker."""
-        # Nobody reaps the child but us, so its number is its own until `_reap`.
+        """Watch the child, write its run file and let it continue; kill it if one of these fails."""
+        # Only `_reap` reaps the child, so its pid is not reused before.
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -191,29 +191,29 @@ class Nursery:
             write_run_file(request, pid)
             with suppress(BrokenPipeError):  # it has ended already
                 os.write(make_known, b"!")
-            self._say({"id": request["id"], "pid": pid}, pidfd)
+            self._send({"id": request["id"], "pid": pid}, pidfd)
         except (BrokenPipeError, ConnectionResetError):
-            raise  # the daemon is gone; the next one finds the worker
+            raise  # the daemon is gone; the next one finds the worker by its run file
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
-            self._say({"id": request["id"], "error": f"the worker cannot be made known: {error}"})
+            self._send({"id": request["id"], "error": f"the worker cannot be recorded: {error}"})
 
     def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         pid = self._pids.pop(pidfd)
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # what it started; the group's number is safe while it is not reaped
+            os.killpg(pid, signal.SIGKILL)  # its children; the group id is not reused before the worker is reaped
         _, status = os.waitpid(pid, 0)
-        self._say({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+        self._send({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
-    def _say(self, message: dict[str, object], *descriptors: int) -> None:
+    def _send(self, message: dict[str, object], *descriptors: int) -> None:
         socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
 
     def _become_worker(
         self, request: dict[str, Any], listener: int, log: int, known: int, ports: dict[int, int]
     ) -> NoReturn:
-        """In the child: leave the nursery behind, run the entry, end. At once, when the nursery dies before `known`."""
+        """In the child: wait until the run file is written, run the entry, exit; at once if the nursery dies before."""
         status = 1
         try:
             if not os.read(known, 1):
@@ -222,11 +222,11 @@ class Nursery:
             self._selector.close()
             spec = WorkerSpec.from_json(request["spec"])
             kept = (listener, *ports.values())
-            settle(spec, kept, log)
-            told = (request["incarnation"], request["run_dir"], request["spec"], json.dumps(ports))
+            become_worker_process(spec, kept, log)
+            arguments = (request["incarnation"], request["run_dir"], request["spec"], json.dumps(ports))
             if self._threads > 1:
-                start_afresh(self._entry, kept, *told)
-            status = self._entry(listener, *told)
+                exec_afresh(self._entry, kept, *arguments)
+            status = self._entry(listener, *arguments)
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
@@ -234,11 +234,11 @@ class Nursery:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)  # the nursery's own clean-up is none of the worker's business
+            os._exit(status)  # without the exit handlers of the nursery
 
 
-def settle(spec: WorkerSpec, kept: Sequence[int], log: int) -> None:
-    """Make the forked process a worker's: session, signals, streams, descriptors, device, priority."""
+def become_worker_process(spec: WorkerSpec, kept: Sequence[int], log: int) -> None:
+    """Set session, signals, streams, descriptors, device and priority of the forked process."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -254,16 +254,16 @@ def settle(spec: WorkerSpec, kept: Sequence[int], log: int) -> None:
     faulthandler.enable()
 
 
-def start_afresh(entry: Entry, kept: Sequence[int], *told: str) -> NoReturn:
-    """Run the entry in a new interpreter: seconds slower, and right where a fork of several threads is not.
+def exec_afresh(entry: Entry, kept: Sequence[int], *arguments: str) -> NoReturn:
+    """Run the entry in a new interpreter: seconds slower, but safe where the nursery had several threads.
 
-    `kept` are the descriptors it goes on with, the listener's first.
+    `kept` are the descriptors to inherit, the listener's first.
     """
     imports = f"import sys; from {entry.__module__} import {entry.__name__} as entry"
     code = f"{imports}; sys.exit(entry(int(sys.argv[1]), *sys.argv[2:]))"
     for descriptor in kept:
         os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(kept[0]), *told])
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(kept[0]), *arguments])
 
 
 def write_run_file(request: dict[str, Any], pid: int) -> None:

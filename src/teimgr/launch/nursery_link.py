@@ -1,4 +1,4 @@
-"""The daemon's end of the nursery: starts it, starts it again when it dies, asks it for workers."""
+"""Client of the nursery (the fork server): starts its process, restarts it when it dies, requests forks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from teimgr.launch.process_handle import KILL_LIMIT_S
 IMPORT_LIMIT_S = 120.0
 FORK_LIMIT_S = 30.0
 _LOG_LIMIT_BYTES = 1 << 20
-# Between the end of its socket and the end of the process there may be a traceback to print.
-_LAST_WORDS_LIMIT_S = 2.0
+# The process may print a traceback after its socket has closed.
+_TRACEBACK_LIMIT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class NurseryDied(LaunchFailed):
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A new worker. `pidfd` belongs to the receiver; `status` becomes None when nobody can tell any more."""
+    """A new worker. The receiver closes `pidfd`; `status` becomes None if the nursery dies first."""
 
     pid: int
     pidfd: int
@@ -44,29 +44,29 @@ class Forked:
 
 
 class NurseryLink:
-    """Keeps one nursery process; `options` are the arguments after its control descriptor."""
+    """Keeps one nursery process running; `options` are the arguments after its control descriptor."""
 
     def __init__(self, options: Sequence[str], log_path: Path) -> None:
         self._options = options
         self._log_path = log_path
-        self._life: _Life | None = None
+        self._process: _NurseryProcess | None = None
         self._turn = asyncio.Lock()
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """The nursery's process, while there is one."""
-        return self._life.process.pid if self._life else None
+        """The pid of the nursery, while there is one."""
+        return self._process.process.pid if self._process else None
 
     def start(self) -> None:
-        """Make the process, if there is none; it imports while we go on.
+        """Start the process, if there is none; does not wait for its imports.
 
         Raises:
-            LaunchFailed: the system has no process for us.
+            LaunchFailed: the process cannot be started.
         """
-        if self._life is None:
+        if self._process is None:
             try:
-                self._life = _Life(self._spawn(), self._died)
+                self._process = _NurseryProcess(self._spawn(), self._on_died)
             except OSError as error:
                 raise LaunchFailed(f"the nursery cannot be started: {error}") from error
 
@@ -76,40 +76,40 @@ class NurseryLink:
         Raises:
             LaunchFailed: they fail, or take too long.
         """
-        await self._living().ready()
+        await self._running().ready()
 
     async def build(self) -> TorchBuild:
-        """What the torch that workers will have was built for.
+        """The build of torch that workers have, when the imports are done.
 
         Raises:
             LaunchFailed: as `ready`.
         """
-        life = self._living()
-        await life.ready()
-        return life.build
+        process = self._running()
+        await process.ready()
+        return process.build
 
     async def fork(self, request: dict[str, str], listener: int, log_fd: int, ports: Mapping[int, int]) -> Forked:
-        """A worker that owns copies of the descriptors; `ports` are those of shared sockets, by number.
+        """Fork a worker, which gets copies of the descriptors; `ports` are those of shared sockets, by port.
 
         Raises:
-            NurseryDied: before it answered; when there is a worker all the same, its run file says which.
-            LaunchFailed: the nursery could not make it.
+            NurseryDied: it died before the answer; if it had forked, there is a run file.
+            LaunchFailed: the fork failed.
         """
         async with self._turn:
-            return await self._living().fork(request, listener, log_fd, ports)
+            return await self._running().fork(request, listener, log_fd, ports)
 
-    def _living(self) -> _Life:
+    def _running(self) -> _NurseryProcess:
         if self._closed:
             raise LaunchFailed("the daemon is ending")
         self.start()
-        assert self._life is not None
-        return self._life
+        assert self._process is not None
+        return self._process
 
     async def close(self) -> None:
-        """Let the nursery end; the workers go on."""
+        """End the nursery; the workers continue."""
         self._closed = True
-        if self._life is not None:
-            await self._life.end()
+        if self._process is not None:
+            await self._process.end()
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -124,7 +124,7 @@ class NurseryLink:
                     stdout=output,
                     stderr=output,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a Ctrl-C in our terminal is not meant for it
+                    start_new_session=True,  # a Ctrl-C in our terminal must not end it
                 )
             finally:
                 os.close(output)
@@ -132,37 +132,34 @@ class NurseryLink:
         ours.setblocking(False)
         return process, ours
 
-    def _died(self, was_ready: bool) -> str:
-        """Why, in a sentence. One that was ready is replaced at once, so that the next launch need not wait."""
-        self._life = None
+    def _on_died(self, was_ready: bool) -> str:
+        """The reason. A nursery that was ready is replaced at once, so that the next launch need not wait."""
+        self._process = None
         reason = f"the nursery died: {last_line(self._log_path) or 'it left no message'}"
         if not self._closed:
             log.error("nursery died", extra={"reason": reason})
             if was_ready:
-                self._start_early()
+                try:
+                    self.start()
+                except LaunchFailed as error:
+                    log.error("nursery cannot be started again yet", extra={"reason": str(error)})
         return reason
 
-    def _start_early(self) -> None:
-        try:
-            self.start()
-        except LaunchFailed as error:
-            log.error("nursery cannot be started again yet", extra={"reason": str(error)})
 
+class _NurseryProcess:
+    """One nursery process, from its start to its end."""
 
-class _Life:
-    """One nursery process, from its start to the end of its control socket."""
-
-    def __init__(self, spawned: tuple[subprocess.Popen[bytes], socket.socket], died: Callable[[bool], str]) -> None:
+    def __init__(self, spawned: tuple[subprocess.Popen[bytes], socket.socket], on_died: Callable[[bool], str]) -> None:
         self._loop = asyncio.get_running_loop()
         self.process, self._control = spawned
-        self._died = died
+        self._on_died = on_died
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self.build = TorchBuild()
         self._reply: asyncio.Future[Forked] | None = None
         self._request = 0
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
         self._gone = asyncio.Event()
-        self._doom: asyncio.TimerHandle | None = None
+        self._kill_timer: asyncio.TimerHandle | None = None
         try:
             self._pidfd = os.pidfd_open(self.process.pid)
         except OSError:
@@ -170,11 +167,10 @@ class _Life:
             self.process.kill()
             self.process.wait()
             raise
-        self._loop.add_reader(self._pidfd, self._ended)
+        self._loop.add_reader(self._pidfd, self._on_ended)
         self._loop.add_reader(self._control.fileno(), self._readable)
 
     async def ready(self) -> None:
-        """As `NurseryLink.ready`."""
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), IMPORT_LIMIT_S)
         except TimeoutError:
@@ -182,7 +178,7 @@ class _Life:
             raise LaunchFailed("the nursery's imports do not end") from None
 
     async def fork(self, request: dict[str, str], listener: int, log_fd: int, ports: Mapping[int, int]) -> Forked:
-        """As `NurseryLink.fork`; one at a time."""
+        """As `NurseryLink.fork`; one call at a time."""
         await self.ready()
         try:
             self._request += 1
@@ -204,12 +200,12 @@ class _Life:
             self._reply = None
 
     async def end(self) -> None:
-        """Close the socket and see the process out."""
-        self.process.terminate()  # it may be importing, and not look at its socket for seconds
+        """End the process and wait for it."""
+        self.process.terminate()  # during its imports it would not notice a closed socket
         await self._gone.wait()
 
     async def _kill(self) -> None:
-        """Have it gone when this returns, so that it makes no worker behind our back."""
+        """Kill it and wait, so that it cannot fork a worker later."""
         self.process.kill()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._gone.wait(), KILL_LIMIT_S)
@@ -224,28 +220,28 @@ class _Life:
                 message, descriptors = b"", []
             if not message:
                 self._loop.remove_reader(self._control.fileno())
-                self._doom = self._loop.call_later(_LAST_WORDS_LIMIT_S, self.process.kill)
+                self._kill_timer = self._loop.call_later(_TRACEBACK_LIMIT_S, self.process.kill)
                 return
-            self._take(json.loads(message), *descriptors)
+            self._on_message(json.loads(message), *descriptors)
 
-    def _take(self, said: dict[str, Any], pidfd: int | None = None) -> None:
-        if "threads" in said:
-            self.build = TorchBuild(**said["torch"] | {"archs": tuple(said["torch"]["archs"])})
-            self._started(said["threads"], said["missing"])
-        elif "status" in said:
-            status = self._statuses.pop(said["pid"], None)
+    def _on_message(self, message: dict[str, Any], pidfd: int | None = None) -> None:
+        if "threads" in message:
+            self.build = TorchBuild(**message["torch"] | {"archs": tuple(message["torch"]["archs"])})
+            self._on_ready(message["threads"], message["missing"])
+        elif "status" in message:
+            status = self._statuses.pop(message["pid"], None)
             if status is not None and not status.done():
-                status.set_result(said["status"])
-        elif self._reply is None or said["id"] != self._request or self._reply.done():
-            _disown(pidfd)
+                status.set_result(message["status"])
+        elif self._reply is None or message["id"] != self._request or self._reply.done():
+            _kill_unclaimed(pidfd)
         elif pidfd is None:
-            self._reply.set_exception(LaunchFailed(said["error"]))
+            self._reply.set_exception(LaunchFailed(message["error"]))
         else:
-            status = self._statuses[said["pid"]] = self._loop.create_future()
-            # The worker may have ended already, and its status be the next message: the caller gets the future itself.
-            self._reply.set_result(Forked(said["pid"], pidfd, status))
+            status = self._statuses[message["pid"]] = self._loop.create_future()
+            # The worker may have exited, and its status be the next message: the caller gets the future itself.
+            self._reply.set_result(Forked(message["pid"], pidfd, status))
 
-    def _started(self, threads: int, missing: list[str]) -> None:
+    def _on_ready(self, threads: int, missing: list[str]) -> None:
         if not self._ready.done():
             self._ready.set_result(None)
         if threads != 1:
@@ -253,22 +249,22 @@ class _Life:
         for problem in missing:
             log.warning("nursery could not import", extra={"problem": problem})
 
-    def _ended(self) -> None:
+    def _on_ended(self) -> None:
         reason = "the nursery died"
         try:
-            self._readable()  # the last ends it reported
-            self._let_go()
-            reason = self._died(self._ready.done())
-        finally:  # whoever waits must hear of it, whatever else goes wrong
+            self._readable()  # the last reported exits
+            self._release()
+            reason = self._on_died(self._ready.done())
+        finally:  # waiting calls must fail even if something else goes wrong
             self._fail(NurseryDied(reason))
             self._gone.set()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        if self._doom is not None:
-            self._doom.cancel()
-        # A child that was just forked may still hold the other end: its end need not have been seen.
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        # The end of the stream may not have been seen: a child that was just forked may hold the other end.
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         self.process.wait()
@@ -277,14 +273,14 @@ class _Life:
         for future in (self._ready, self._reply):
             if future is not None and not future.done():
                 future.set_exception(error)
-                future.exception()  # it may be that nobody waits
+                future.exception()  # retrieved, in case nothing waits for it
         for status in self._statuses.values():
             if not status.done():
                 status.set_result(None)
 
 
-def _disown(pidfd: int | None) -> None:
-    """Nobody waits for this worker any more: the launch that asked for it was abandoned."""
+def _kill_unclaimed(pidfd: int | None) -> None:
+    """Kill a worker whose launch was abandoned."""
     if pidfd is not None:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)

@@ -2,7 +2,7 @@
 
     <incarnation>.sock   the worker's control socket
     <incarnation>.json   its run file: which process it is, and the spec it was started with
-    <incarnation>.exit   its exit report, if it could say why it ends
+    <incarnation>.exit   its exit report, if it wrote one
 
 The nursery writes the run file right after the fork, so it exists even if the daemon dies at that moment.
 """

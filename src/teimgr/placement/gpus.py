@@ -1,6 +1,6 @@
-"""The GPUs of this host, as NVML tells them: no CUDA context, no torch.
+"""GPU inventory of this host, read from NVML: no CUDA context, no torch.
 
-NVML orders by PCI bus and CUDA may not, so a card is known by its UUID; its index is what users say as `gpu_id`.
+NVML orders cards by PCI bus and CUDA may not, so a card is identified by its UUID; its index is the `gpu_id` of users.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FAILURE_AGE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. Free memory is in bytes, 0 where the card does not say; the other figures are None there.
+    """One card. Values that the driver does not report are None, free memory 0.
 
-    `memory_of` is what the driver gave each process, by process id; empty where it does not tell, as inside containers.
+    `memory_of` is the memory of each process in bytes, by pid; empty where it is not reported, as inside containers.
     """
 
     index: int
@@ -40,19 +40,19 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The cards a worker may use; `reason` says why there are none."""
+    """The cards that workers may use; `reason` is why there are none."""
 
     gpus: tuple[Gpu, ...] = ()
     reason: str = ""
 
     @property
     def indexes(self) -> list[int]:
-        """What `gpu_id` may be."""
+        """The valid values of `gpu_id`."""
         return [gpu.index for gpu in self.gpus]
 
 
 class GpuInventory:
-    """Reads the inventory, at most once per second; a missing driver is asked for again later, for it may appear."""
+    """Reads the inventory, at most once per second, and every 10 seconds while there is no driver."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, read: Callable[[], Inventory] | None = None) -> None:
         self._visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -61,7 +61,7 @@ class GpuInventory:
         self._read_at = float("-inf")
 
     async def read(self) -> Inventory:
-        """The cards and their free memory, now. Slow drivers do not hold up the event loop."""
+        """The cards and their free memory; a slow driver does not block the event loop."""
         age_s = READING_AGE_S if self._known.gpus else _FAILURE_AGE_S
         if time.monotonic() - self._read_at >= age_s:
             everything = await asyncio.to_thread(self._read_now)
@@ -71,7 +71,7 @@ class GpuInventory:
 
 
 def read_nvml() -> Inventory:
-    """All cards of the host, whatever CUDA_VISIBLE_DEVICES says."""
+    """All cards of the host, regardless of CUDA_VISIBLE_DEVICES."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -85,7 +85,7 @@ def read_nvml() -> Inventory:
 
 
 def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
-    """The cards that the daemon's own CUDA_VISIBLE_DEVICES names, by index or by the start of their UUID."""
+    """The cards in `visible`, the daemon's CUDA_VISIBLE_DEVICES, by index or by the start of their UUID."""
     if visible is None or not inventory.gpus:
         return inventory
     names = [name.strip() for name in visible.split(",") if name.strip()]
@@ -104,30 +104,30 @@ def _is_named(gpu: Gpu, name: str) -> bool:
 
 def _card(index: int) -> Gpu:
     device = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _told(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
-    load = _told(lambda: pynvml.nvmlDeviceGetUtilizationRates(device))
-    power_mw = _told(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
-    capability = _told(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(device))
-    processes = _told(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(device))
+    memory = _supported(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
+    load = _supported(lambda: pynvml.nvmlDeviceGetUtilizationRates(device))
+    power_mw = _supported(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
+    capability = _supported(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(device))
+    processes = _supported(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(device))
     return Gpu(
         index,
         _text(pynvml.nvmlDeviceGetUUID(device)),
         int(memory.free) if memory else 0,
-        name=_text(_told(lambda: pynvml.nvmlDeviceGetName(device)) or ""),
+        name=_text(_supported(lambda: pynvml.nvmlDeviceGetName(device)) or ""),
         memory_total_bytes=int(memory.total) if memory else None,
         memory_used_bytes=int(memory.used) if memory else None,
         utilization=load.gpu / 100 if load else None,
-        temperature_c=_told(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
+        temperature_c=_supported(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
         power_w=None if power_mw is None else power_mw / 1000,
         compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
         memory_of={each.pid: int(each.usedGpuMemory) for each in processes or () if each.usedGpuMemory is not None},
     )
 
 
-def _told(ask: Callable[[], Any]) -> Any:
-    """What the driver answers; None where it does not support the question, as under MIG or with unified memory."""
+def _supported(query: Callable[[], Any]) -> Any:
+    """The result of an NVML query; None where it is not supported, as under MIG or with unified memory."""
     try:
-        return ask()
+        return query()
     except pynvml.NVMLError:
         return None
 

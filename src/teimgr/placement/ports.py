@@ -1,4 +1,4 @@
-"""Ports for instances: handed out from a range that goes round, or taken as the user says, if nobody has them."""
+"""Port allocation for instances: round-robin within a range, or a requested port if it is free."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PROMETHEUS_TRIES = 1000
 
 
 class Ports:
-    """The range `[start, end)` on `host`, and those for metrics from `prometheus_start` upwards.
+    """Allocates from `[start, end)` on `host`, and metrics ports from `prometheus_start` upwards.
 
-    `reserved` are the daemon's own ports: number → whose it is.
+    `reserved` are the daemon's own ports: number → description.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class Ports:
     def allocate(self, taken: Collection[int]) -> int:
         """A free port of the range that is not in `taken`.
 
-        The search goes on where the last one ended, so that a port just given up rests for a while.
+        The search continues after the last result, so that a released port is not reused at once.
 
         Raises:
-            PortAllocationFailed: there is none.
+            PortAllocationFailed: no port is free.
         """
         start, size = self._range.start, len(self._range)
         for step in range(size):
@@ -47,11 +47,11 @@ class Ports:
         )
 
     def check(self, port: int, holders: Mapping[int, str]) -> int:
-        """`port` itself, when an instance may have it; `holders` are the instances' ports: number → name.
+        """Return `port` if an instance may have it; `holders` are the instances' ports: number → name.
 
         Raises:
-            InvalidPort: it is no port, or a privileged one.
-            PortConflict: an instance, the daemon or a stranger has it.
+            InvalidPort: it is not a port number, or a privileged one.
+            PortConflict: an instance, the daemon or another process has it.
         """
         if not UNPRIVILEGED_PORT <= port <= LAST_PORT:
             raise InvalidPort(f"Invalid port {port}: must be between {UNPRIVILEGED_PORT} and {LAST_PORT}")
@@ -61,7 +61,7 @@ class Ports:
         return port
 
     def check_holders(self, port: int, holders: Mapping[int, str]) -> None:
-        """Refuse a port that an instance or the daemon has; whether it is bound now does not matter.
+        """Check `port` against instances and the daemon, bound or not.
 
         Raises:
             PortConflict: one of them has it.
@@ -75,7 +75,7 @@ class Ports:
         """A free port from `prometheus_start` upwards, never the same twice.
 
         Raises:
-            PortAllocationFailed: there is none within a thousand.
+            PortAllocationFailed: none of the next thousand is free.
         """
         first = self._next_prometheus
         for port in range(first, min(first + _PROMETHEUS_TRIES, LAST_PORT + 1)):
@@ -86,7 +86,7 @@ class Ports:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a listener could be bound there now; connections in TIME_WAIT do not matter."""
+    """Whether a listener could be bound now; connections in TIME_WAIT do not prevent it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Whether the build of torch has code for the GPUs of this host, before a worker finds out at its first kernel."""
+"""Preflight check that this build of torch has code for the GPUs of this host, before a worker fails for lack of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAST_OF_CUDA_12_6 = (7, 0)
 
 
 class Preflight:
-    """Compares the cards with the build, once; `mode` says what becomes of a card that it has no code for."""
+    """Compares the cards with the build, once. An unsupported card is an alarm, and with mode "fail" an error."""
 
     def __init__(
         self, mode: Literal["warn", "fail"], gpus: GpuInventory, build: Callable[[], Awaitable[TorchBuild]]
@@ -32,18 +32,18 @@ class Preflight:
 
     @property
     def must_pass(self) -> bool:
-        """Whether the daemon is not to serve before, and unless, all is well."""
+        """Whether the daemon may serve only after the check has passed."""
         return self._mode == "fail"
 
     def alarms(self) -> list[str]:
-        """A sentence for each card that cannot be used."""
+        """A message for each card that cannot be used."""
         return self._problems
 
     async def run(self) -> None:
-        """Look. Without a card there is nothing to compare, and nothing is waited for.
+        """Run the check; without a card it does not wait for the nursery.
 
         Raises:
-            InvalidConfig: some cannot be used, or nobody can say, and the mode is "fail".
+            InvalidConfig: with mode "fail", a card cannot be used, or the build of torch is unknown.
         """
         cards = (await self._gpus.read()).gpus
         if not cards:
@@ -59,7 +59,7 @@ class Preflight:
 
 
 def problems(cards: Sequence[Gpu], build: TorchBuild) -> list[str]:
-    """A sentence for each card that `build` has no code for; one that does not say what it is passes."""
+    """A message for each card that `build` has no code for; one of unknown compute capability passes."""
     return [
         f"gpu_preflight: GPU {card.index} ({card.name}, sm_{card.compute_capability[0]}{card.compute_capability[1]}) "
         f"is not supported by torch {build.version}, which {_has(build)}: {_remedy(card.compute_capability, build)}"
@@ -71,8 +71,8 @@ def problems(cards: Sequence[Gpu], build: TorchBuild) -> list[str]:
 def runs_on(capability: tuple[int, int], archs: Sequence[str]) -> bool:
     """Whether code for one of `archs` runs on a card of this compute capability.
 
-    Machine code runs on its own generation from its minor version on (`a`: on that one alone); what is kept as
-    `compute_` is compiled for any later card.
+    Machine code (`sm_`) runs on its own major version from its minor version on (with `a`: on that very one); PTX
+    (`compute_`) is compiled for any later card.
     """
     major, minor = capability
     for arch in archs:

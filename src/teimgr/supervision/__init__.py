@@ -1,1 +1,1 @@
-"""Wanted against actual: the manager, the supervisors, the store."""
+"""Supervision of instances, workers and muxes: state machine, restarts, rolling updates, state file, reload."""

@@ -214,7 +214,7 @@ class ManagedInstance:
             raise UpdateFailed(f"Instance '{self.spec.name}' is as it was: {self._update.reason}")
 
     async def _run_update(self, steps: Awaitable[None]) -> None:
-        state, reason = "failed", "given up: the instance was told otherwise meanwhile"
+        state, reason = "failed", "given up: another command came in between"
         try:
             await steps
             state, reason = "done", ""

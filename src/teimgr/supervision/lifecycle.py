@@ -1,11 +1,11 @@
-"""What happens to one replica of an instance, as a pure function of events and time.
+"""State machine of one replica, as a pure function of events and time.
 
-`Life.step` is the only place where its state changes. It waits for nothing, reads no clock, starts nothing: events go
-in, effects come out, and the supervisor lets them happen. It does not know which replica it is, nor of others.
+`Life.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects come
+out, which the supervisor carries out. It does not know which replica it is, nor of others.
 
-This drawing is the table itself. A command that meets `refused` raises; news that meets `-` comes from a worker that
-is gone already and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING and
-nowhere else), so there is no effect for it.
+The drawing is the transition table. A command at `refused` raises; news at `-` is late news of a worker that is gone,
+and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING only), so there is no
+effect for it.
 """
 
 from __future__ import annotations
@@ -62,29 +62,29 @@ Exited            -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITIN
 Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED
 """  # noqa: E501  a table is read by its columns
 
-LAST_WORDS_LIMIT_S = 5.0
-"""How long a worker that said it failed may take to be gone."""
+FAILED_EXIT_LIMIT_S = 5.0
+"""How long a worker may take to exit after it reported a failure."""
 
 
 class Phase(Enum):
-    """Where in its life a replica is; finer than the state that REST shows."""
+    """Where in its life a replica is; finer than the state in REST."""
 
     STOPPED = State.STOPPED  # no process, none wanted
-    STARTING = State.STARTING, "loading"  # a process that has not proved itself yet
+    STARTING = State.STARTING, "loading"  # a process that is not ready yet
     RUNNING = State.RUNNING  # a process that serves
     REPLACING = State.STARTING, "replacing"  # a process that is ending; another one follows
     WAITING = State.STARTING, "waiting"  # no process; the next one starts at `wake_at`
     STOPPING = State.STOPPING  # a process that is ending; none follows
-    FAILED = State.FAILED  # no process: another one would fail as the last did
+    FAILED = State.FAILED  # no process: another one would fail in the same way
 
     @property
     def state(self) -> State:
-        """The word for it on the wire."""
+        """The state in REST and gRPC."""
         return self.value if isinstance(self.value, State) else self.value[0]
 
 
 class CommandRefused(Exception):
-    """The command makes no sense in this phase; nothing has changed."""
+    """The command is not allowed in this phase; nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,9 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One replica's state. Times are those of the clock that `step` is given.
+    """One replica's state. Times are those of the clock that is passed to `step`.
 
-    `wake_at` is when a Tick is due. `verdict` is why the present worker is doomed, `reason` what to tell users: why
+    `wake_at` is when a Tick is due. `verdict` is why the present worker has to end. `reason` is shown to users: why
     there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between.
     """
 
@@ -130,12 +130,12 @@ class Life:
 
     @classmethod
     def failed(cls, policy: RestartPolicy, reason: str) -> Life:
-        """The life of a replica that cannot even be tried; a user may start it once the reason is mended."""
+        """A replica that cannot be started as it is; a user may start it once the cause is removed."""
         return cls(policy=policy, phase=Phase.FAILED, reason=reason)
 
     @property
     def is_ending(self) -> bool:
-        """Whether a process is on its way out."""
+        """Whether a process is ending."""
         return self.phase in (Phase.STOPPING, Phase.REPLACING)
 
     @property
@@ -144,10 +144,10 @@ class Life:
         return self.phase not in (Phase.STOPPED, Phase.STOPPING)
 
     def step(self, event: Event, now: float) -> tuple[Life, list[Effect]]:
-        """The next life, and what to do about it.
+        """The state after `event`, and the effects to carry out.
 
         Raises:
-            CommandRefused: the command makes no sense now.
+            CommandRefused: the command is not allowed in this phase.
         """
         allowed = TRANSITIONS[type(event)][self.phase]
         refused = not allowed or (self.deleted and not isinstance(event, Delete | Retire))
@@ -174,7 +174,7 @@ class Life:
             case WorkerReady():
                 return self._ready(now), []
             case WorkerFailed(failure):
-                return self._doomed(failure, now)
+                return self._worker_failed(failure, now)
             case WorkerDownloading():
                 return self._downloading(now), []
             case WorkerDraining():
@@ -203,12 +203,12 @@ class Life:
         return replace(self, streak=0, reason=None)._launch(now, again=False)
 
     def _stop(self) -> tuple[Life, list[Effect]]:
-        calm = replace(self, reason=None, wake_at=None)
+        cleared = replace(self, reason=None, wake_at=None)
         if self.is_ending:
-            return replace(calm, phase=Phase.STOPPING), []
+            return replace(cleared, phase=Phase.STOPPING), []
         if self.phase in (Phase.STARTING, Phase.RUNNING):
-            return replace(calm, phase=Phase.STOPPING), [Terminate()]
-        return replace(calm, phase=Phase.STOPPED), [Gone()] if self.deleted else []
+            return replace(cleared, phase=Phase.STOPPING), [Terminate()]
+        return replace(cleared, phase=Phase.STOPPED), [Gone()] if self.deleted else []
 
     def _retire(self) -> tuple[Life, list[Effect]]:
         life, effects = self._stop()
@@ -227,18 +227,18 @@ class Life:
             return self
         return replace(self, phase=Phase.RUNNING, ready_at=now, wake_at=None, reason=None)
 
-    def _doomed(self, failure: FailureCause, now: float) -> tuple[Life, list[Effect]]:
+    def _worker_failed(self, failure: FailureCause, now: float) -> tuple[Life, list[Effect]]:
         if self.is_ending:
             return self, []
         life = replace(self, verdict=failure, reason=failure.message)
         if self.phase is Phase.RUNNING:
             return replace(life, phase=Phase.REPLACING), [Kill()]
-        return replace(life, wake_at=now + LAST_WORDS_LIMIT_S), []
+        return replace(life, wake_at=now + FAILED_EXIT_LIMIT_S), []
 
     def _draining(self) -> tuple[Life, list[Effect]]:
         if self.is_ending:
             return self, []
-        verdict = FailureCause("the worker was told to end by somebody else")
+        verdict = FailureCause("the worker was asked to end by another process")
         life = replace(self, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message, wake_at=None)
         return life, [Terminate()]
 
@@ -284,7 +284,7 @@ class Life:
 
 
 def _read_drawing() -> dict[type[Event], dict[Phase, frozenset[Phase]]]:
-    """Event → phase before → phases after; the empty set where the drawing says `refused` or `-`."""
+    """Event → phase before → phases after; the empty set for `refused` and `-`."""
     header, *rows = (line.split() for line in DRAWING.strip().splitlines())
     columns = [Phase[name] for name in header]
     events: dict[str, type[Event]] = {kind.__name__: kind for kind in (*Command.__args__, *News.__args__)}

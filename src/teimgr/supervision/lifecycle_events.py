@@ -1,4 +1,4 @@
-"""The words between a supervisor and the state machine: what happens, and what is to be done about it."""
+"""Events and effects of a replica's state machine."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from teimgr.launch.launcher import Exit
 
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
-# Commands: what users and the manager want.
+# Commands: from users and the manager.
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Have a worker."""
+    """Start a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """There is a worker already, left by an earlier daemon."""
+    """Take over the live worker of an earlier daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Have no worker."""
+    """End the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Have a new worker."""
+    """Replace the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Have no worker, ever."""
+    """End the worker for good."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Have no worker, ever: others serve in its place."""
+    """End the worker for good, as others serve in its place."""
 
 
-# News: what the worker and the clock say.
+# News: from the worker and the clock.
 
 
 @dataclass(frozen=True, slots=True)
 class FailureCause:
-    """Why a worker is of no use. A `permanent` one would come again with every new worker."""
+    """Why a worker failed. `permanent`: every new worker would fail in the same way."""
 
     message: str
     permanent: bool = False
@@ -55,41 +55,41 @@ class FailureCause:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The worker ran a known text through its device."""
+    """The worker has run a known text through its device."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker gave up, and will exit."""
+    """The worker reported a failure, and will exit."""
 
     failure: FailureCause
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDownloading:
-    """The worker is fetching its model's files and gets on with it: that time is not the start's."""
+    """The worker's download makes progress; the time does not count against the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """The worker takes no more work, and will exit."""
+    """The worker accepts no more calls, and will exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeOk:
-    """The worker proved again that its device works."""
+    """A health probe succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """It did not."""
+    """A health probe failed or timed out."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process is gone, or could not be made. `jitter` is a fresh random number in [0, 1)."""
+    """The process is gone, or could not be started. `jitter` is a fresh random number in [0, 1)."""
 
     exit: Exit
     jitter: float = 0.0
@@ -97,46 +97,46 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; perhaps `wake_at` is over."""
+    """Time passed; `wake_at` may be over."""
 
 
 Command = Start | Adopt | Stop | Restart | Delete | Retire
 News = WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
 Event = Command | News
 
-# Effects: what the supervisor is to do.
+# Effects: for the supervisor.
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Make a worker."""
+    """Start a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Let the worker finish what it has, within the grace, then end it."""
+    """Let the worker finish its calls, within the grace, then end it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """As `Terminate`, after the worker has served those who have not heard yet that others do now."""
+    """As `Terminate`, after it has served routers that do not know its successor yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End the worker now."""
+    """End the worker without grace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """There is no process any more and none will come: forget it."""
+    """There is no process and none will follow: end the supervisor."""
 
 
 Effect = Launch | Terminate | HandOver | Kill | Gone
 
 
 def explain(exit: Exit) -> FailureCause:
-    """Why a worker that nobody ended has ended: its own words, else what the kernel and its log say."""
+    """Why a worker exited by itself: its own report, else the exit status and the last line of its log."""
     if exit.report is not None:
         return FailureCause(exit.report.message, exit.report.permanent)
     if exit.status is None:
