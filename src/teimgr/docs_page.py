@@ -1,4 +1,4 @@
-"""The operations of an OpenAPI document as one page without scripts or outside assets."""
+"""API documentation page: an OpenAPI document as one HTML page without scripts or outside assets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADERS = {
 
 
 def page(document: dict[str, Any], address: str) -> str:
-    """An OpenAPI document as HTML; `address` is where programs find it."""
+    """An OpenAPI document as HTML; `address` is the URL of the document itself."""
     info = document["info"]
     sections = "".join(
         _section(document, verb, path, operation)

@@ -1,4 +1,4 @@
-"""HTTP listeners of this host: a bound socket, and a server that leaves signals to its process."""
+"""HTTP servers on uvicorn: binding, serving HTTP/1 and HTTP/2 on one port, and bounded request bodies."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _CLOSE_GRACE_S = 5
 _OFFERS_H2C = re.compile(rb"^[A-Z]+ [^\r\n]* HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?upgrade: *h2c\r\n", re.IGNORECASE)
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
-# How a client of HTTP/2 begins that knows beforehand that the server speaks it, up to where no HTTP/1 can follow.
-_H2_BEGINS = b"PRI * HTTP/2.0"
+# The beginning of HTTP/2's connection preface (prior knowledge), as far as no HTTP/1 request can have it.
+_H2_PREFACE = b"PRI * HTTP/2.0"
 _FIRST_BYTES_S = 20.0
 _OPEN_FILES = 65536  # where the system sets no limit
-
-_LAST_ANSWER = (b"connection", b"close")
+_CONNECTION_CLOSE = (b"connection", b"close")
+_MAX_DISCARDED_BYTES = 64 * 2**20
 
 AsgiApp = Callable[..., Any]
 
 
 class H2Connection(Protocol):
-    """What a server asks of a connection of HTTP/2, beside what asyncio does."""
+    """The methods of an HTTP/2 connection that the server calls, beside asyncio's."""
 
     def leave(self) -> None:
-        """Send the client elsewhere with its next call."""
+        """Ask the client to open another connection for its next call (GOAWAY)."""
 
     def shutdown(self) -> None:
-        """The server ends."""
+        """Close, as the server ends."""
 
 
-# From the server's books of its connections and tasks to the protocol of a new connection.
+# Makes the protocol of a new connection; uvicorn's state lists the server's connections and tasks.
 H2Factory = Callable[[ServerState], asyncio.Protocol]
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket that has the address, and does not listen yet.
+    """A TCP socket bound to the address, not listening yet.
 
     Raises:
-        PortConflict: somebody has it.
+        PortConflict: the address is in use.
         InvalidConfig: it is no address of this host.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -68,7 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Listener:
-    """A server that listens."""
+    """A running server."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -79,11 +79,11 @@ class Listener:
         return len(self._server.server_state.connections)
 
     async def secure(self, context: ssl.SSLContext) -> None:
-        """Use `context` for every connection from now on; those that there are keep theirs.
+        """Use `context` for new connections; open ones keep theirs.
 
-        A new server on the same listening socket, because the authorities of a context in use can only be added to, and
-        clients would resume sessions that the former ones let in. uvloop loses no connection by it; asyncio's own loop
-        may lose one that it accepts in that moment.
+        Starts a new asyncio server on the same listening socket: authorities can only be added to a context in use, and
+        clients would resume sessions that the former ones admitted. uvloop loses no connection by it; asyncio's own
+        loop may lose one that it accepts in that moment.
         """
         server, config = self._server, self._server.config
         kind: Any = config.http_protocol_class
@@ -98,16 +98,16 @@ class Listener:
             each.close()
 
     def leave(self) -> None:
-        """Leave the address to those who share the socket.
+        """Stop accepting, and leave the address to the processes that share the socket.
 
-        No connection is accepted any more, and each that there is ends with its next answer, which says so: a client
-        that keeps its connection is not cut off between two requests.
+        Every open connection ends with its next response, which carries `connection: close`: a client that keeps its
+        connection alive is not cut off between two requests.
         """
         for server in self._server.servers:
             server.close()
         state = self._server.server_state
-        self._server.config.encoded_headers.append(_LAST_ANSWER)  # what uvicorn makes the list of the next second from
-        state.default_headers.append(_LAST_ANSWER)  # the list of this one, which requests in flight hold
+        self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
+        state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
         for connection in tuple(state.connections):
             if not isinstance(connection, HttpToolsProtocol | ProtocolSniffer):
                 cast(H2Connection, connection).leave()
@@ -117,13 +117,13 @@ class Listener:
 async def serving(
     app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None, **tls: Any
 ) -> AsyncIterator[Listener]:
-    """Serve `app` on `sock` while the body runs; calls in flight are answered before it ends. Closes the socket.
+    """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
 
-    `h2` makes the protocol of a connection that speaks HTTP/2 from its first byte; without it there are none. `tls` are
-    arguments of uvicorn, as `front.tls.uvicorn_options` gives them. The body starts once the server listens.
+    The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
+    without it HTTP/2 is not served. `tls` are arguments of uvicorn (`rest/tls.py`).
 
     Raises:
-        PortConflict: somebody else began to listen on the address since it was bound.
+        PortConflict: another process began to listen on the address since it was bound.
         OSError: a file of `tls` cannot be used.
     """
     config = uvicorn.Config(
@@ -143,12 +143,12 @@ async def serving(
         yield Listener(server)
     finally:
         server.should_exit = True
-        await _ended(task)
+        await asyncio.wait({task})  # a failure to start was raised by `_listening`
         sock.close()
 
 
 async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.socket) -> None:
-    """Return when connections are taken; raises what prevented it."""
+    """Return once connections are accepted; raise the error that prevented it."""
     listening = asyncio.ensure_future(server.listening.wait())
     try:
         await asyncio.wait({listening, task}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,19 +163,13 @@ async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.soc
         listening.cancel()
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Wait for the server's end; why it failed to start was told before."""
-    await asyncio.wait({task})
-
-
 class HttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 that never switches protocols: an offer of h2c, as Java's client makes, is not heard.
+    """HTTP/1.1 that ignores an upgrade to h2c, which Java's client offers.
 
     httptools takes everything behind such an offer for the other protocol, so the body of the request would be lost.
     """
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, without the offer."""
         if _OFFERS_H2C.search(data):
             head, end, body = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"", head) + end + body
@@ -183,70 +177,66 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def max_connections() -> int:
-    """How many clients may be connected: half of the files that the process may open, for it needs some itself."""
+    """How many clients may be connected: half of the files that the process may open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (limit if limit > 0 else _OPEN_FILES) // 2
 
 
 class ProtocolSniffer(asyncio.Protocol):
-    """Looks at the first bytes of a connection, and hands it to who speaks that protocol: HTTP/2 or HTTP/1.
+    """Detects HTTP/2 or HTTP/1 from the first bytes of a connection, and hands it to that protocol.
 
-    One connection too many is closed at once, one that does not say enough within a limit then. The arguments are those
-    that uvicorn makes the protocol of a connection with.
+    Connections beyond `max_connections` are aborted, silent ones closed after a timeout. The arguments are those with
+    which uvicorn makes a protocol.
     """
 
     def __init__(self, h2: H2Factory, *, server_state: ServerState, **rest: Any) -> None:
         self._h2 = h2
-        self._books = server_state
+        self._state = server_state
         self._rest = rest
         self._seen = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait, unless too many are here."""
         self._transport = cast(asyncio.Transport, transport)
-        self._limit = asyncio.get_running_loop().call_later(_FIRST_BYTES_S, transport.close)
-        if len(self._books.connections) >= max_connections():
+        self._timeout = asyncio.get_running_loop().call_later(_FIRST_BYTES_S, transport.close)
+        if len(self._state.connections) >= max_connections():
             self._transport.abort()
         else:
-            self._books.connections.add(cast(Any, self))
+            self._state.connections.add(cast(Any, self))
 
     def data_received(self, data: bytes) -> None:
-        """Decide as soon as it is certain."""
         self._seen += data
-        if len(self._seen) < len(_H2_BEGINS) and _H2_BEGINS.startswith(self._seen):
+        if len(self._seen) < len(_H2_PREFACE) and _H2_PREFACE.startswith(self._seen):
             return
-        self._leave()
+        self._finish()
         protocol: Any
-        if self._seen.startswith(_H2_BEGINS):
-            protocol = self._h2(self._books)
+        if self._seen.startswith(_H2_PREFACE):
+            protocol = self._h2(self._state)
         else:
-            protocol = HttpProtocol(server_state=self._books, **self._rest)
+            protocol = HttpProtocol(server_state=self._state, **self._rest)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         protocol.data_received(self._seen)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It left before it said what it wanted."""
-        self._leave()
+        self._finish()
 
     def shutdown(self) -> None:
-        """The server ends."""
+        """Called by uvicorn as the server ends."""
         self._transport.close()
 
-    def _leave(self) -> None:
-        self._limit.cancel()
-        self._books.connections.discard(cast(Any, self))
+    def _finish(self) -> None:
+        self._timeout.cancel()
+        self._state.connections.discard(cast(Any, self))
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn that says when it listens, and leaves signals alone."""
+    """Uvicorn with an event set once it listens, and without its signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's."""
         await super().startup(sockets)
         if not self.should_exit:
             self.listening.set()
@@ -255,8 +245,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-
-_THROW_AWAY_BYTES = 64 * 2**20
 
 AnswerT = TypeVar("AnswerT")
 
@@ -281,29 +269,29 @@ async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes 
 async def read_into(buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int) -> bool:
     """Append the whole body; False, and an empty buffer, when it is larger than `limit_bytes`.
 
-    The rest of a body that is too large is read and thrown away, to a bound: a client that is cut off while it still
-    sends never sees the answer that says why.
+    The rest of a body that is too large is read and discarded, to a bound: a client that is cut off while it still
+    sends never reads the response with the reason.
     """
-    room, thrown_away = limit_bytes, 0
+    room, discarded = limit_bytes, 0
     async for chunk in chunks:
         room -= len(chunk)
         if room >= 0:
             buffer += chunk
             continue
         buffer.clear()
-        thrown_away += len(chunk)
-        if thrown_away > _THROW_AWAY_BYTES:
+        discarded += len(chunk)
+        if discarded > _MAX_DISCARDED_BYTES:
             break
     return room >= 0
 
 
 async def unless_hung_up(answering: Coroutine[Any, Any, AnswerT], receive: Callable[[], Awaitable[Any]]) -> AnswerT:
-    """The answer, unless the client hangs up first: then what it asked for is given up.
+    """The result of `answering`, which is cancelled if the client disconnects first.
 
     `receive` is ASGI's, of a request whose body was read.
 
     Raises:
-        Cancelled: nobody will read the answer.
+        Cancelled: the client disconnected.
         TeimgrError: as `answering` does.
     """
     answered = asyncio.ensure_future(answering)

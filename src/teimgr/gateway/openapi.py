@@ -1,6 +1,6 @@
-"""The paths of inference in the daemon's OpenAPI document; what they read is in `openapi.json`.
+"""OpenAPI of the inference routes, for the daemon's document.
 
-That file is written by the workers' side, which has the classes that read requests: see `worker/dialects/openapi.py`.
+Requests and schemas come from `openapi.json`, which `worker/dialects/openapi.py` generates from the request classes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTES = {
 
 
 def describe(app: FastAPI) -> None:
-    """Have the document of `app` tell of inference too."""
+    """Add the inference routes to the document of `app`."""
     own = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -51,45 +51,42 @@ def _file() -> dict[str, Any]:
 
 
 def _paths() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    ok = {"200": {"description": "OK", "content": _json({"type": "object"})}}
+    not_found = {"404": _failure("nothing is called so")}
+    paths_of: dict[str, Any] = {
+        "/v1/models": _get("What the `model` of a request may say", ok),
+        "/v1/models/{model}": _get("One of them", ok | not_found, "model"),
+    }
     for path in paths():
         if path.method == "POST":
-            found[path.path.replace(":path}", "}")] = {"post": _operation(path)}
+            paths_of[path.path.replace(":path}", "}")] = {"post": _post(path)}
         else:
-            found[path.path] = {"get": _information()}
-    listed = {"200": {"description": "OK", "content": _json({"type": "object"})}}
-    found["/v1/models"] = {"get": _got("What the `model` of a request may say", listed)}
-    one = _got("One of them", listed | {"404": _failure("nothing is called so")}, "model")
-    found["/v1/models/{model}"] = {"get": one}
-    return found
+            failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
+            failures["default"] = _failure("a failure")
+            paths_of[path.path] = _get("The model and the limits, as TEI says them", ok | failures, "name")
+    return paths_of
 
 
-def _operation(path: DialectPath) -> dict[str, Any]:
-    told = _file()["operations"][path.dialect][path.inner]
+def _post(path: DialectPath) -> dict[str, Any]:
+    known = _file()["operations"][path.dialect][path.inner]
     also = f" The header `{CHOICE}` chooses {' or '.join(path.others)} instead." if path.others else ""
     return {
         "tags": [_TAG],
-        "summary": told["summary"],
-        "description": told.get("description", told["summary"] + ".") + f" In the dialect {path.dialect}.{also}",
+        "summary": known["summary"],
+        "description": known.get("description", known["summary"] + ".") + f" In the dialect {path.dialect}.{also}",
         "operationId": f"{path.dialect}{path.path}".translate(_AS_NAME),
         "parameters": [_parameter(name) for name in ("name", "model") if f"{{{name}" in path.path],
-        "requestBody": {"required": True, "content": {kind: {"schema": told["request"]} for kind in told["types"]}},
+        "requestBody": {"required": True, "content": {kind: {"schema": known["request"]} for kind in known["types"]}},
         "responses": {
-            "200": {"description": "OK", "content": {kind: {"schema": told["response"]} for kind in told["types"]}},
+            "200": {"description": "OK", "content": {kind: {"schema": known["response"]} for kind in known["types"]}},
             **{status: _failure(note) for status, note in _NOTES.items()},
             "default": _failure("any other failure"),
         },
     }
 
 
-def _information() -> dict[str, Any]:
-    failures = {status: _failure(_NOTES[status]) for status in ("404", "503")} | {"default": _failure("a failure")}
-    responses = {"200": {"description": "OK", "content": _json({"type": "object"})}} | failures
-    return _got("The model and the limits, as TEI says them", responses, "name")
-
-
-def _got(summary: str, responses: dict[str, Any], *parameters: str) -> dict[str, Any]:
-    return {
+def _get(summary: str, responses: dict[str, Any], *parameters: str) -> dict[str, Any]:
+    operation = {
         "tags": [_TAG],
         "summary": summary,
         "description": summary + ".",
@@ -97,6 +94,7 @@ def _got(summary: str, responses: dict[str, Any], *parameters: str) -> dict[str,
         "parameters": [_parameter(name) for name in parameters],
         "responses": responses,
     }
+    return {"get": operation}
 
 
 def _parameter(name: str) -> dict[str, Any]:
@@ -105,7 +103,7 @@ def _parameter(name: str) -> dict[str, Any]:
 
 
 def _failure(description: str) -> dict[str, Any]:
-    """A failure in the form of the dialect: JSON, or a sentence where TEI's framework has one."""
+    """A failure in the dialect's JSON, or in plain text where TEI's web framework refuses the body."""
     text = {"text/plain": {"schema": {"type": "string"}}}
     return {"description": description, "content": _json({"type": "object"}) | text}
 

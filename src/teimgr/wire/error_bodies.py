@@ -1,7 +1,7 @@
-"""How each HTTP dialect says that something failed: one table of statuses, and one body per dialect.
+"""HTTP error bodies: one table of statuses, and one body per dialect.
 
-`STATUS` says what a code is to TEI's clients and to REST's. The other dialects know neither 422 nor 424 for an input
-that breaks a rule; their statuses stand in `_ELSEWHERE`. A dialect that nobody knows here is told as OpenAI's.
+`STATUS` maps codes to the statuses of TEI and of REST. The other dialects have neither 422 nor 424 for an input that
+breaks a rule; theirs are in `_OTHER_STATUS`. An unknown dialect gets OpenAI's body.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRY_AFTER_S = 1
 _SIE_LOADING_S = 5
 _TRY_AGAIN = (429, 503)
 
-_ELSEWHERE = {
+_OTHER_STATUS = {
     Code.INVALID_INPUT: 400,
     Code.TOKENIZER_ERROR: 400,
     Code.WRONG_MODEL_KIND: 400,
@@ -34,8 +34,8 @@ _TEI_PREFIXES = ("Backend error: ", "Input validation error: ")
 _UNKNOWN = (Code.INSTANCE_NOT_FOUND, Code.MODEL_NOT_FOUND)
 
 
-class Fault(NamedTuple):
-    """A failure to be told: `status` is HTTP's, `param` the field it is about."""
+class ErrorDetails(NamedTuple):
+    """The contents of an error body: HTTP status, and `param`, the field at fault."""
 
     status: int
     message: str
@@ -44,23 +44,23 @@ class Fault(NamedTuple):
 
 
 def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpReply:
-    """What a client of `dialect` is answered when a call fails with `error`."""
+    """The response in `dialect` to a call that failed with `error`."""
     status = _status(dialect, error.code)
     if param is None and error.code in (*_UNKNOWN, Code.AMBIGUOUS_INSTANCE):
         param = "model"
-    return _reply(dialect, Fault(status, error.message, error.code, param))
+    return _reply(dialect, ErrorDetails(status, error.message, error.code, param))
 
 
 def refusal(dialect: str, status: int, message: str, param: str | None = None) -> HttpReply:
-    """The same for a request that is refused before anything is called: 400, 413, 415 and their like."""
-    return _reply(dialect, Fault(status, message, _CODE_OF_STATUS.get(status, Code.INVALID_INPUT), param))
+    """The same for a request refused before any call: 400, 413, 415 and their like."""
+    return _reply(dialect, ErrorDetails(status, message, _CODE_OF_STATUS.get(status, Code.INVALID_INPUT), param))
 
 
-def _reply(dialect: str, fault: Fault) -> HttpReply:
+def _reply(dialect: str, details: ErrorDetails) -> HttpReply:
     if dialect not in (TEI, TEI_OPENAI):
-        fault = fault._replace(message=_without_prefix(fault.message))
-    value = _BODIES.get(dialect, _openai)(fault)
-    return HttpReply(fault.status, JSON_TYPE | _patience(dialect, fault), orjson.dumps(value))
+        details = details._replace(message=_without_prefix(details.message))
+    value = _BODIES.get(dialect, _openai)(details)
+    return HttpReply(details.status, JSON_TYPE | _retry_after(dialect, details), orjson.dumps(value))
 
 
 def _status(dialect: str, code: Code) -> int:
@@ -68,69 +68,67 @@ def _status(dialect: str, code: Code) -> int:
         return STATUS[code].http
     if dialect == INFINITY and code in _UNKNOWN:
         return 400
-    return _ELSEWHERE.get(code, STATUS[code].http)
+    return _OTHER_STATUS.get(code, STATUS[code].http)
 
 
 def _without_prefix(message: str) -> str:
-    """The sentence without the words that TEI puts before it."""
     for prefix in _TEI_PREFIXES:
         message = message.removeprefix(prefix)
     return message
 
 
-def _patience(dialect: str, fault: Fault) -> dict[str, str]:
-    """When to come again, where that may help."""
-    if fault.status not in _TRY_AGAIN:
+def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
+    if details.status not in _TRY_AGAIN:
         return {}
-    loading = dialect == SIE and fault.status == 503
+    loading = dialect == SIE and details.status == 503
     return {"retry-after": str(_SIE_LOADING_S if loading else RETRY_AFTER_S)}
 
 
-def _tei(fault: Fault) -> object:
-    return {"error": fault.message, "error_type": STATUS[fault.code].tei}
+def _tei(details: ErrorDetails) -> object:
+    return {"error": details.message, "error_type": STATUS[details.code].tei}
 
 
-def _tei_openai(fault: Fault) -> object:
-    return {"message": fault.message, "code": fault.status, "type": STATUS[fault.code].tei}
+def _tei_openai(details: ErrorDetails) -> object:
+    return {"message": details.message, "code": details.status, "type": STATUS[details.code].tei}
 
 
-def _openai(fault: Fault) -> object:
-    kind, code = _OPENAI_TYPES.get(fault.status, ("invalid_request_error", None))
-    return {"error": {"message": fault.message, "type": kind, "param": fault.param, "code": code}}
+def _openai(details: ErrorDetails) -> object:
+    kind, code = _OPENAI_TYPES.get(details.status, ("invalid_request_error", None))
+    return {"error": {"message": details.message, "type": kind, "param": details.param, "code": code}}
 
 
-def _cohere(fault: Fault) -> object:
-    return {"message": fault.message}
+def _cohere(details: ErrorDetails) -> object:
+    return {"message": details.message}
 
 
-def _jina(fault: Fault) -> object:
-    return {"detail": fault.message}
+def _jina(details: ErrorDetails) -> object:
+    return {"detail": details.message}
 
 
-def _vllm(fault: Fault) -> object:
-    kind = _VLLM_TYPES.get(fault.status, "BadRequestError" if fault.status < 500 else "InternalServerError")
-    return {"error": {"message": fault.message, "type": kind, "param": fault.param, "code": fault.status}}
+def _vllm(details: ErrorDetails) -> object:
+    kind = _VLLM_TYPES.get(details.status, "BadRequestError" if details.status < 500 else "InternalServerError")
+    return {"error": {"message": details.message, "type": kind, "param": details.param, "code": details.status}}
 
 
-def _infinity(fault: Fault) -> object:
-    return {"error": {"message": fault.message, "type": None, "param": fault.param, "code": fault.status}}
+def _infinity(details: ErrorDetails) -> object:
+    return {"error": {"message": details.message, "type": None, "param": details.param, "code": details.status}}
 
 
-def _sie(fault: Fault) -> object:
-    told = {"code": _sie_code(fault), "message": fault.message}
-    return {"detail": told, "error": told}
+def _sie(details: ErrorDetails) -> object:
+    error = {"code": _sie_code(details), "message": details.message}
+    return {"detail": error, "error": error}
 
 
-def _sie_code(fault: Fault) -> str:
-    if fault.code in _UNKNOWN:
+def _sie_code(details: ErrorDetails) -> str:
+    if details.code in _UNKNOWN:
         return "MODEL_NOT_FOUND"
-    if fault.code is Code.MODEL_LOAD_FAILED:
+    if details.code is Code.MODEL_LOAD_FAILED:
         return "MODEL_LOAD_FAILED"
-    if fault.status == 503:
+    if details.status == 503:
         return "MODEL_LOADING"
-    if fault.status == 429:
+    if details.status == 429:
         return "RESOURCE_EXHAUSTED"
-    return "INVALID_INPUT" if fault.status < 500 else "INFERENCE_ERROR"
+    return "INVALID_INPUT" if details.status < 500 else "INFERENCE_ERROR"
 
 
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
@@ -152,7 +150,7 @@ _VLLM_TYPES = {
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
-_BODIES: Mapping[str, Callable[[Fault], object]] = {
+_BODIES: Mapping[str, Callable[[ErrorDetails], object]] = {
     TEI: _tei,
     TEI_OPENAI: _tei_openai,
     OPENAI: _openai,
@@ -162,5 +160,5 @@ _BODIES: Mapping[str, Callable[[Fault], object]] = {
     INFINITY: _infinity,
     SIE: _sie,
 }
-# Codes of refusals that have none of their own; 400 and 422 are inputs that break a rule.
+# Codes of refusals, which have none of their own; 400 and 422 are inputs that break a rule.
 _CODE_OF_STATUS = {413: Code.MESSAGE_TOO_LARGE, 429: Code.OVERLOADED, 408: Code.TIMEOUT}

@@ -1,11 +1,11 @@
-"""An HTTP request to a worker and its response, as the payloads of `Method.HTTP`.
+"""HTTP requests and responses between gateway and worker, as payloads of `Method.HTTP` frames.
 
-Both are a little-endian length of 4 bytes, that many bytes of a JSON object, and the body as it came or goes:
+Both are a head, which is a little-endian length of 4 bytes and that many bytes of a JSON object, and the raw body:
 
     request   {"dialect", "method", "path", "query", "headers"}   path and query are decoded, without the instance
     response  {"status", "headers"}
 
-Names of headers are lower case. The body is not looked into here.
+Names of headers are lower case.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class HeadTooLong(ValueError):
-    """The head would be longer than `MAX_HEAD_BYTES`."""
+    """The head is longer than `MAX_HEAD_BYTES`."""
 
 
 class HttpRequest(NamedTuple):
-    """What a client asked in `dialect`."""
+    """A client's request in `dialect`."""
 
     dialect: str
     method: str
@@ -38,7 +38,7 @@ class HttpRequest(NamedTuple):
 
 
 class HttpReply(NamedTuple):
-    """What it is answered with; the content type is among the headers."""
+    """The response; the content type is among the headers."""
 
     status: int
     headers: Mapping[str, str]
@@ -46,19 +46,15 @@ class HttpReply(NamedTuple):
 
 
 def request_head(request: HttpRequest) -> bytes:
-    """Everything of the payload but the body, which follows at once.
-
-    Raises:
-        HeadTooLong: it is longer than `MAX_HEAD_BYTES`.
-    """
+    """The payload up to the body; raises HeadTooLong."""
     return _head({name: value for name, value in request._asdict().items() if name != "body"})
 
 
 def read_request(payload: Buffer) -> HttpRequest:
-    """The inverse; the body is a view of `payload`.
+    """Parse a request; the body is a view of `payload`.
 
     Raises:
-        ValueError: it is no such payload.
+        ValueError: the payload is malformed.
     """
     head, body = _split(payload)
     try:
@@ -69,19 +65,15 @@ def read_request(payload: Buffer) -> HttpRequest:
 
 
 def pack_reply(reply: HttpReply) -> bytes:
-    """The payload that answers a request.
-
-    Raises:
-        HeadTooLong: its head is longer than `MAX_HEAD_BYTES`.
-    """
+    """A reply as a payload; raises HeadTooLong."""
     return b"".join((_head({"status": reply.status, "headers": reply.headers}), reply.body))
 
 
 def read_reply(payload: Buffer) -> HttpReply:
-    """The inverse; the body is a view of `payload`.
+    """Parse a reply; the body is a view of `payload`.
 
     Raises:
-        ValueError: it is no such payload.
+        ValueError: the payload is malformed.
     """
     head, body = _split(payload)
     status = head.get("status")
