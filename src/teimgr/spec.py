@@ -62,7 +62,7 @@ def check_name(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class DeclaredKey:
     """A declared key of the configuration.
 
     Attributes:
@@ -105,7 +105,7 @@ class Change(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceKey(Key):
+class InstanceKey(DeclaredKey):
     """A declared key of an instance.
 
     Attributes:
@@ -136,8 +136,13 @@ class InstanceKey(Key):
 
 
 def declared(
-    meaning: str, low: float | None = None, high: float | None = None, *, kind: type[Key] = Key, **options: Any
-) -> Mapping[str, Key]:
+    meaning: str,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    kind: type[DeclaredKey] = DeclaredKey,
+    **options: Any,
+) -> Mapping[str, DeclaredKey]:
     """The metadata of a dataclass field that is a declared key."""
     return {"key": kind(meaning, low, high, **options)}
 
@@ -150,13 +155,13 @@ def key(default: Any, meaning: str, low: float | None = None, high: float | None
     return field(default=default, metadata=metadata, repr=shown)
 
 
-def key_of(item: Field[Any]) -> Key:
+def key_of(item: Field[Any]) -> DeclaredKey:
     """The declaration in a field's metadata, or one that allows everything."""
-    found: Key = item.metadata.get("key", _ANY)
+    found: DeclaredKey = item.metadata.get("key", _ANY)
     return found
 
 
-_ANY = Key()
+_ANY = DeclaredKey()
 _IN_PLACE, _SCALE, _REPLACE, _FIXED = Change
 _declared = partial(declared, kind=InstanceKey)
 _key = partial(key, kind=InstanceKey)
@@ -270,7 +275,7 @@ WORKER_KEYS = tuple(item.name for item in fields(WorkerSpec) if item.name in KEY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
+class LoadedModel:
     """What a ready worker says of its model. Lengths are tokens.
 
     `kind` is one of `KINDS`; `outputs` are those of `engine.job.Output` that it has. `dimension` is that of a dense
@@ -307,7 +312,7 @@ class ModelInfo:
         return asdict(self) | {name: list(getattr(self, name)) for name in self._LISTS}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelInfo:
+    def from_dict(cls, values: dict[str, Any]) -> LoadedModel:
         """The inverse of `to_dict`."""
         return cls(**{**values, **{name: tuple(values[name]) for name in cls._LISTS if name in values}})
 
@@ -361,7 +366,7 @@ class InstanceView:
     health_check_failures: int = 0
     last_health_check: str | None = None
     reason: str | None = None
-    model: ModelInfo | None = None
+    model: LoadedModel | None = None
     threads: int | None = None
     workers: tuple[WorkerView, ...] = ()
     update: UpdateView | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.config.auth import ApiKey, Auth, Mtls, Tls
+from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
 from teimgr.config.settings import Otel, Settings, Webhook
 from teimgr.config.sources import load
 from teimgr.spec import InstanceSpec
@@ -60,8 +60,8 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
     [
         ("[[instances]]", InstanceSpec, {"wanted_running", "seeded"}),
         ("[auth.mtls]", Mtls, set()),
-        ("[auth.tls]", Tls, set()),
-        ("[[auth.api_keys]]", ApiKey, set()),
+        ("[auth.tls]", ServerTls, set()),
+        ("[[auth.api_keys]]", ApiKeyEntry, set()),
         ("[[webhooks]]", Webhook, set()),
     ],
 )

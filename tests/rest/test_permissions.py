@@ -17,7 +17,7 @@ from tests.support.memory_fleet import Fleet
 from tests.support.rest_listener import Front, listening
 
 from teimgr.auth.policy import NO_CERTIFICATE, Policy, PolicyInForce, digest, new_key
-from teimgr.config.auth import ApiKey, Auth, faults, policy_of
+from teimgr.config.auth import ApiKeyEntry, Auth, faults, policy_of
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig, Unauthenticated
@@ -29,8 +29,8 @@ from teimgr.rest.permissions import ADMIN_ALL, PERMISSIONS, Permission, RoutePer
 
 SECRETS = {name: f"{name}-{'k' * 32}" for name in ("admin", "inference", "read", "team")}
 KEYS = (
-    *(ApiKey(name=name, key=SECRETS[name], rights=(name,)) for name in ("admin", "inference", "read")),
-    ApiKey(name="team", key=SECRETS["team"], rights=("admin", "inference", "read"), instances=("mine", "team-*")),
+    *(ApiKeyEntry(name=name, key=SECRETS[name], rights=(name,)) for name in ("admin", "inference", "read")),
+    ApiKeyEntry(name="team", key=SECRETS["team"], rights=("admin", "inference", "read"), instances=("mine", "team-*")),
 )
 AUTH = Auth(enabled=True, providers=("api_keys",), api_keys=KEYS)
 
@@ -255,8 +255,8 @@ def test_a_new_key_is_long_and_never_the_same() -> None:
 def test_keys_from_files_and_variables_are_read_anew(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{SECRETS['read']}\n")
-    from_file = ApiKey(name="a", key_file=file, rights=("read",))
-    from_variable = ApiKey(name="b", key_env="THE_KEY", rights=("read",))
+    from_file = ApiKeyEntry(name="a", key_file=file, rights=("read",))
+    from_variable = ApiKeyEntry(name="b", key_env="THE_KEY", rights=("read",))
     assert from_file.read().sha256 == from_variable.read({"THE_KEY": SECRETS["read"]}).sha256 == digest(SECRETS["read"])
     file.write_text(SECRETS["admin"])
     assert from_file.read().sha256 == digest(SECRETS["admin"])
@@ -281,7 +281,7 @@ def test_keys_from_files_and_variables_are_read_anew(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_that_is_wrong_is_refused(key: dict[str, Any], message: str) -> None:
-    auth = replace(AUTH, api_keys=(ApiKey(**{"name": "a", "rights": ("read",)} | key),))
+    auth = replace(AUTH, api_keys=(ApiKeyEntry(**{"name": "a", "rights": ("read",)} | key),))
     assert next(str(fault) for fault in faults(auth)).startswith(message)
 
 

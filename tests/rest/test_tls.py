@@ -23,7 +23,7 @@ from tests.support.rest_listener import Front, listening
 from teimgr.auth.callers import certificate_from_tls
 from teimgr.auth.policy import subject_attributes
 from teimgr.auth.tls_files import TlsFiles
-from teimgr.config.auth import Auth, Mtls, Tls, faults
+from teimgr.config.auth import Auth, Mtls, ServerTls, faults
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 from teimgr.http_server import bind
@@ -154,7 +154,7 @@ async def test_callers_not_on_the_lists_get_401_but_probes_stay_open(
 
 
 async def test_tls_without_certificates_of_clients(settings: Settings, ours: Authority) -> None:
-    tls = Tls(server_cert=ours.folder / "server.pem", server_key=ours.folder / "server.key")
+    tls = ServerTls(server_cert=ours.folder / "server.pem", server_key=ours.folder / "server.key")
     auth = Auth(enabled=True, providers=("api_keys",), tls=tls)
     async with listening(replace(settings, auth=auth)) as front, session(front.url, client(ours.ca)) as front.http:
         await front.call("GET", "/health", 200)
@@ -302,7 +302,7 @@ def test_a_subject_is_the_same_by_python_and_by_grpc() -> None:
 
 
 def test_tls_of_its_own_has_no_place_beside_mutual_tls(ours: Authority) -> None:
-    tls = Tls(server_cert=ours.folder / "server.pem", server_key=ours.folder / "nowhere.key")
+    tls = ServerTls(server_cert=ours.folder / "server.pem", server_key=ours.folder / "nowhere.key")
     both = Auth(enabled=True, providers=("mtls",), mtls=mtls(ours.folder), tls=tls)
     assert [fault.path for fault in faults(both)] == ["auth.tls"]
     alone = Auth(enabled=True, providers=("api_keys",), tls=tls)

@@ -17,7 +17,7 @@ from teimgr.errors import (
     PortAllocationFailed,
     PortConflict,
 )
-from teimgr.spec import InstanceSpec, InstanceView, ModelInfo, State, UpdateView, check_name
+from teimgr.spec import InstanceSpec, InstanceView, LoadedModel, State, UpdateView, check_name
 from teimgr.supervision.instance import with_changes
 
 CREATED_AT = "2026-03-04T12:00:00.123456Z"
@@ -114,7 +114,7 @@ class Fleet:
         raise PortAllocationFailed("the range is used up")
 
 
-MODEL = ModelInfo(
+MODEL = LoadedModel(
     model_id="tiny",
     model_sha=None,
     dtype="float32",

@@ -10,7 +10,7 @@ import pytest
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import Code, InvalidInput, TeimgrError
-from teimgr.spec import ModelInfo, WorkerSpec
+from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.worker.calls import CallReply, WorkerCall
 from teimgr.worker.dispatcher import Dispatcher, Part, Submission, parts_of
 
@@ -77,7 +77,7 @@ def test_every_job_has_the_calls_lane_and_deadline_and_is_cancelled_with_it() ->
 class FakeEngine:
     """Collects the jobs that are submitted; `broken` makes it refuse them."""
 
-    info = ModelInfo(
+    info = LoadedModel(
         model_id="m",
         model_sha=None,
         dtype="float32",

@@ -9,7 +9,7 @@ import pytest
 
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.errors import Overloaded
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.worker.calls import WorkerCall
 from teimgr.worker.limits import FairLimiter, max_token_bytes
 
@@ -274,7 +274,7 @@ def test_a_call_whose_start_raises_is_reported_and_the_queue_goes_on() -> None:
 def test_token_vectors_are_weighed_by_the_characters_up_to_the_models_limit(
     outputs: set[Output], inputs: list[Input], tokens: int, width: int
 ) -> None:
-    model = ModelInfo(
+    model = LoadedModel(
         model_id="m",
         model_sha=None,
         dtype="float32",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from teimgr.engine.job import Input, Lane, Output, Pair
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.worker.calls import WorkerCall
 from teimgr.worker.limits import ResultBudget, max_token_bytes
 
@@ -99,7 +99,7 @@ def test_a_long_line_of_calls_that_fail_at_once_is_worked_off() -> None:
 def test_token_vectors_are_weighed_by_the_characters_up_to_the_models_limit(
     outputs: set[Output], inputs: list[Input], tokens: int, width: int
 ) -> None:
-    model = ModelInfo(
+    model = LoadedModel(
         model_id="m",
         model_sha=None,
         dtype="float32",

@@ -10,12 +10,12 @@ import pytest
 
 from teimgr.engine.job import Output
 from teimgr.errors import WrongModelKind
-from teimgr.spec import KINDS, ModelInfo
+from teimgr.spec import KINDS, LoadedModel
 from teimgr.worker.scores import need_reranker_grpc, need_reranker_http, output_per_token, predictions, ranks
 
 
-def info(kind: str) -> ModelInfo:
-    return ModelInfo(
+def info(kind: str) -> LoadedModel:
+    return LoadedModel(
         model_id="m",
         model_sha=None,
         dtype="float32",
@@ -67,7 +67,7 @@ def test_json_has_the_shortest_digits_of_the_float32() -> None:
     ],
 )
 def test_each_kind_is_let_through_or_refused_in_teis_words(
-    need: Callable[[ModelInfo], None], refusals: dict[str, str]
+    need: Callable[[LoadedModel], None], refusals: dict[str, str]
 ) -> None:
     found = {}
     for kind in KINDS:

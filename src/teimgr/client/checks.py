@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from teimgr.config.schema import Faulty, convert, said, unknown
+from teimgr.config.schema import ConfigFaults, convert, said, unknown
 from teimgr.errors import ValidationError
 from teimgr.spec import KEYS, InstanceSpec
 
@@ -49,7 +49,7 @@ def _checked(name: str, value: Any) -> Any:
         return value
     try:
         value = convert(value, _HINTS.get(name, str), name, key)
-    except Faulty as error:
+    except ConfigFaults as error:
         raise ValidationError(error.message) from error
     if key and (problem := key.not_a_word(value)):
         raise ValidationError(f"{name}: {problem}")

@@ -16,7 +16,7 @@ import tomli_w
 
 from teimgr.auth.policy import MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
 from teimgr.auth.tls_files import TlsFiles
-from teimgr.config.schema import Fault
+from teimgr.config.schema import ConfigFault
 from teimgr.errors import InvalidConfig
 from teimgr.spec import declared
 from teimgr.spec import key as _key
@@ -48,7 +48,7 @@ class Mtls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
+class ServerTls:
     """`[auth.tls]`: TLS of both listeners without certificates of clients, so that keys do not travel in the clear."""
 
     server_cert: Path = field(metadata=declared("certificate of this server"))
@@ -56,7 +56,7 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKey:
+class ApiKeyEntry:
     """`[[auth.api_keys]]`: one key. A key that is written out is kept as its SHA-256 from here on."""
 
     name: str = field(metadata=declared("who has the key; shown in logs and refusals"))
@@ -109,8 +109,8 @@ class Auth:
     providers: tuple[str, ...] = _key((), "'mtls', 'api_keys' or both")
     require_cert_headers: bool = _key(False, "must stay false: a certificate in a header proves nothing")
     mtls: Mtls | None = _key(None, "the table of the provider mtls")
-    tls: Tls | None = _key(None, "TLS without certificates of clients, where mtls is no provider")
-    api_keys: tuple[ApiKey, ...] = _key((), "the keys of the provider api_keys")
+    tls: ServerTls | None = _key(None, "TLS without certificates of clients, where mtls is no provider")
+    api_keys: tuple[ApiKeyEntry, ...] = _key((), "the keys of the provider api_keys")
 
     def asks_for(self, provider: str) -> bool:
         """Whether callers are verified by this provider."""
@@ -161,17 +161,17 @@ def table_of_new_key(name: str, rights: Sequence[str], instances: Sequence[str] 
     return key, "[[auth.api_keys]]\n" + tomli_w.dumps(table)
 
 
-def faults(auth: Auth) -> Iterator[Fault]:
+def faults(auth: Auth) -> Iterator[ConfigFault]:
     """Every rule of the table that is broken; none where it is not enabled."""
     if not auth.enabled:
         return
     if not auth.providers:
-        yield Fault("auth.providers", "Authentication is enabled but no providers are configured")
+        yield ConfigFault("auth.providers", "Authentication is enabled but no providers are configured")
     for index, name in enumerate(auth.providers):
         if name not in PROVIDERS:
-            yield Fault(f"auth.providers[{index}]", f"unknown provider {name!r}; known: {', '.join(PROVIDERS)}")
+            yield ConfigFault(f"auth.providers[{index}]", f"unknown provider {name!r}; known: {', '.join(PROVIDERS)}")
     if auth.require_cert_headers:
-        yield Fault(
+        yield ConfigFault(
             "auth.require_cert_headers",
             "must be false: the certificate of the TLS connection itself is verified, "
             "a header that anybody can write is not",
@@ -181,11 +181,11 @@ def faults(auth: Auth) -> Iterator[Fault]:
         yield from _api_keys(auth.api_keys)
 
 
-def _certificates(auth: Auth) -> Iterator[Fault]:
+def _certificates(auth: Auth) -> Iterator[ConfigFault]:
     if auth.asks_for(MTLS) and auth.mtls is None:
-        yield Fault("auth.mtls", "mTLS provider enabled but mtls config missing")
+        yield ConfigFault("auth.mtls", "mTLS provider enabled but mtls config missing")
     if auth.asks_for(MTLS) and auth.tls is not None:
-        yield Fault("auth.tls", "must be absent where mtls is a provider: [auth.mtls] has the files")
+        yield ConfigFault("auth.tls", "must be absent where mtls is a provider: [auth.mtls] has the files")
     files = auth.files()
     if files is None:
         return
@@ -193,39 +193,39 @@ def _certificates(auth: Auth) -> Iterator[Fault]:
     told = {"ca_cert": ("CA certificate", files.ca), "server_cert": ("server certificate", files.cert)}
     for key, (noun, path) in (told | {"server_key": ("server key", files.key)}).items():
         if path is not None and not path.is_file():
-            yield Fault(f"{table}.{key}", f"{'TLS' if files.ca is None else 'mTLS'} {noun} not found: {path}")
+            yield ConfigFault(f"{table}.{key}", f"{'TLS' if files.ca is None else 'mTLS'} {noun} not found: {path}")
 
 
-def _api_keys(keys: tuple[ApiKey, ...]) -> Iterator[Fault]:
+def _api_keys(keys: tuple[ApiKeyEntry, ...]) -> Iterator[ConfigFault]:
     if not keys:
-        yield Fault("auth.api_keys", "the provider api_keys is enabled but there are no keys: nobody could call")
+        yield ConfigFault("auth.api_keys", "the provider api_keys is enabled but there are no keys: nobody could call")
     seen: dict[str, str] = {}
     for index, key in enumerate(keys):
         path = f"auth.api_keys[{index}]"
         wrong = list(_wrong_with(key, path))
         yield from wrong
         if any(other.name == key.name for other in keys[:index]):
-            yield Fault(f"{path}.name", f"Duplicate name of a key: {key.name!r}")
+            yield ConfigFault(f"{path}.name", f"Duplicate name of a key: {key.name!r}")
         if not wrong:
             first = seen.setdefault(key.read().sha256, key.name)
             if first != key.name:
-                yield Fault(path, f"is the same key as {first!r}")
+                yield ConfigFault(path, f"is the same key as {first!r}")
 
 
-def _wrong_with(key: ApiKey, path: str) -> Iterator[Fault]:
+def _wrong_with(key: ApiKeyEntry, path: str) -> Iterator[ConfigFault]:
     given = [source for source in _SOURCES if getattr(key, source) is not None]
     if not key.name:
-        yield Fault(f"{path}.name", "cannot be empty")
+        yield ConfigFault(f"{path}.name", "cannot be empty")
     if not key.rights:
-        yield Fault(f"{path}.rights", "cannot be empty: give some of admin, inference, read")
+        yield ConfigFault(f"{path}.rights", "cannot be empty: give some of admin, inference, read")
     if key.instances is not None and not all(chain(key.instances, (key.instances,))):
-        yield Fault(f"{path}.instances", "neither the list nor a name in it can be empty; absent: all instances")
+        yield ConfigFault(f"{path}.instances", "neither the list nor a name in it can be empty; absent: all instances")
     if len(given) != 1:
-        yield Fault(path, f"give one of {', '.join(_SOURCES)} (got {' and '.join(given) or 'none'})")
+        yield ConfigFault(path, f"give one of {', '.join(_SOURCES)} (got {' and '.join(given) or 'none'})")
     elif key.key_sha256 is not None and not _SHA256.fullmatch(key.key_sha256):
-        yield Fault(f"{path}.key_sha256", "must be 64 hex digits in lower case, as 'teimgr key new' prints them")
+        yield ConfigFault(f"{path}.key_sha256", "must be 64 hex digits in lower case, as 'teimgr key new' prints them")
     else:
         try:
             key.read()
         except InvalidConfig as error:
-            yield Fault(path, error.message)
+            yield ConfigFault(path, error.message)

@@ -9,7 +9,7 @@ from typing import Any
 
 from teimgr.config.extra_args import REDACTED, shown_args
 from teimgr.config.sources import Configuration
-from teimgr.spec import InstanceKey, Key, key_of
+from teimgr.spec import DeclaredKey, InstanceKey, key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _entries(path: str, table: Mapping[str, Any], said_by: Mapping[str, str]) ->
             yield Value(path, name, _shown(name, value), said_by.get(f"{path}.{name}", "default"))
 
 
-def _shown(name: str, value: Any, key: Key | None = None) -> Any:
+def _shown(name: str, value: Any, key: DeclaredKey | None = None) -> Any:
     if key and key.secret and value:
         return REDACTED
     return shown_args(value) if name == "extra_args" and value else plain(value)

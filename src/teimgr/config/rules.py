@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from teimgr.config import auth, extra_args
-from teimgr.config.schema import Fault, join, unknown_word
+from teimgr.config.schema import ConfigFault, join, unknown_word
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.observability import logs
 from teimgr.spec import EVENTS, KEYS, InstanceSpec, check_name
@@ -30,96 +30,100 @@ def check_instance(spec: InstanceSpec) -> None:
     extra_args.parse(spec.extra_args)
 
 
-def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[Fault]:
+def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
     """Keys with a value that they cannot have, or not together."""
     if not spec.model_id:
-        yield Fault(join(path, "model_id"), "cannot be empty")
+        yield ConfigFault(join(path, "model_id"), "cannot be empty")
     for name, key in KEYS.items():
         value = getattr(spec, name)
         if problem := key.not_a_word(value) or key.out_of_range(value):
-            yield Fault(join(path, name), problem)
+            yield ConfigFault(join(path, name), problem)
     if spec.replicas == "per-gpu" and spec.gpu_id is not None:
-        yield Fault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
+        yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
 
 
-def faults(settings: Settings) -> Iterator[Fault]:
+def faults(settings: Settings) -> Iterator[ConfigFault]:
     """Every rule that is broken."""
     yield from _listeners_and_ranges(settings)
     yield from _caught("log_level", logs.parse_levels, settings.log_level)
     for index, seed in enumerate(settings.instances):
         yield from _seed(settings, seed, f"instances[{index}]", settings.instances[:index])
     if settings.max_instances is not None and len(settings.instances) > settings.max_instances:
-        yield Fault("instances", f"{len(settings.instances)} seeds, but max_instances is {settings.max_instances}")
+        yield ConfigFault(
+            "instances", f"{len(settings.instances)} seeds, but max_instances is {settings.max_instances}"
+        )
     yield from _aliases(settings)
     yield from _webhooks(settings)
     if settings.auth is not None:
         yield from auth.faults(settings.auth)
 
 
-def _listeners_and_ranges(settings: Settings) -> Iterator[Fault]:
+def _listeners_and_ranges(settings: Settings) -> Iterator[ConfigFault]:
     if settings.grpc_enabled and settings.api_port == settings.grpc_port:
-        yield Fault("grpc_port", f"{settings.grpc_port} is the API port too")
+        yield ConfigFault("grpc_port", f"{settings.grpc_port} is the API port too")
     first, end, most = settings.instance_port_start, settings.instance_port_end, settings.max_instances
     if end <= first:
-        yield Fault(
+        yield ConfigFault(
             "instance_port_end", f"instance_port_end ({end}) must be greater than instance_port_start ({first})"
         )
     elif most is not None and end - first < most:
         room = f"Port range [{first}, {end}) only has {end - first} ports but max_instances is {most}"
-        yield Fault("max_instances", room)
+        yield ConfigFault("max_instances", room)
     shortest, longest = settings.restart_backoff_secs, settings.restart_backoff_max_secs
     if longest < shortest:
-        yield Fault("restart_backoff_max_secs", f"must be >= restart_backoff_secs ({longest} < {shortest})")
+        yield ConfigFault("restart_backoff_max_secs", f"must be >= restart_backoff_secs ({longest} < {shortest})")
 
 
-def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterator[Fault]:
+def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterator[ConfigFault]:
     """The fault that `check` raises."""
     try:
         check(value)
     except TeimgrError as error:
-        yield Fault(path, error.message.removeprefix(f"{path.rpartition('.')[2]}: "))
+        yield ConfigFault(path, error.message.removeprefix(f"{path.rpartition('.')[2]}: "))
 
 
-def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[Fault]:
+def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[ConfigFault]:
     if seed.port:
         yield from _seed_port(settings, seed, f"{path}.port", before)
     yield from _caught(f"{path}.name", check_name, seed.name)
     if any(other.name == seed.name for other in before):
-        yield Fault(f"{path}.name", f"Duplicate instance name: {seed.name}")
+        yield ConfigFault(f"{path}.name", f"Duplicate instance name: {seed.name}")
     yield from key_faults(seed, path)
     yield from _caught(f"{path}.extra_args", extra_args.parse, seed.extra_args)
 
 
-def _seed_port(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[Fault]:
+def _seed_port(
+    settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]
+) -> Iterator[ConfigFault]:
     who = f"Instance '{seed.name}' port"
     if seed.port < 1024:
-        yield Fault(path, f"{who} must be >= 1024 (got {seed.port})")
+        yield ConfigFault(path, f"{who} must be >= 1024 (got {seed.port})")
     if seed.port == settings.api_port:
-        yield Fault(path, f"{who} {seed.port} conflicts with API port")
+        yield ConfigFault(path, f"{who} {seed.port} conflicts with API port")
     if settings.grpc_enabled and seed.port == settings.grpc_port:
-        yield Fault(path, f"{who} {seed.port} conflicts with gRPC port")
+        yield ConfigFault(path, f"{who} {seed.port} conflicts with gRPC port")
     if any(other.port == seed.port for other in before):
-        yield Fault(path, f"Duplicate port {seed.port} in instance configs")
+        yield ConfigFault(path, f"Duplicate port {seed.port} in instance configs")
 
 
-def _aliases(settings: Settings) -> Iterator[Fault]:
+def _aliases(settings: Settings) -> Iterator[ConfigFault]:
     """An alias leads to a name in one step, and is not the name of an instance."""
     seeds = {seed.name for seed in settings.instances}
     for alias, target in settings.aliases.items():
         path = f"aliases.{alias}"
         if not alias or not target:
-            yield Fault(path, "neither an alias nor what it stands for may be empty")
+            yield ConfigFault(path, "neither an alias nor what it stands for may be empty")
         if alias in seeds:
-            yield Fault(path, "is the name of an instance")
+            yield ConfigFault(path, "is the name of an instance")
         if target in settings.aliases:
-            yield Fault(path, f"{target!r} is an alias itself")
+            yield ConfigFault(path, f"{target!r} is an alias itself")
 
 
-def _webhooks(settings: Settings) -> Iterator[Fault]:
+def _webhooks(settings: Settings) -> Iterator[ConfigFault]:
     for index, webhook in enumerate(settings.webhooks):
         path = f"webhooks[{index}]"
         if not webhook.url.startswith(("http://", "https://")):
-            yield Fault(f"{path}.url", f"must begin with http:// or https:// (got {webhook.url!r})")
+            yield ConfigFault(f"{path}.url", f"must begin with http:// or https:// (got {webhook.url!r})")
         for place, name in enumerate(webhook.events):
             if name not in EVENTS:
-                yield Fault(f"{path}.events[{place}]", unknown_word(name, EVENTS))
+                yield ConfigFault(f"{path}.events[{place}]", unknown_word(name, EVENTS))

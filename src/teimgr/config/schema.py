@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from teimgr.errors import InvalidConfig
-from teimgr.spec import Key, key_of
+from teimgr.spec import DeclaredKey, key_of
 
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Fault(NamedTuple):
+class ConfigFault(NamedTuple):
     """What is wrong with the value at one path, such as `instances[0].port`."""
 
     path: str
@@ -32,10 +32,10 @@ class Fault(NamedTuple):
         return f"{self.path}: {self.message}"
 
 
-class Faulty(InvalidConfig):
+class ConfigFaults(InvalidConfig):
     """All faults of a table; the message has one line for each."""
 
-    def __init__(self, *faults: Fault) -> None:
+    def __init__(self, *faults: ConfigFault) -> None:
         super().__init__("\n".join(map(str, faults)))
         self.faults = faults
 
@@ -46,18 +46,18 @@ def build(kind: type[T], table: object, path: str = "", *, hidden: Collection[st
     Raises:
         Faulty: As `read`, and where a key without a default is absent.
     """
-    faults: list[Fault] = []
+    faults: list[ConfigFault] = []
     values: Mapping[str, Any] = table if isinstance(table, Mapping) else {}
     try:
         values = read(kind, table, path, hidden=hidden)
-    except Faulty as error:
+    except ConfigFaults as error:
         faults += error.faults
     for field in fields(kind):  # type: ignore[arg-type]
         required = field.default is MISSING and field.default_factory is MISSING
         if required and isinstance(table, Mapping) and field.name not in values:
-            faults.append(Fault(join(path, field.name), "is required"))
+            faults.append(ConfigFault(join(path, field.name), "is required"))
     if faults:
-        raise Faulty(*faults)
+        raise ConfigFaults(*faults)
     return kind(**values)
 
 
@@ -68,13 +68,13 @@ def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[s
         Faulty: Unknown keys, wrong types, numbers outside their limits.
     """
     if not isinstance(table, Mapping):
-        raise Faulty(Fault(path, f"must be a table (got {said(table)})"))
+        raise ConfigFaults(ConfigFault(path, f"must be a table (got {said(table)})"))
     hints = get_type_hints(kind)
     known = {field.name: field for field in fields(kind) if field.name not in hidden}
 
     def one(name: str, value: object) -> Any:
         if name not in known:
-            raise Faulty(Fault(join(path, name), unknown(name, value, known)))
+            raise ConfigFaults(ConfigFault(join(path, name), unknown(name, value, known)))
         return convert(value, hints[name], join(path, name), key_of(known[name]))
 
     return each(table.items(), one)
@@ -87,18 +87,18 @@ def each(items: Iterable[tuple[K, object]], one: Callable[[K, object], V]) -> di
         Faulty: `one` did, with the faults of all items.
     """
     values: dict[K, V] = {}
-    faults: list[Fault] = []
+    faults: list[ConfigFault] = []
     for key, value in items:
         try:
             values[key] = one(key, value)
-        except Faulty as error:
+        except ConfigFaults as error:
             faults += error.faults
     if faults:
-        raise Faulty(*faults)
+        raise ConfigFaults(*faults)
     return values
 
 
-def convert(value: object, annotation: Any, path: str, key: Key | None = None) -> Any:
+def convert(value: object, annotation: Any, path: str, key: DeclaredKey | None = None) -> Any:
     """`value` typed as `annotation`.
 
     Raises:
@@ -113,24 +113,26 @@ def convert(value: object, annotation: Any, path: str, key: Key | None = None) -
         return convert(value, (chosen or kinds)[0], path, key)
     if origin is Literal:
         if value not in arguments:
-            raise Faulty(Fault(path, f"must be one of {', '.join(map(repr, arguments))} (got {said(value)})"))
+            raise ConfigFaults(
+                ConfigFault(path, f"must be one of {', '.join(map(repr, arguments))} (got {said(value)})")
+            )
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise Faulty(Fault(path, f"must be a list (got {said(value)})"))
+            raise ConfigFaults(ConfigFault(path, f"must be a list (got {said(value)})"))
         return tuple(each(enumerate(value), lambda i, item: convert(item, arguments[0], f"{path}[{i}]")).values())
     if origin is Mapping:
         if not isinstance(value, Mapping):
-            raise Faulty(Fault(path, f"must be a table (got {said(value)})"))
+            raise ConfigFaults(ConfigFault(path, f"must be a table (got {said(value)})"))
         return each(value.items(), lambda name, item: convert(item, arguments[1], join(path, name)))
     if is_dataclass(annotation):
         return build(annotation, value, path)  # type: ignore[arg-type]
     accepted, noun = _SCALARS[annotation]
     if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
-        raise Faulty(Fault(path, f"must be {noun} (got {said(value)})"))
+        raise ConfigFaults(ConfigFault(path, f"must be {noun} (got {said(value)})"))
     result = annotation(value)
     if key and (problem := key.out_of_range(result)):
-        raise Faulty(Fault(path, problem))
+        raise ConfigFaults(ConfigFault(path, problem))
     return result
 
 

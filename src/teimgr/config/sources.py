@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from teimgr.config import rules, schema
-from teimgr.config.schema import Fault, Faulty, join
+from teimgr.config.schema import ConfigFault, ConfigFaults, join
 from teimgr.config.settings import Otel, Settings
 from teimgr.errors import InvalidConfig
 from teimgr.spec import KEYS, InstanceSpec, key_of, updatable
@@ -133,8 +133,8 @@ def read(source: Source) -> Configuration:
         values |= schema.read(Settings, given)
         settings = Settings(**values)
         if faults := list(rules.faults(settings)):
-            raise Faulty(*faults)
-    except Faulty as error:
+            raise ConfigFaults(*faults)
+    except ConfigFaults as error:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
     return Configuration(settings, said_by | dict.fromkeys(given, "command line"))
 
@@ -148,7 +148,7 @@ def with_template(
         Faulty: There is no such template.
     """
     if not isinstance(name, str) or name not in templates:
-        raise Faulty(Fault(path, schema.unknown_word(str(name), templates)))
+        raise ConfigFaults(ConfigFault(path, schema.unknown_word(str(name), templates)))
     template = templates[name]
     joined: dict[str, Any] = {**template, **keys}
     tags = (template.get("tags"), keys.get("tags"))
@@ -213,13 +213,15 @@ def _from_file(table: dict[str, Any]) -> dict[str, Any]:
     faults += more
     values["instances"], more = _try(lambda: _seeds(seeds, values["templates"]), ())
     if faults := [*faults, *more]:
-        raise Faulty(*faults)
+        raise ConfigFaults(*faults)
     return values
 
 
 def _templates(tables: object) -> dict[str, dict[str, Any]]:
     if not isinstance(tables, Mapping):
-        raise Faulty(Fault("templates", f"must be a table of tables, [templates.NAME] (got {schema.said(tables)})"))
+        raise ConfigFaults(
+            ConfigFault("templates", f"must be a table of tables, [templates.NAME] (got {schema.said(tables)})")
+        )
     hidden = [name for name in KEYS if not updatable(name)]
     return schema.each(
         tables.items(), lambda name, table: schema.read(InstanceSpec, table, f"templates.{name}", hidden=hidden)
@@ -228,7 +230,9 @@ def _templates(tables: object) -> dict[str, dict[str, Any]]:
 
 def _seeds(tables: object, templates: Mapping[str, Mapping[str, Any]]) -> tuple[InstanceSpec, ...]:
     if not isinstance(tables, list):
-        raise Faulty(Fault("instances", f"must be a list of tables, [[instances]] (got {schema.said(tables)})"))
+        raise ConfigFaults(
+            ConfigFault("instances", f"must be a list of tables, [[instances]] (got {schema.said(tables)})")
+        )
     hidden = [name for name, key in KEYS.items() if not key.in_config]
 
     def seed(index: int, table: object) -> InstanceSpec:
@@ -241,14 +245,14 @@ def _seeds(tables: object, templates: Mapping[str, Mapping[str, Any]]) -> tuple[
     return tuple(schema.each(enumerate(tables), seed).values())
 
 
-def _try(make: Callable[[], Any], otherwise: Any) -> tuple[Any, list[Fault]]:
+def _try(make: Callable[[], Any], otherwise: Any) -> tuple[Any, list[ConfigFault]]:
     try:
         return make(), []
-    except Faulty as error:
+    except ConfigFaults as error:
         return otherwise, list(error.faults)
 
 
-def _located(fault: Fault, file: Path | None, lines: Mapping[str, int]) -> str:
+def _located(fault: ConfigFault, file: Path | None, lines: Mapping[str, int]) -> str:
     """The fault as a line of text, with the place in the file where it stands there."""
     if file is None:
         return str(fault)
@@ -267,7 +271,7 @@ def _variable(variable: str, text: str, scalar: Scalar) -> Any:
     kind, name = Otel if len(scalar.path) > 1 else Settings, scalar.path[-1]
     try:
         return schema.read(kind, {name: schema.from_text(text, scalar.annotation)})[name]
-    except (ValueError, Faulty) as error:
+    except (ValueError, ConfigFaults) as error:
         raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
 
 

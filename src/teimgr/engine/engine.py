@@ -27,7 +27,7 @@ from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
 from teimgr.errors import ModelLoadFailed, Unavailable
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
@@ -284,7 +284,7 @@ class SelfTest(Job):
 
     __slots__ = ("_output", "done")
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: LoadedModel) -> None:
         self._output = Output(info.outputs[0])
         options = InferOptions(frozenset({self._output}), normalize=info.kind != "sparse", raw_scores=True)
         known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == "reranker" else PROBE_TEXTS[1]

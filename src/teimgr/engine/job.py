@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TeimgrError, WrongModelKind
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 
 
 class Lane(Enum):
@@ -182,7 +182,7 @@ _UNSUPPORTED = {
 }
 
 
-def check_supported(info: ModelInfo, options: InferOptions) -> None:
+def check_supported(info: LoadedModel, options: InferOptions) -> None:
     """Check that a model has the outputs that `options` request.
 
     Raises:
@@ -207,7 +207,7 @@ def check_supported(info: ModelInfo, options: InferOptions) -> None:
         )
 
 
-def _unsupported(info: ModelInfo, output: Output) -> str:
+def _unsupported(info: LoadedModel, output: Output) -> str:
     if info.kind == "sparse" and output is Output.TOKENS:
         return "`embed_all` is not available for SPLADE models"
     if info.kind == "multi-vector" and output is Output.DENSE:

@@ -19,7 +19,7 @@ from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.errors import InvalidConfig, OutOfDeviceMemory
 from teimgr.model_files import Layout, read_layout
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EngineParts:
     prompts: Prompts
     model: Model
     limits: BatchLimits
-    info: ModelInfo
+    info: LoadedModel
 
 
 def load_parts(options: EngineOptions) -> EngineParts:
@@ -94,7 +94,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
     _check_room(layout, options, tokenizer.special_tokens + 1)
     model, choice = _load_model(layout, options, tokenizer)
     return_freed_memory()
-    info = ModelInfo(
+    info = LoadedModel(
         model_id=options.model_id,
         model_sha=options.model_sha,
         dtype=str(choice.dtype).removeprefix("torch."),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.wire.frames import FrameType, Header, Method, unpack_error
 from teimgr.wire.stream import FrameProtocol
 
@@ -28,7 +28,7 @@ class WorkerStatus:
     pid: int
     incarnation: str
     spec_hash: str
-    model: ModelInfo | None = None
+    model: LoadedModel | None = None
     reason: str | None = None
     code: int | None = None
     permanent: bool = False
@@ -44,7 +44,7 @@ class WorkerStatus:
         try:
             values: dict[str, Any] = json.loads(payload)
             model = values.pop("model", None)
-            return cls(**values, model=ModelInfo.from_dict(model) if model else None)
+            return cls(**values, model=LoadedModel.from_dict(model) if model else None)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a worker's status: {error}") from error
 

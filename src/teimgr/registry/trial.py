@@ -21,7 +21,7 @@ from teimgr.launch.launcher import Launcher, LaunchFailed, WorkerHandle
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.registry.model_view import Verification
-from teimgr.spec import ModelInfo, WorkerSpec
+from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, split_timings
 
 NAME = "_model-trial"
@@ -141,7 +141,7 @@ async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None) -> Ve
     )
 
 
-async def _ready(statuses: asyncio.Queue[WorkerStatus]) -> ModelInfo:
+async def _ready(statuses: asyncio.Queue[WorkerStatus]) -> LoadedModel:
     """The worker's description of its model, once it is ready.
 
     Raises:

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from teimgr.config.extra_args import shown_args
-from teimgr.config.schema import Faulty
+from teimgr.config.schema import ConfigFaults
 from teimgr.config.sources import with_template
 from teimgr.errors import ValidationError
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, State, WorkerView, updatable
@@ -125,7 +125,7 @@ class CreateInstance(_Create):  # type: ignore[misc]
         if self.template is not None:
             try:
                 keys = with_template(keys, self.template, templates or {})
-            except Faulty as error:
+            except ConfigFaults as error:
                 raise ValidationError(error.message) from error
             if not keys.get("model_id"):
                 raise ValidationError(f"missing field `model_id`, which the template {self.template!r} has not either")

@@ -20,7 +20,7 @@ from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrEr
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability.metrics import Metrics
 from teimgr.placement.planner import Others, Planner
-from teimgr.spec import InstanceSpec, ModelInfo, State, WorkerSpec, WorkerView
+from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView
 from teimgr.supervision.lifecycle import CommandRefused, Life, Phase, RestartPolicy
 from teimgr.supervision.lifecycle_events import (
     Adopt,
@@ -91,7 +91,7 @@ class Supervisor:
         self.number = number
         self.role = role
         self.gpu: str | None = None
-        self.model: ModelInfo | None = None
+        self.model: LoadedModel | None = None
         """Of the last worker that was ready."""
         self.started = asyncio.Event()
         self._context = context

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from teimgr.engine.job import Input, Output, characters
 from teimgr.errors import Overloaded
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.worker.calls import WorkerCall
 
 _NUMBER_BYTES = 4
@@ -107,7 +107,7 @@ class FairLimiter:
             self._is_admitting = False
 
 
-def max_token_bytes(model: ModelInfo, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
+def max_token_bytes(model: LoadedModel, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
     """An upper bound of the float32 bytes that the vectors per token of `inputs` take; 0 where none are asked for.
 
     Generous: a text seldom has as many tokens as characters.
@@ -119,7 +119,7 @@ def max_token_bytes(model: ModelInfo, outputs: frozenset[Output], inputs: Iterab
     return tokens * width * _NUMBER_BYTES
 
 
-def token_width(model: ModelInfo, output: Output) -> int:
+def token_width(model: LoadedModel, output: Output) -> int:
     """Numbers of a vector per token; 0 for an output that has none."""
     if output is Output.MULTI_VECTOR:
         return model.multi_vector_dimension

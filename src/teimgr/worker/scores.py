@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.job import Output
 from teimgr.errors import WrongModelKind
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 
 
 class Prediction(NamedTuple):
@@ -50,7 +50,7 @@ RERANKER = "reranker"
 _SCORING = ("classifier", RERANKER)
 
 
-def need_reranker_http(model: ModelInfo) -> None:
+def need_reranker_http(model: LoadedModel) -> None:
     """Ranks, asked for over HTTP.
 
     Raises:
@@ -60,7 +60,7 @@ def need_reranker_http(model: ModelInfo) -> None:
         raise WrongModelKind("Backend error: model is not a re-ranker model")
 
 
-def need_reranker_grpc(model: ModelInfo) -> None:
+def need_reranker_grpc(model: LoadedModel) -> None:
     """Ranks, asked for over gRPC.
 
     Raises:
@@ -72,6 +72,6 @@ def need_reranker_grpc(model: ModelInfo) -> None:
         raise WrongModelKind("model is not a classifier model")
 
 
-def output_per_token(model: ModelInfo) -> Output:
+def output_per_token(model: LoadedModel) -> Output:
     """What "all embeddings" means: a late-interaction model's own vectors, elsewhere the last hidden states."""
     return Output.MULTI_VECTOR if model.kind == "multi-vector" else Output.TOKENS

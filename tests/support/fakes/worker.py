@@ -17,7 +17,7 @@ from pathlib import Path
 
 from teimgr.errors import Code, Internal, Unavailable
 from teimgr.launch.run_dir import WorkerPaths
-from teimgr.spec import ModelInfo, WorkerSpec
+from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
 from teimgr.wire.stream import FrameProtocol
 
@@ -127,7 +127,7 @@ class FakeWorker:
         return None
 
     def model(self) -> dict[str, object]:
-        return ModelInfo(
+        return LoadedModel(
             model_id=self.spec.model_id,
             model_sha=None,
             dtype="float32",

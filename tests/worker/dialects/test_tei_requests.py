@@ -10,7 +10,7 @@ import pytest
 
 from teimgr.engine.job import Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
-from teimgr.spec import ModelInfo, WorkerSpec
+from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.worker.dialects.tei_requests import (
     DecodeRequest,
     OpenAICompatRequest,
@@ -30,7 +30,7 @@ NO_SHAPE = "Failed to deserialize the JSON body into the target type: "
 
 
 def served(kind: str = "embedding", **terms: Any) -> ServedModel:
-    model = ModelInfo(
+    model = LoadedModel(
         model_id="m",
         model_sha=None,
         dtype="float32",

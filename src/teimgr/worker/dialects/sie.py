@@ -17,7 +17,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
 from teimgr.http_server import media_type
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker.dialects.relevance import relevance
@@ -138,7 +138,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise BadRequest(400, f"options.{found[0]}: not served here", "options")
 
 
-def _prompt(params: EncodeParams, options: Mapping[str, Any], model: ModelInfo) -> str | None:
+def _prompt(params: EncodeParams, options: Mapping[str, Any], model: LoadedModel) -> str | None:
     if params.instruction:
         if params.instruction not in model.prompts:
             known = ", ".join(model.prompts) or "none"
@@ -173,7 +173,7 @@ def _encoded(served: ServedModel, request: HttpRequest, body: SieEncodeRequest, 
     return _reply(request, answer)
 
 
-def _vectors(name: OutputType, job: Job, model: ModelInfo, dtype: str) -> list[dict[str, Any]]:
+def _vectors(name: OutputType, job: Job, model: LoadedModel, dtype: str) -> list[dict[str, Any]]:
     """One output of each item. Sparse weights are of any size: of the types only the floats can hold them."""
     if name == "dense":
         dense = converted(job.vectors, _PRECISIONS[dtype])

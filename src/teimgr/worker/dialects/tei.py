@@ -12,7 +12,7 @@ import orjson
 
 from teimgr import __version__
 from teimgr.errors import TeimgrError
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects import tei_requests
 from teimgr.worker.dialects.tei_requests import TokenizerRequest
@@ -61,7 +61,7 @@ def info(served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _model_type(model: ModelInfo) -> dict[str, Any]:
+def _model_type(model: LoadedModel) -> dict[str, Any]:
     """TEI has three kinds of models; all that give vectors are embedding models."""
     if model.kind not in ("classifier", "reranker"):
         return {"embedding": {"pooling": model.pooling}}
@@ -87,7 +87,7 @@ def _inference(kind: type[InferenceRequest] | None = None) -> HttpHandler:
     return handle
 
 
-def _default_task(model: ModelInfo) -> type[InferenceRequest]:
+def _default_task(model: LoadedModel) -> type[InferenceRequest]:
     """The request class where the path names no task; Hugging Face's endpoints set one by the variable `TASK`."""
     if model.kind == "embedding" and os.environ.get("TASK") == "sentence-similarity":
         return tei_requests.TeiSimilarityRequest

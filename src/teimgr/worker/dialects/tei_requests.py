@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.worker import scores
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.http.answers import to_json
@@ -234,7 +234,7 @@ class TeiVertexRequest(Body):
 
     instances: Annotated[list[Any], Field(fail_fast=True)]
 
-    def requests(self, model: ModelInfo) -> list[InferenceRequest]:
+    def requests(self, model: LoadedModel) -> list[InferenceRequest]:
         """Each instance as a rerank request if it is one, else as the request of the model's kind.
 
         Raises:

@@ -12,7 +12,7 @@ import numpy as np
 
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
-from teimgr.spec import ModelInfo, WorkerSpec
+from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.calls import CallReply, Unwritten, WorkerCall, raise_first
@@ -38,7 +38,7 @@ DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus", "doc", "
 class ServedModel:
     """The loaded model and its instance's settings."""
 
-    model: ModelInfo
+    model: LoadedModel
     spec: WorkerSpec
 
     @property
@@ -241,7 +241,7 @@ def json_reply(body: bytes, headers: Mapping[str, str] | None = None) -> HttpRep
     return HttpReply(200, {**JSON_TYPE, **(headers or {})}, body)
 
 
-def prompt_among(model: ModelInfo, names: Sequence[str]) -> str | None:
+def prompt_among(model: LoadedModel, names: Sequence[str]) -> str | None:
     """The first of `names` that is a prompt of the model; None where none is, which means the model's default."""
     return next((name for name in names if name in model.prompts), None)
 
@@ -254,7 +254,7 @@ def need_texts(texts: Sequence[object], field: str) -> None:
         raise EmptyInput(f"`{field}` cannot have an empty text")
 
 
-def need_kind(model: ModelInfo, kinds: Sequence[str], doing: str) -> None:
+def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
     """Raises WrongModelKind where the model is of none of `kinds`."""
     if model.kind not in kinds:
         raise WrongModelKind(f"The model '{model.model_id}' is of kind {model.kind} and does not do {doing}")

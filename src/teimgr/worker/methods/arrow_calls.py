@@ -9,7 +9,7 @@ from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair
 from teimgr.errors import InvalidInput, TooLarge
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.wire.arrow_inputs import InputKind, read_inputs, read_texts
 from teimgr.wire.arrow_tables import write_sparse, write_table, write_vectors
 from teimgr.wire.element_types import NUMBER_OF, Precision
@@ -211,7 +211,7 @@ def embed_form(message: multiplexer_pb2.EmbedArrowRequest, default_dtype: str) -
     return ArrowReplyForm(lz4=_lz4(message), dense=precision)
 
 
-def infer_options(message: arrow_pb2.ArrowRequest, model: ModelInfo) -> InferOptions:
+def infer_options(message: arrow_pb2.ArrowRequest, model: LoadedModel) -> InferOptions:
     """Options of `teimgr.v1.Arrow`: an absent `normalize` means true, absent outputs the main one of the model's kind.
 
     Raises:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.job import InferOptions, Job, Output, SparseRow
 from teimgr.errors import TeimgrError
-from teimgr.spec import ModelInfo
+from teimgr.spec import LoadedModel
 from teimgr.wire.arrow_tables import (
     ENTRY_BYTES,
     Column,
@@ -48,7 +48,7 @@ def names(outputs: Iterable[Output]) -> list[str]:
     return [_name(output) for output in _ORDER if output in wanted] + ["error"]
 
 
-def least_row_bytes(model: ModelInfo, options: InferOptions, form: ArrowReplyForm) -> int:
+def least_row_bytes(model: LoadedModel, options: InferOptions, form: ArrowReplyForm) -> int:
     """Bytes of the smallest possible row of the reply: a single token, no sparse entries."""
     least = {
         Output.DENSE: form.dense.size_bytes(options.dimensions or model.dimension),
@@ -60,7 +60,7 @@ def least_row_bytes(model: ModelInfo, options: InferOptions, form: ArrowReplyFor
     return sum(least[output] for output in options.outputs)
 
 
-def ragged_bytes(model: ModelInfo, form: ArrowReplyForm, job: Job) -> int:
+def ragged_bytes(model: LoadedModel, form: ArrowReplyForm, job: Job) -> int:
     """Bytes of the outputs without a fixed size in the reply."""
     entries = sum(len(vector.indices) for vector in job.sparse if vector is not None)
     total = entries * ENTRY_BYTES
@@ -72,14 +72,14 @@ def ragged_bytes(model: ModelInfo, form: ArrowReplyForm, job: Job) -> int:
     return total
 
 
-def columns(model: ModelInfo, form: ArrowReplyForm, job: Job, errors: Mapping[int, TeimgrError]) -> list[Column]:
+def columns(model: LoadedModel, form: ArrowReplyForm, job: Job, errors: Mapping[int, TeimgrError]) -> list[Column]:
     """A column per requested output, and `error`; a row in `errors` is null in every output column."""
     failed = failed_rows(len(job.inputs), errors)
     made = [_column(output, model, form, job, failed) for output in _ORDER if output in job.options.outputs]
     return [*made, error_column(len(job.inputs), errors)]
 
 
-def answer_unrun(model: ModelInfo, job: Job) -> Job:
+def answer_unrun(model: LoadedModel, job: Job) -> Job:
     """`job` with placeholder results, for `noop` and tables without rows: zeros, three sparse entries per row."""
     count = len(job.inputs)
     job.vectors = np.zeros((count, job.options.dimensions or model.dimension), np.float32)
@@ -90,7 +90,7 @@ def answer_unrun(model: ModelInfo, job: Job) -> Job:
 
 
 def _column(
-    output: Output, model: ModelInfo, form: ArrowReplyForm, job: Job, failed: NDArray[np.bool_] | None
+    output: Output, model: LoadedModel, form: ArrowReplyForm, job: Job, failed: NDArray[np.bool_] | None
 ) -> Column:
     name = _name(output)
     if output is Output.DENSE:
@@ -104,7 +104,7 @@ def _column(
     return matrix_column(name, matrices, width, form.token, _described(form.token, width))
 
 
-def _scores(name: str, model: ModelInfo, scores: NDArray[np.float32], failed: NDArray[np.bool_] | None) -> Column:
+def _scores(name: str, model: LoadedModel, scores: NDArray[np.float32], failed: NDArray[np.bool_] | None) -> Column:
     if model.kind == RERANKER:
         return number_column(name, scores[:, 0], failed)
     return vector_column(name, scores, failed, metadata={"labels": json.dumps(model.labels)})
