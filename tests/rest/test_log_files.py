@@ -16,8 +16,7 @@ from tests.support.rest_listener import Front
 
 from teimgr.config.settings import Settings
 from teimgr.launch.log_files import open_log, shrink
-from teimgr.rest.log_files import CHUNK_BYTES_LOG_FOLLOW as CHUNK_BYTES
-from teimgr.rest.log_files import CUT, LINE_LIMIT_BYTES, Follower, Gap
+from teimgr.rest.log_files import CUT, FOLLOW_CHUNK_BYTES, LINE_LIMIT_BYTES, Follower, Gap
 
 LIMIT_S = 20.0
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -201,6 +200,6 @@ def test_a_follower_holds_little_of_a_line_that_never_ends(log: Path) -> None:
     log.touch()
     follower = Follower(log, 0)
     with log.open("ab") as file:
-        file.write(b"x" * (3 * CHUNK_BYTES) + b"\nnext\n")
+        file.write(b"x" * (3 * FOLLOW_CHUNK_BYTES) + b"\nnext\n")
     found = [item for _ in range(5) for item in follower.read()]
     assert found == ["x" * LINE_LIMIT_BYTES + CUT, "next"]

@@ -1,4 +1,4 @@
-"""The PEM files of a TLS listener: read and proved together, and looked at again while the listener runs."""
+"""PEM files of a TLS listener: loading, validation, and polling for replacement while the listener runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ from teimgr.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0
 
-# Modification time, size and inode of each file: what tells that one was replaced.
+# Modification time, size and inode of each file: differs after a replacement.
 Stamp = tuple[tuple[int, int, int], ...]
+
+_NO_PEM = "this is no PEM of a certificate or key"
+_REASONS = {
+    "KEY_VALUES_MISMATCH": "the private key is not that of the certificate",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "there is no certificate in it",
+    "NO_START_LINE": _NO_PEM,
+    "PEM_LIB": _NO_PEM,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What the files of one moment say; `ca` is None where clients show no certificate."""
+    """The content of the files at one moment; `ca` is None where clients need no certificate."""
 
     cert: bytes
     key: bytes
@@ -30,23 +38,25 @@ class Pems:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of the server's certificate chain, its private key, and the authorities of its clients."""
+    """Paths of the server's certificate chain, its private key, and the clients' certificate authorities."""
 
     cert: Path
     key: Path
     ca: Path | None = None
 
     def paths(self) -> tuple[Path, ...]:
-        """Those that there are."""
         return (self.cert, self.key) if self.ca is None else (self.cert, self.key, self.ca)
 
-    def stamp(self) -> Stamp:
-        """Another value whenever a file was replaced or written; OSError where one is missing."""
-        found = [path.stat() for path in self.paths()]
+    def stamp(self) -> Stamp | None:
+        """A value that changes when a file is replaced or written; None where one is missing."""
+        try:
+            found = [path.stat() for path in self.paths()]
+        except OSError:
+            return None
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
 
     def pems(self) -> Pems:
-        """The bytes of the files, after `context` found them good.
+        """The content of the files, validated by `context`.
 
         Raises:
             InvalidConfig: as `context`.
@@ -56,18 +66,18 @@ class TlsFiles:
         return Pems(cert, key, ca[0] if ca else None)
 
     def context(self) -> ssl.SSLContext:
-        """What a listener of Python's own TLS is given; with `ca`, clients must show a certificate of it.
+        """The server's SSL context; with `ca`, clients must present a certificate of it.
 
         Raises:
-            InvalidConfig: a file cannot be read, is no PEM of its kind, or the key is not that of the certificate.
+            InvalidConfig: a file cannot be read, is not PEM of its kind, or the key does not belong to the certificate.
         """
         for path in self.paths():
             _read(path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # Asked for the password of an encrypted key, OpenSSL would wait for somebody at a terminal.
+            # Without this callback OpenSSL prompts on the terminal for the password of an encrypted key.
             context.load_cert_chain(self.cert, self.key, password=_no_password)
-        except (OSError, ValueError) as error:  # an ssl.SSLError, or the file of a moment ago is gone
+        except (OSError, ValueError) as error:  # an ssl.SSLError, or the file was removed a moment ago
             raise InvalidConfig(f"{self.cert} and {self.key}: {_reason(error)}") from error
         if self.ca is not None:
             try:
@@ -79,31 +89,28 @@ class TlsFiles:
 
 
 class TlsWatch:
-    """Looks at the files now and then, and hands them on when they have changed and are good.
+    """Polls the files, and passes them to `take` when they have changed and are valid.
 
-    Files are replaced one after the other, so a change counts once nothing has changed for one look. `take` is called
-    with the files; what it raises as InvalidConfig, or anything that is wrong with the files, becomes the `alarm`, and
-    whoever took the last good ones keeps them.
+    Files are replaced one after the other, so a change counts once nothing has changed for one poll. Invalid files, and
+    an InvalidConfig of `take`, become the `alarm`; the last valid files stay in use.
     """
 
-    def __init__(
-        self, files: TlsFiles, take: Callable[[TlsFiles], Awaitable[None]], look_every_s: float = LOOK_EVERY_S
-    ) -> None:
+    def __init__(self, files: TlsFiles, take: Callable[[TlsFiles], Awaitable[None]], poll_s: float = POLL_S) -> None:
         self.alarm: str | None = None
         self._files = files
         self._take = take
-        self._look_every_s = look_every_s
-        self._taken = self._seen = _stamp(files)
+        self._poll_s = poll_s
+        self._taken = self._seen = files.stamp()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll until cancelled."""
         while True:
-            await asyncio.sleep(self._look_every_s)
+            await asyncio.sleep(self._poll_s)
             await self.look()
 
     async def look(self) -> None:
-        """One look."""
-        stamp = _stamp(self._files)
+        """Poll once."""
+        stamp = self._files.stamp()
         settled, self._seen = stamp == self._seen, stamp
         if not settled or stamp == self._taken:
             return
@@ -118,13 +125,6 @@ class TlsWatch:
             log.info("the TLS files have changed, new connections use them", extra={"cert": str(self._files.cert)})
 
 
-def _stamp(files: TlsFiles) -> Stamp | None:
-    try:
-        return files.stamp()
-    except OSError:
-        return None
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -137,16 +137,7 @@ def _no_password() -> str:
 
 
 def _reason(error: Exception) -> str:
-    """OpenSSL's words without its place in the source."""
+    """OpenSSL's reason without its source location."""
     if not isinstance(error, ssl.SSLError):
         return str(error)
-    return _MEANINGS.get(error.reason, error.reason.replace("_", " ").lower() if error.reason else _NO_PEM)
-
-
-_NO_PEM = "this is no PEM of a certificate or key"
-_MEANINGS = {
-    "KEY_VALUES_MISMATCH": "the private key is not that of the certificate",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "there is no certificate in it",
-    "NO_START_LINE": _NO_PEM,
-    "PEM_LIB": _NO_PEM,
-}
+    return _REASONS.get(error.reason, error.reason.replace("_", " ").lower() if error.reason else _NO_PEM)

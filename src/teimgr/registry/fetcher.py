@@ -1,15 +1,14 @@
-"""The process that fetches one model into the hub's cache: `python -m teimgr.registry.fetcher ORDER`.
+"""The download process: fetches one model into the hub's cache. `python -m teimgr.registry.fetcher ORDER`.
 
-A process of its own, because a download cannot be interrupted on a thread, and ends at once by a signal here. It says
-on stdout, a JSON object per line, how it gets on; the lines come also when nothing moves, so that it ends by a broken
-pipe when the daemon is gone.
+A separate process, because a download on a thread cannot be cancelled, and a process can be killed. It writes messages
+to stdout, one JSON object per line, also when nothing moves, so that a broken pipe ends it when the daemon is gone:
 
-    {"commit": …, "bytes_total": …, "files_total": …, "gated": …}      once, when it knows
-    {"bytes_done": …, "bytes_received": …, "files_done": …}            again and again
-    {"path": …, "commit": …}   or   {"code": …, "message": …}          the end
+    {"commit": …, "bytes_total": …, "files_total": …, "gated": …}      once, after listing
+    {"bytes_done": …, "bytes_received": …, "files_done": …}            periodically
+    {"path": …, "commit": …}   or   {"code": …, "message": …}          the result
 
-Blobs are fetched here, for the hub's library starts a broken file anew: `<blob>.incomplete` is continued with a range,
-its size and hash are checked, then it gets its name. Links and refs are the library's business.
+Blobs are fetched here, because the hub's library starts a broken file anew: `<blob>.incomplete` is continued with a
+range request, checked by size and hash, then renamed. Links and refs are left to the library.
 """
 
 from __future__ import annotations
@@ -26,38 +25,37 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
 from teimgr.registry.cache import HubCache, default_cache_folder, needed
 
-FILES_AT_A_TIME = 4
-NEWS_S = 0.25
+PARALLEL_FILES = 4
+MESSAGE_S = 0.25
 PIECE_BYTES = 1 << 20
-_HUB_ANSWER_S = 20.0
+_HUB_TIMEOUT_S = 20.0
 _TRIES = 5
 _HASH_CHUNK_BYTES = 4 << 20
 _BLOB_NAME = re.compile(r"[0-9a-f]{40,64}")
-# The hub gives larger files over its own protocol only, which its library speaks.
+# The hub serves larger files by its own protocol only, which its library implements.
 _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to fetch."""
+    """The model to fetch."""
 
     model_id: str
     revision: str | None = None
 
     def to_json(self) -> str:
-        """As the command line has it."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of the repository. `blob` is its name in the cache; `sha256` is known of large files."""
+    """A file of the repository. `blob` is its name in the cache; only large files have a `sha256`."""
 
     name: str
     size_bytes: int
@@ -66,7 +64,7 @@ class RemoteFile:
 
 
 class Tally:
-    """Bytes and files that are there, from any thread."""
+    """Thread-safe counts of the bytes and files that are present."""
 
     def __init__(self) -> None:
         self._received = 0
@@ -75,31 +73,28 @@ class Tally:
         self._lock = threading.Lock()
 
     def set(self, name: str, size_bytes: int) -> None:
-        """So much of a file is there."""
         with self._lock:
             self._bytes[name] = size_bytes
 
     def add(self, name: str, count: int) -> None:
-        """So much more of a file came."""
         with self._lock:
             self._received += max(0, count)
             self._bytes[name] = self._bytes.get(name, 0) + count
 
     def finish(self, file: RemoteFile) -> None:
-        """All of a file is there."""
         with self._lock:
             self._bytes[file.name] = file.size_bytes
             self._done.add(file.name)
 
-    def news(self) -> dict[str, int]:
-        """The sums; `bytes_received` counts what came over the network alone."""
+    def message(self) -> dict[str, int]:
+        """The sums; `bytes_received` counts only what came over the network."""
         with self._lock:
             done = sum(self._bytes.values())
             return {"bytes_done": done, "bytes_received": self._received, "files_done": len(self._done)}
 
 
 class Meter:
-    """What the hub's library moves forward in place of a progress bar; it makes one per request."""
+    """Stands in for the progress bar (tqdm) that the hub's library makes per request."""
 
     def __init__(self, tally: Tally, name: str, *_: object, initial: int = 0, **__: object) -> None:
         self._tally = tally
@@ -109,16 +104,15 @@ class Meter:
     def __enter__(self) -> Meter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Nothing is left to close."""
+    def __exit__(self, *_: object) -> None: ...
 
     def update(self, count: float | None = 1) -> None:
-        """So many bytes came; negative where the server began anew."""
+        """Add received bytes; negative where the server restarts the file."""
         self._tally.add(self._name, int(count or 0))
 
 
 class Fetch:
-    """One model on its way."""
+    """The download of one model."""
 
     def __init__(self, order: Order, cache: HubCache, tally: Tally) -> None:
         self._order = order
@@ -127,12 +121,12 @@ class Fetch:
         self._commit = ""
 
     def run(self) -> Path:
-        """The snapshot's folder, whole.
+        """Fetch the model; the result is the complete snapshot's folder.
 
         Raises:
-            ModelNotFound, ModelGated: the hub says no.
-            Unavailable: the hub cannot be reached, or stopped answering; what came so far is kept.
-            ModelDownloadFailed: what came is not what the hub promised, or there is no room for it.
+            ModelNotFound, ModelGated: the hub refuses.
+            Unavailable: the hub cannot be reached, or stopped answering; received bytes are kept.
+            ModelDownloadFailed: size or hash is not what the hub announced, or the disk is too small.
         """
         from huggingface_hub import snapshot_download
 
@@ -140,9 +134,9 @@ class Fetch:
         with hub.hub_failures(order.model_id, order.revision):
             files = self._plan()
             self._check_room(files)
-            with ThreadPoolExecutor(FILES_AT_A_TIME, "fetching") as pool:
+            with ThreadPoolExecutor(PARALLEL_FILES, "fetching") as pool:
                 _all_or_first_failure(pool, (partial(self._fetch, file) for file in files))
-            # By name, not by commit: only so does the cache keep a ref that an offline start finds the snapshot by.
+            # By revision, not by commit: only then does the cache store the ref, which an offline start needs.
             names = [file.name for file in files]
             path = Path(
                 snapshot_download(
@@ -155,12 +149,12 @@ class Fetch:
         return path
 
     def _plan(self) -> list[RemoteFile]:
-        """The files that are needed, of the commit that the revision means now."""
+        """The needed files of the revision's present commit."""
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
         api, order = HfApi(library_name="teimgr"), self._order
-        info = api.model_info(order.model_id, revision=order.revision, timeout=_HUB_ANSWER_S)
+        info = api.model_info(order.model_id, revision=order.revision, timeout=_HUB_TIMEOUT_S)
         self._commit = str(info.sha)
         tree = api.list_repo_tree(order.model_id, recursive=True, revision=self._commit)
         remote = {file.path: _remote(file) for file in tree if isinstance(file, RepoFile)}
@@ -168,7 +162,7 @@ class Fetch:
         if not files:
             raise ModelDownloadFailed(order.model_id, "the repository has no files for this engine")
         size_bytes = sum(file.size_bytes for file in files)
-        say(commit=self._commit, bytes_total=size_bytes, files_total=len(files), gated=bool(info.gated))
+        send(commit=self._commit, bytes_total=size_bytes, files_total=len(files), gated=bool(info.gated))
         return files
 
     def _check_room(self, files: Iterable[RemoteFile]) -> None:
@@ -182,30 +176,30 @@ class Fetch:
             )
 
     def _fetch(self, file: RemoteFile) -> None:
-        """Have its blob, unless it is one for the library."""
+        """Fetch the blob of a file, unless the library has to."""
         if self._lacks(file):
             from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # it is exported lazily
 
             folder = self._cache.folder_of(self._order.model_id).name
-            lock = self._cache.folder / ".locks" / folder / f"{file.blob}.lock"  # the library's own, for both to heed
+            lock = self._cache.folder / ".locks" / folder / f"{file.blob}.lock"  # the library's own lock
             lock.parent.mkdir(parents=True, exist_ok=True)
             with WeakFileLock(lock):
                 if self._lacks(file):
                     self._fetch_checked(file)
-        if _is_for_us(file):
+        if _is_fetched_here(file):
             self._tally.finish(file)
 
     def _lacks(self, file: RemoteFile) -> bool:
-        """Whether it is to be fetched here. What has its name and not its size is removed."""
+        """Whether it must be fetched here. A file of this name and another size is removed."""
         shown = self._cache.folder_of(self._order.model_id) / "snapshots" / self._commit / file.name
-        for path in (shown, self._blobs() / file.blob):  # on systems without links the snapshot has the file itself
+        for path in (shown, self._blobs() / file.blob):  # without symbolic links the snapshot has the file itself
             if path.exists() and _size(path) == file.size_bytes:
                 return False
             path.unlink(missing_ok=True)
-        return _is_for_us(file)
+        return _is_fetched_here(file)
 
     def _fetch_checked(self, file: RemoteFile) -> None:
-        """The blob, checked. What continues a broken file may be wrong, so a second try starts anew."""
+        """Fetch a blob and check it. The continuation of a partial file may be wrong, so a second try starts anew."""
         blob = self._blobs() / file.blob
         partial_file = blob.with_name(f"{file.blob}.incomplete")
         for last in (False, True):
@@ -219,7 +213,7 @@ class Fetch:
                 raise ModelDownloadFailed(self._order.model_id, f"{file.name} is not what the hub promised: {problem}")
 
     def _transfer(self, file: RemoteFile, target: Path) -> None:
-        """Append to `target` what it lacks; a connection that breaks is taken up as long as bytes come."""
+        """Append the missing bytes to `target`; a broken connection is resumed as long as each try receives bytes."""
         for left in reversed(range(_TRIES)):
             before = _size(target)
             if before > file.size_bytes:
@@ -265,48 +259,42 @@ class Fetch:
 
 
 def main(arguments: list[str]) -> int:
-    """Fetch what the order says; the result is the exit status."""
+    """Run the order in `arguments`; the result is the exit status."""
     from huggingface_hub import constants
 
-    # Bytes reach the file, and the figures, in pieces of this size: what is less is lost when the process is killed.
+    # Bytes are written and counted in pieces of this size; a smaller rest is lost when the process is killed.
     constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
     order, tally, ended = Order(**json.loads(arguments[0])), Tally(), threading.Event()
-    ticker = threading.Thread(target=_keep_telling, args=(tally, ended), name="news", daemon=True)
-    ticker.start()
+
+    def keep_sending() -> None:
+        while not ended.wait(MESSAGE_S):
+            send(**tally.message())
+
+    sender = threading.Thread(target=keep_sending, name="messages", daemon=True)
+    sender.start()
+    result: dict[str, object]
     try:
         path = Fetch(order, HubCache(default_cache_folder()), tally).run()
+        result = {"path": str(path), "commit": path.name}
     except TeimgrError as error:
-        return _end(ticker, ended, tally, code=int(error.code), message=error.message)
+        result = {"code": int(error.code), "message": error.message}
     except OSError as error:
         failure = Unavailable(f"the cache cannot be written: {error}")
-        return _end(ticker, ended, tally, code=int(failure.code), message=failure.message)
-    return _end(ticker, ended, tally, path=str(path), commit=path.name)
+        result = {"code": int(failure.code), "message": failure.message}
+    ended.set()
+    sender.join()
+    send(**tally.message())
+    send(**result)
+    return 0 if "path" in result else 1
 
 
-def say(**news: object) -> None:
-    """One line on stdout. Nobody listening any more is the end of this process."""
+def send(**message: object) -> None:
+    """Write one message to stdout; a broken pipe ends this process, whatever its threads do."""
     try:
-        sys.stdout.write(json.dumps(news) + "\n")
+        sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        _vanish()
-
-
-def _keep_telling(tally: Tally, ended: threading.Event) -> None:
-    while not ended.wait(NEWS_S):
-        say(**tally.news())
-
-
-def _end(ticker: threading.Thread, ended: threading.Event, tally: Tally, **verdict: object) -> int:
-    ended.set()
-    ticker.join()
-    say(**tally.news())
-    say(**verdict)
-    return 0 if "path" in verdict else 1
-
-
-def _vanish() -> NoReturn:
-    os._exit(1)  # from any thread, and with downloads on others
+        os._exit(1)
 
 
 def _all_or_first_failure(pool: ThreadPoolExecutor, work: Iterable[partial[None]]) -> None:
@@ -320,12 +308,12 @@ def _all_or_first_failure(pool: ThreadPoolExecutor, work: Iterable[partial[None]
 
 
 def _remote(file: Any) -> RemoteFile:
-    """What the hub's listing says of a file; the blob's name is what the hub sends as its ETag."""
+    """A file of the hub's listing; the blob's name is the ETag that the hub sends."""
     sha256 = file.lfs.sha256 if file.lfs is not None else None
     return RemoteFile(file.path, file.lfs.size if file.lfs is not None else file.size, sha256 or file.blob_id, sha256)
 
 
-def _is_for_us(file: RemoteFile) -> bool:
+def _is_fetched_here(file: RemoteFile) -> bool:
     return bool(_BLOB_NAME.fullmatch(file.blob)) and file.size_bytes <= _HTTP_FILE_LIMIT_BYTES
 
 

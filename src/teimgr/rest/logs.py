@@ -1,6 +1,6 @@
-"""GET /instances/{name}/logs: a slice of an instance's log, streamed, or the log as it grows.
+"""GET /instances/{name}/logs: a slice of an instance's log, or the log as it grows as server-sent events.
 
-The fleet is not consulted: the log of a deleted instance is still served.
+The manager is not asked: the log of a deleted instance is still served.
 """
 
 from __future__ import annotations
@@ -26,47 +26,48 @@ from teimgr.rest.schemas import LogSlice
 from teimgr.rest.sse import MEDIA_TYPE, Event, event_stream
 from teimgr.spec import check_name
 
-# TEI's word and ours.
+# Our key of a log event's time, and TEI's.
 _TIMES = ("ts", "timestamp")
 
 
 @dataclass(frozen=True, slots=True)
 class LogFilter:
-    """At least this level, not before this moment; None for any. A line that is no event, such as one of a traceback,
-    goes with the event before it."""
+    """Minimum level and earliest time; None for any.
+
+    A line that is not a JSON event, such as one of a traceback, is kept or dropped with the event before it.
+    """
 
     level: int | None = None
     since: datetime | None = None
 
     @classmethod
     def of(cls, level: str | None, since: str | None) -> LogFilter:
-        """What a query says: a level's word, and a moment in RFC 3339 or seconds ago.
+        """The filter of a query: the name of a level, and a time in RFC 3339 or in seconds ago.
 
         Raises:
-            ValidationError: one of them is no such thing.
+            ValidationError: an unknown level or an invalid time.
         """
         if level is not None and level.lower() not in LEVELS:
             raise ValidationError(f"level: no level {level!r}; known: {', '.join(LEVELS)}")
-        return cls(None if level is None else LEVELS[level.lower()], None if since is None else _moment(since))
+        return cls(None if level is None else LEVELS[level.lower()], None if since is None else _since(since))
 
     @property
     def takes_all(self) -> bool:
-        """Whether nothing is left out."""
         return self.level is None and self.since is None
 
-    def sieve(self) -> Callable[[str], bool]:
-        """What says of each line whether it is wanted; it is asked in order."""
-        wanted = self.since is None  # what stands before the first event has no time that we know of
+    def predicate(self) -> Callable[[str], bool]:
+        """Whether to keep a line, for the lines of a log in their order."""
+        kept = self.since is None  # lines before the first event have no known time
 
-        def takes(line: str) -> bool:
-            nonlocal wanted
+        def keeps(line: str) -> bool:
+            nonlocal kept
             event = _event(line)
-            wanted = wanted if event is None else self._wants(event)
-            return wanted
+            kept = kept if event is None else self._keeps(event)
+            return kept
 
-        return (lambda line: True) if self.takes_all else takes
+        return (lambda line: True) if self.takes_all else keeps
 
-    def _wants(self, event: dict[str, Any]) -> bool:
+    def _keeps(self, event: dict[str, Any]) -> bool:
         level = LEVELS.get(str(event.get("level", "")).lower(), logging.INFO)
         if self.level is not None and level < self.level:
             return False
@@ -84,20 +85,20 @@ def _event(line: str) -> dict[str, Any] | None:
 
 
 def _time_of(event: dict[str, Any]) -> datetime | None:
-    said = next((event[key] for key in _TIMES if key in event), None)
+    text = next((event[key] for key in _TIMES if key in event), None)
     try:
-        return _aware(datetime.fromisoformat(said)) if isinstance(said, str) else None
+        return _aware(datetime.fromisoformat(text)) if isinstance(text, str) else None
     except ValueError:
         return None
 
 
-def _moment(text: str) -> datetime:
+def _since(text: str) -> datetime:
     try:
         return datetime.now(UTC) - timedelta(seconds=float(text))
     except (ValueError, OverflowError):
         pass
     try:
-        return _aware(datetime.fromisoformat(text.replace(" ", "+")))  # a plus sign that the query did not escape
+        return _aware(datetime.fromisoformat(text.replace(" ", "+")))  # an unescaped plus sign in the query
     except ValueError:
         raise ValidationError(f"since: {text!r} is neither seconds ago nor a moment in RFC 3339") from None
 
@@ -111,8 +112,8 @@ router = APIRouter(tags=["instances"])
 PART_BYTES = 64 * 2**10
 I32 = 2**31
 # With `follow` and no `start`, as `tail -f` does.
-_FOLLOWED_LINES = 10
-_LOOK_S = 0.25
+_TAIL_LINES = 10
+_POLL_S = 0.25
 _BATCH_LINES = 200
 
 Index = Annotated[int | None, Query(ge=-I32, lt=I32, description="as in a Python slice; negative counts from the end")]
@@ -142,42 +143,43 @@ def get_logs(
     """
     settings: Settings = request.app.state.settings
     log = settings.log_dir / f"{check_name(name)}.log"
-    wanted = LogFilter.of(level, since)
+    filter = LogFilter.of(level, since)
     parts, size = complete_pieces(log) if follow else (pieces(log), 0)
     if not parts:
         raise InstanceNotFound(name)
-    total = sum(piece.lines for piece in parts) if wanted.takes_all else sum(1 for _ in _lines(parts, wanted))
+    total = sum(piece.lines for piece in parts) if filter.takes_all else sum(1 for _ in _lines(parts, filter))
     if follow:
-        first = slice(-_FOLLOWED_LINES if start is None else start, None).indices(total)[0]
-        return event_stream(_events(_lines(parts, wanted, first, total), Follower(log, size), wanted))
+        first = slice(-_TAIL_LINES if start is None else start, None).indices(total)[0]
+        return event_stream(_events(_lines(parts, filter, first, total), Follower(log, size), filter))
     first, last, _ = slice(start, end).indices(total)
-    body = _body(_lines(parts, wanted, first, last), first, last, total)
+    body = _body(_lines(parts, filter, first, last), first, last, total)
     return StreamingResponse(body, media_type="application/json")
 
 
-def _lines(parts: list[Piece], wanted: LogFilter, start: int = 0, end: int | None = None) -> Iterator[str]:
-    """Lines [start, end) of those that are wanted."""
+def _lines(parts: list[Piece], filter: LogFilter, start: int = 0, end: int | None = None) -> Iterator[str]:
+    """Lines [start, end) of those that the filter keeps."""
     whole = sum(piece.lines for piece in parts)
-    if wanted.takes_all:
+    if filter.takes_all:
         return read_lines(parts, start, whole if end is None else end)
-    return islice(filter(wanted.sieve(), read_lines(parts, 0, whole)), start, end)
+    keeps = filter.predicate()
+    return islice((line for line in read_lines(parts, 0, whole) if keeps(line)), start, end)
 
 
-async def _events(past: Iterator[str], follower: Follower, wanted: LogFilter) -> AsyncGenerator[Event]:
-    """What there is, and then what comes; files are read on a thread, and nothing faster than the client takes it."""
+async def _events(past: Iterator[str], follower: Follower, filter: LogFilter) -> AsyncGenerator[Event]:
+    """The existing lines, then new ones. Files are read on a thread, no faster than the client reads."""
     while batch := await asyncio.to_thread(lambda: [*islice(past, _BATCH_LINES)]):
         for line in batch:
             yield Event("line", {"line": line})
-    takes = wanted.sieve()
+    keeps = filter.predicate()
     while True:
         found = await asyncio.to_thread(follower.read)
         for item in found:
             if isinstance(item, Gap):
                 yield Event("gap", {"reason": "lines were rotated away before they were read"})
-            elif takes(item):
+            elif keeps(item):
                 yield Event("line", {"line": item})
         if not found:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def _body(lines: Iterator[str], start: int, end: int, total: int) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Server-sent events: named JSON events as one long response, as the HTML standard has them."""
+"""Server-sent events (WHATWG HTML): a response of named JSON events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 
 MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE_S = 15.0
-# What OpenAPI 3.1 is told of a stream: its schema is that of each event.
+# In OpenAPI 3.1 the schema of a stream is that of each event.
 EVENT_SCHEMA = {
     "type": "object",
     "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
@@ -23,16 +23,16 @@ _COMMENT = b": still here\n\n"
 
 
 class Event(NamedTuple):
-    """One event; `data` is anything that JSON has. `id` is what a reader that comes back says it has seen."""
+    """One event; `data` is any JSON value. A client that reconnects sends the last `id` as Last-Event-ID."""
 
     name: str
     data: object
     id: int | None = None
 
     def encode(self) -> bytes:
-        """As it goes over the wire; JSON has no line ends that could break it."""
-        known = b"" if self.id is None else b"id: %d\n" % self.id
-        return b"%bevent: %b\ndata: %b\n\n" % (known, self.name.encode(), orjson.dumps(self.data))
+        """The event on the wire; orjson writes no line ends, so one `data` line suffices."""
+        id = b"" if self.id is None else b"id: %d\n" % self.id
+        return b"%bevent: %b\ndata: %b\n\n" % (id, self.name.encode(), orjson.dumps(self.data))
 
 
 def is_wanted(request: Request) -> bool:
@@ -41,9 +41,9 @@ def is_wanted(request: Request) -> bool:
 
 
 def event_stream(events: AsyncGenerator[Event], keep_alive_s: float = KEEP_ALIVE_S) -> StreamingResponse:
-    """The response that sends `events` as they come, and a comment whenever none came for `keep_alive_s`.
+    """A response that sends `events`, and a comment after each `keep_alive_s` without one.
 
-    The comments keep proxies from closing a quiet stream, and find out that the reader is gone.
+    The comments keep proxies from closing an idle stream, and detect that the client is gone.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_encoded(events, keep_alive_s), media_type=MEDIA_TYPE, headers=headers)
