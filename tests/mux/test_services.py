@@ -15,7 +15,7 @@ from tests.support.mux_process import Control, client, running
 
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.directory import RouteEntry
-from teimgr.mux.services import FleetHealth
+from teimgr.mux.services import MuxHealth
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import State
 
@@ -150,7 +150,7 @@ async def test_a_watch_hears_of_the_end_and_does_not_hold_it_up(start_mux: Any) 
 
 
 async def test_a_watch_hears_of_an_end_that_comes_while_it_speaks() -> None:
-    health = FleetHealth(PolicyInForce(Policy()))
+    health = MuxHealth(PolicyInForce(Policy()))
     said = []
 
     class StoppedMeanwhile:

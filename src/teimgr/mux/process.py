@@ -29,7 +29,7 @@ from teimgr.grpc_core.rpc_table import SERVICES
 from teimgr.mux.control import MuxControl
 from teimgr.mux.counters import CallCounters
 from teimgr.mux.handlers import MuxHandlers
-from teimgr.mux.services import FleetHealth, reflection_handlers
+from teimgr.mux.services import MuxHealth, reflection_handlers
 from teimgr.mux.tls import GrpcCertificates
 from teimgr.observability import logs
 from teimgr.observability.metrics import resident_bytes
@@ -52,7 +52,7 @@ class Mux:
         self._counters = CallCounters()
         self._policy = PolicyInForce(Policy())
         self._telemetry = Telemetry.open(config.otel)
-        self._health = FleetHealth(self._policy, *SERVICES)
+        self._health = MuxHealth(self._policy, *SERVICES)
         self._certificates = None if config.tls is None else GrpcCertificates(config.tls.files())
         self._woken = asyncio.Event()  # set by the first snapshot, or by a stop
         self._stopping = asyncio.Event()
@@ -78,8 +78,13 @@ class Mux:
             Unavailable: cannot listen on the port or the control socket.
         """
         self._port = self._listen()
-        self._capture_signals()
-        await self._open_control()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        try:
+            await self._control.open()
+        except OSError as error:
+            await self._server.stop(None)
+            raise Unavailable(f"cannot listen on {self._config.control_socket}: {error}") from error
         watching = asyncio.create_task(self._certificates.watch.run()) if self._certificates else None
         _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
         await self._woken.wait()
@@ -90,9 +95,6 @@ class Mux:
         await self._stopping.wait()
         if watching is not None:
             watching.cancel()
-        await self._shut_down()
-
-    async def _shut_down(self) -> None:
         # Frees the control socket for a successor, and reports NOT_SERVING to load balancers.
         await self._control.close()
         self._health.stop()
@@ -136,18 +138,6 @@ class Mux:
         if not port:
             raise Unavailable(f"cannot listen on {address}")
         return int(port)
-
-    async def _open_control(self) -> None:
-        try:
-            await self._control.open()
-        except OSError as error:
-            await self._server.stop(None)
-            raise Unavailable(f"cannot listen on {self._config.control_socket}: {error}") from error
-
-    def _capture_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():

@@ -22,7 +22,7 @@ from teimgr.spec import State
 from teimgr.wire.status import GrpcStatus
 
 
-class FleetHealth(HealthService):
+class MuxHealth(HealthService):
     """Health by instance name, updated from the directory: SERVING while the instance is running.
 
     Check and Watch need no key, as /health does: monitors have none, and must know a name to ask for it. List shows

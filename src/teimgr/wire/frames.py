@@ -1,6 +1,6 @@
-"""The frame: what travels on a link between two processes of one host.
+"""Frame format of the links between processes of one host: header, methods, timings, errors.
 
-A frame is a fixed little-endian header of 24 bytes, a context, and a payload that is never looked into:
+A frame is a fixed little-endian header of 24 bytes, a context, and a payload that is opaque to this layer:
 
     offset  size  field
     0       4     length       bytes of context and payload
@@ -9,11 +9,11 @@ A frame is a fixed little-endian header of 24 bytes, a context, and a payload th
     6       2     flags        `Flag`
     8       8     id           chosen by the requester, echoed by every answer
     16      4     deadline_ms  remaining time of a request, 0 = none
-    20      4     context      bytes in front of the payload that are its context, 0 = none
+    20      4     context      bytes of context before the payload, 0 = none
 
 A requester sends REQUEST and may send CANCEL with the same id; the worker answers a request with exactly one
 REPLY or ERROR, except WATCH, which is answered by a REPLY per event until the link closes. The payload of an ERROR
-is one byte `Code` and a UTF-8 sentence. The context of a REQUEST is a packed `RequestContext`, that of a REPLY a
+is one byte `Code` and a UTF-8 message. The context of a REQUEST is a packed `RequestContext`, that of a REPLY a
 packed `CallStats` if its trace is sampled (`observability/request_context.py`).
 """
 
@@ -32,7 +32,7 @@ _NS_PER_MS = 1_000_000
 
 
 class FrameType(IntEnum):
-    """Who says what: REQUEST and CANCEL go to the worker, REPLY and ERROR come back."""
+    """REQUEST and CANCEL go to the worker, REPLY and ERROR come back."""
 
     REQUEST = 1
     REPLY = 2
@@ -41,7 +41,7 @@ class FrameType(IntEnum):
 
 
 class Method(IntEnum):
-    """What a request asks for. The comment gives request payload → reply payload."""
+    """Method of a request. The comments give request payload → reply payload."""
 
     INFO = 1  # empty → tei.v1.InfoResponse
     EMBED = 2  # tei.v1.EmbedRequest → tei.v1.EmbedResponse
@@ -56,14 +56,14 @@ class Method(IntEnum):
     EMBED_SPARSE_ARROW = 11  # tei_multiplexer.v1.EmbedSparseArrowRequest → EmbedSparseArrowResponse
     RERANK_STREAM = 12  # teimgr.v1.RerankPairs → tei.v1.RerankResponse
     INFER_ARROW = 13  # teimgr.v1.ArrowRequest → teimgr.v1.ArrowResponse
-    HTTP = 14  # a request of an HTTP dialect → its response, both as `wire/http_frames.py` says
+    HTTP = 14  # a request of an HTTP dialect → its response, both as packed by `wire/http_frames.py`
     WATCH = 64  # empty → one JSON object per event, its "state": loading, downloading, ready, draining or failed
-    PROBE = 65  # empty → empty, after the known text went through the device
+    PROBE = 65  # empty → empty, after a self-test with a known text on the device
     STATS = 66  # empty → JSON object of counters
     THREADS = 67  # JSON {"threads": n} → empty
-    DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes what it has and exits 0
-    SHARE_PORTS = 69  # empty → JSON [port, …], and beside it a copy of the socket of each
-    METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as `teimgr/exposition.py` packs it
+    DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes its calls and exits 0
+    SHARE_PORTS = 69  # empty → JSON [port, …], with a copy of each socket as ancillary data
+    METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as packed by `observability/exposition.py`
 
 
 class Flag(IntFlag):
@@ -76,7 +76,7 @@ class Flag(IntFlag):
 
 
 class Header(NamedTuple):
-    """The parsed header; `length` counts context and payload. `context` itself is there once the frame is whole."""
+    """The parsed header; `length` counts context and payload. `context` is set once the frame is complete."""
 
     length: int
     type: int
@@ -89,7 +89,7 @@ class Header(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """What one answer cost: characters, tokens, and nanoseconds since the worker had the request.
+    """Cost of one reply: characters, tokens, and nanoseconds since the worker received the request.
 
     The order is that of `tei.v1.Metadata`, fields 1 to 6.
     """
@@ -102,7 +102,7 @@ class Timings(NamedTuple):
     inference_ns: int
 
     def headers(self) -> dict[str, str]:
-        """The eight headers TEI answers with, which are gRPC's initial metadata too; times in milliseconds."""
+        """TEI's eight response headers, which are gRPC's initial metadata too; times in milliseconds."""
         total_ms = str(self.total_ns // _NS_PER_MS)
         return {
             "x-compute-type": "gpu+optimized",
@@ -116,7 +116,7 @@ class Timings(NamedTuple):
         }
 
     def pack(self) -> bytes:
-        """The block of 40 bytes that a reply flagged TIMINGS starts with."""
+        """The block of 40 bytes at the start of a reply flagged TIMINGS."""
         return TIMINGS.pack(*self)
 
 
@@ -129,7 +129,7 @@ def pack_header(
     deadline_ms: int = 0,
     context_bytes: int = 0,
 ) -> bytes:
-    """The 24 bytes before a context and a payload of `length` bytes together."""
+    """The 24 bytes before a context and a payload, which have `length` bytes together."""
     return HEADER.pack(length, type, method, flags, id, deadline_ms, context_bytes)
 
 
@@ -139,7 +139,7 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
 
 
 def split_timings(payload: bytes) -> tuple[Timings, bytes]:
-    """The timings a reply flagged TIMINGS starts with, and the rest of it."""
+    """Split a reply flagged TIMINGS into the timings and the payload."""
     return Timings._make(TIMINGS.unpack_from(payload)), payload[TIMINGS.size :]
 
 
@@ -149,6 +149,6 @@ def pack_error(error: TeimgrError) -> bytes:
 
 
 def unpack_error(payload: bytes) -> TeimgrError:
-    """The exception an ERROR frame carries."""
+    """The exception of an ERROR frame's payload."""
     code = payload[0] if payload else 0
     return error_from_code(code, payload[1:].decode("utf-8", "replace"))

@@ -1,8 +1,7 @@
-"""Protobuf at byte level: who a message is for and which bytes are the inner request, without decoding the rest.
+"""Protobuf at byte level: extracts the target and the inner request of a message without decoding the rest.
 
 The rules are proto3's: fields come in any order, unknown ones are skipped, repeated occurrences of a submessage merge
-(which is concatenation of their bytes), the last member of a oneof wins. The inner request is not looked into: the
-worker parses it once.
+(which is concatenation of their bytes), the last member of a oneof wins. Only the worker parses the inner request.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ TARGET_FIELD = 1
 
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = 0, 1, 2, 3, 4, 5
 _MAX_GROUP_DEPTH = 100
-# Slices above this size are views: copying them would cost more than the view does.
+# Slices from this size on are views: a copy would cost more.
 _VIEW_BYTES = 16 * 1024
 
 Slice = bytes | memoryview
 
 
 class Target(NamedTuple):
-    """Whom a call is for: at most one of the three is set."""
+    """Target of a call; at most one field is set."""
 
     instance_name: str | None = None
     model_id: str | None = None
@@ -38,7 +37,7 @@ class Envelope(NamedTuple):
 
 
 def malformed(reason: str) -> InvalidInput:
-    """The refusal of bytes that are no protobuf message."""
+    """The error for bytes that are not a protobuf message."""
     return InvalidInput(f"Malformed message: {reason}")
 
 
@@ -46,17 +45,17 @@ def read_envelope(message: bytes, inner_field: int) -> Envelope:
     """The bytes of `target` and of field `inner_field` (0 = no such field) of a multiplexer message.
 
     Raises:
-        InvalidInput: the bytes are no protobuf message.
+        InvalidInput: the bytes are not a protobuf message.
     """
-    usual = _usual_envelope(message, inner_field)
-    return usual if usual is not None else _any_envelope(message, inner_field)
+    common = _common_envelope(message, inner_field)
+    return common if common is not None else _any_envelope(message, inner_field)
 
 
 def read_target(raw: Slice) -> Target:
     """The `Target` message in `raw`; all three None when its oneof is unset.
 
     Raises:
-        InvalidInput: the bytes are no such message, or a string in it is no UTF-8.
+        InvalidInput: the bytes are no such message, or a string in it is not UTF-8.
     """
     target = Target()
     for number, wire_type, start, end in scan(raw):
@@ -73,7 +72,7 @@ def without_fields(message: bytes, *numbers: int) -> bytes:
     """`message` less every occurrence of the given fields, the rest in its order.
 
     Raises:
-        InvalidInput: the bytes are no protobuf message.
+        InvalidInput: the bytes are not a protobuf message.
     """
     kept = []
     at = 0
@@ -98,7 +97,7 @@ def scan(data: Slice) -> Iterator[tuple[int, int, int, int]]:
     """Each top-level field of a message as (number, wire type, start of its value, end of its value).
 
     Raises:
-        InvalidInput: the bytes are no protobuf message.
+        InvalidInput: the bytes are not a protobuf message.
     """
     at, size = 0, len(data)
     while at < size:
@@ -107,8 +106,8 @@ def scan(data: Slice) -> Iterator[tuple[int, int, int, int]]:
         yield number, wire_type, start, at
 
 
-def _usual_envelope(message: bytes, inner_field: int) -> Envelope | None:
-    """What every generated encoder writes: target below 128 bytes, then the inner message, then nothing."""
+def _common_envelope(message: bytes, inner_field: int) -> Envelope | None:
+    """Fast path for the layout that generated encoders write: a target below 128 bytes, then only the inner message."""
     size = len(message)
     if size < 2 or message[0] != 0x0A or message[1] > 0x7F:
         return None
@@ -163,7 +162,7 @@ def _tag(data: Slice, at: int, size: int) -> tuple[int, int, int]:
 
 
 def _value(data: Slice, number: int, wire_type: int, at: int, size: int, depth: int) -> tuple[int, int]:
-    """Where the value begins (after a length, if it has one) and ends."""
+    """Start of the value (after its length, if it has one) and its end."""
     start = at
     if wire_type == _BYTES:
         length, start = _varint(data, at, size)
@@ -197,7 +196,7 @@ def _end_of_group(data: Slice, group: int, at: int, size: int, depth: int) -> in
 
 
 def _varint(data: Slice, at: int, size: int) -> tuple[int, int]:
-    """The number at `at` and where the next thing starts."""
+    """The number at `at` and the offset after it."""
     value = shift = 0
     while at < size:
         byte = data[at]

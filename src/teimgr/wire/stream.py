@@ -1,4 +1,4 @@
-"""Frames on an asyncio transport: reads without copying large payloads, writes once per loop tick."""
+"""Frame protocol on an asyncio transport: receives large payloads without copies, writes once per loop tick."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Payload = bytes | bytearray | memoryview
 # A payload above this size is received straight into a buffer of its own instead of through the shared one.
 _OWN_BUFFER_BYTES = 64 * 1024
 _SHARED_BUFFER_BYTES = 256 * 1024
-# How long, and beside how many parts (two to a frame), a frame that may linger waits for company.
+# Longest wait of a frame that may linger, and the number of queued parts (two per frame) that ends it.
 _LINGER_S = 0.001
 _LINGER_PARTS = 64
 
@@ -20,9 +20,8 @@ _LINGER_PARTS = 64
 class FrameProtocol(asyncio.BufferedProtocol):
     """One end of a link. Subclasses implement `frame_received` and `link_lost`.
 
-    Sending never blocks: frames of one loop tick leave in one write. `unsent_bytes` tells what the peer has not
-    taken yet, so that whoever produces can stop. A frame longer than `max_frame_bytes` breaks the link: there
-    is no way to skip it without reading it.
+    Sending never blocks: the frames of one loop tick leave in one write, and producers observe `unsent_bytes` for
+    backpressure. A frame longer than `max_frame_bytes` closes the link, because it cannot be skipped unread.
     """
 
     def __init__(self, max_frame_bytes: int) -> None:
@@ -39,11 +38,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._own_filled = 0
 
     def frame_received(self, header: Header, payload: bytes) -> None:
-        """A whole frame arrived; its context, where it has one, is in the header."""
+        """Process a complete frame; its context, if any, is in the header."""
         raise NotImplementedError
 
     def link_lost(self, error: Exception | None) -> None:
-        """The peer is gone; called once."""
+        """The connection was lost; called once."""
         raise NotImplementedError
 
     @property
@@ -69,10 +68,10 @@ class FrameProtocol(asyncio.BufferedProtocol):
         linger: bool = False,
         context: bytes = b"",
     ) -> None:
-        """Queue one frame; it leaves at the end of this loop tick. On a closed link it is dropped.
+        """Queue one frame, to be written at the end of this loop tick; a closed link drops it.
 
-        A frame that may `linger` waits up to a millisecond for others: a stream's frames come one per tick, and a write
-        for each is a third of what a stream costs.
+        A frame that may `linger` waits up to a millisecond for others: a stream's frames come one per tick, and one
+        write for each would be a third of a stream's cost.
         """
         if not self.is_open:
             return
@@ -88,7 +87,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Send what is queued, then close."""
+        """Write what is queued, then close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -102,14 +101,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
         if outgoing and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(outgoing)
 
-    # What asyncio.BufferedProtocol asks for.
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop what was not sent and tell the subclass."""
         self._transport = None
         self._outgoing.clear()
         if self._linger is not None:
@@ -117,13 +114,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self.link_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: the large payload being received, else the shared buffer."""
+        """Receive into the large payload that is incomplete, else into the shared buffer."""
         if self._own:
             return memoryview(self._own)[self._own_filled :]
         return memoryview(self._shared)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Hand over every frame that is now whole."""
         if self._own:
             self._own_filled += nbytes
             if self._own_filled == len(self._own):
@@ -133,7 +129,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._parse()
 
     def eof_received(self) -> bool:
-        """A peer that stops sending has left."""
+        """Treat a half-close as the end of the connection."""
         return False
 
     def _parse(self) -> None:
@@ -180,7 +176,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
 
 def _with_context(header: Header, buffer: bytearray, start: int) -> tuple[Header, int]:
-    """The header with the context that begins at `start`, and where the payload begins."""
+    """The header with the context at `start`, and the offset of the payload."""
     if not header.context_bytes:
         return header, start
     begin = start + min(header.context_bytes, header.length)

@@ -113,9 +113,9 @@ class GrpcPort:
         for name in health_reflection.REFLECTION_SERVICES:
             self._standard[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
 
-    def protocol(self, books: ServerState) -> Connection:
+    def protocol(self, server_state: ServerState) -> Connection:
         """The protocol of an accepted connection, for `http_server.serving`."""
-        return Connection(self._serve, self._dispatcher.spec.max_message_bytes, books)
+        return Connection(self._serve, self._dispatcher.spec.max_message_bytes, server_state)
 
     def stop(self) -> None:
         """Report NOT_SERVING and end the watches of health."""
