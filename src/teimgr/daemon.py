@@ -24,7 +24,7 @@ from teimgr.gateway import Gateway
 from teimgr.http_server import bind
 from teimgr.launch.local import LocalLauncher, LocalOptions
 from teimgr.observability import logs
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import Telemetry, exporting
 from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.preflight import Preflight
@@ -60,7 +60,7 @@ class Daemon:
 
     def __init__(self, configuration: Configuration, source: Source) -> None:
         self.settings = settings = configuration.settings
-        self.metrics = Metrics()
+        self.metrics = DaemonMetrics()
         self.directory = Directory()
         self.launcher = LocalLauncher(
             LocalOptions(

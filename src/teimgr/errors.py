@@ -1,47 +1,11 @@
-"""Every failure teimgr can name, as one tree.
+"""All errors of teimgr: a code and a message each, in three groups.
 
     TeimgrError
-    ├── Refused                the caller can mend it
-    │   ├── ValidationError        VALIDATION_ERROR
-    │   ├── EmptyInput             EMPTY_INPUT
-    │   ├── InvalidInput           INVALID_INPUT
-    │   ├── TokenizerFailed        TOKENIZER_ERROR
-    │   ├── WrongModelKind         WRONG_MODEL_KIND
-    │   ├── InvalidConfig          INVALID_CONFIG
-    │   ├── InvalidPort            INVALID_PORT
-    │   ├── InvalidInstanceName    INVALID_INSTANCE_NAME
-    │   ├── InvalidGpuId           INVALID_GPU_ID
-    │   ├── InstanceNotFound       INSTANCE_NOT_FOUND
-    │   ├── ModelNotFound          MODEL_NOT_FOUND
-    │   ├── ModelGated             MODEL_GATED
-    │   ├── ModelBusy              MODEL_BUSY
-    │   ├── ModelInUse             MODEL_IN_USE
-    │   ├── InstanceExists         INSTANCE_EXISTS
-    │   ├── AlreadyRunning         ALREADY_RUNNING
-    │   ├── NotRunning             NOT_RUNNING
-    │   ├── UpdateInProgress       UPDATE_IN_PROGRESS
-    │   ├── UpdateFailed           UPDATE_FAILED
-    │   ├── PortConflict           PORT_CONFLICT
-    │   ├── Unsupported            UNIMPLEMENTED
-    │   ├── AmbiguousInstance      AMBIGUOUS_INSTANCE
-    │   ├── Unauthenticated        UNAUTHENTICATED
-    │   └── Forbidden              FORBIDDEN
-    ├── TryLater                nothing is wrong with the request
-    │   ├── MaxInstancesReached    MAX_INSTANCES_REACHED
-    │   ├── PortAllocationFailed   PORT_ALLOCATION_FAILED
-    │   ├── Overloaded             OVERLOADED
-    │   ├── TooLarge               MESSAGE_TOO_LARGE
-    │   ├── OutOfDeviceMemory      OUT_OF_DEVICE_MEMORY
-    │   ├── Unavailable            BACKEND_UNAVAILABLE
-    │   ├── DeadlineExceeded       TIMEOUT
-    │   └── Cancelled              CANCELLED
-    └── Broken                  our side failed
-        ├── ModelLoadFailed        MODEL_LOAD_FAILED
-        ├── ModelDownloadFailed    MODEL_DOWNLOAD_FAILED
-        ├── InferenceFailed        INFERENCE_FAILED
-        └── Internal               INTERNAL_ERROR
+    ├── Refused      the caller's error; repeating the request changes nothing
+    ├── TryLater     the request is valid, but cannot be served now
+    └── Broken       a failure on our side
 
-Nothing here knows HTTP or gRPC: `wire/status.py` holds the one table that does.
+HTTP and gRPC status codes are in `wire/status.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +17,7 @@ from typing import ClassVar
 
 @unique
 class Code(IntEnum):
-    """The stable name of a failure; the number is what an error frame carries."""
+    """Stable error code; its number is sent in error frames."""
 
     VALIDATION_ERROR = 1
     EMPTY_INPUT = 2
@@ -94,7 +58,7 @@ class Code(IntEnum):
 
 
 class TeimgrError(Exception):
-    """A failure with a code and a sentence for the caller."""
+    """An error with a code and a message for the caller."""
 
     code: ClassVar[Code] = Code.INTERNAL_ERROR
 
@@ -104,15 +68,15 @@ class TeimgrError(Exception):
 
 
 class Refused(TeimgrError):
-    """The request cannot be served as it is; sending it again changes nothing."""
+    """The caller's error; repeating the request changes nothing."""
 
 
 class TryLater(TeimgrError):
-    """The request is fine; the moment is not."""
+    """The request is valid, but cannot be served now."""
 
 
 class Broken(TeimgrError):
-    """Something on our side failed."""
+    """A failure on our side."""
 
 
 class ValidationError(Refused):
@@ -125,7 +89,7 @@ class ValidationError(Refused):
 
 
 class EmptyInput(Refused):
-    """There is no text to work on."""
+    """The input has no text."""
 
     code = Code.EMPTY_INPUT
 
@@ -134,31 +98,31 @@ class EmptyInput(Refused):
 
 
 class InvalidInput(Refused):
-    """A text or an option of an inference call breaks a limit of the model."""
+    """A text or option of an inference call exceeds a limit of the model."""
 
     code = Code.INVALID_INPUT
 
 
 class TokenizerFailed(Refused):
-    """The tokenizer library refused the text."""
+    """The tokenizer library failed on the text."""
 
     code = Code.TOKENIZER_ERROR
 
 
 class WrongModelKind(Refused):
-    """The model does not do what the call asks for."""
+    """The model does not support the called method."""
 
     code = Code.WRONG_MODEL_KIND
 
 
 class InvalidConfig(Refused):
-    """A setting, a flag or a model file is wrong; the message says which and why."""
+    """A setting, a flag or a model file is invalid; the message names it."""
 
     code = Code.INVALID_CONFIG
 
 
 class InvalidPort(Refused):
-    """A port number outside what may be bound."""
+    """A port number out of range."""
 
     code = Code.INVALID_PORT
 
@@ -173,7 +137,7 @@ class InvalidInstanceName(Refused):
 
 
 class InvalidGpuId(Refused):
-    """No such GPU on this host."""
+    """The host has no such GPU."""
 
     code = Code.INVALID_GPU_ID
 
@@ -192,19 +156,19 @@ class InstanceNotFound(Refused):
 
 
 class ModelNotFound(Refused):
-    """The model is neither a local directory nor to be had from the hub."""
+    """The model is neither a local directory nor on the hub."""
 
     code = Code.MODEL_NOT_FOUND
 
 
 class ModelGated(Refused):
-    """The hub has the model and asks for a licence to be accepted first, or for a token that has done so."""
+    """The hub requires an accepted licence, or a token of an account that accepted it."""
 
     code = Code.MODEL_GATED
 
 
 class ModelBusy(Refused):
-    """The model is being downloaded or tried already."""
+    """A download or trial of the model is already running."""
 
     code = Code.MODEL_BUSY
 
@@ -213,7 +177,7 @@ class ModelBusy(Refused):
 
 
 class ModelInUse(Refused):
-    """Instances want the model, so it cannot be deleted."""
+    """Instances use the model, so it cannot be deleted."""
 
     code = Code.MODEL_IN_USE
 
@@ -222,7 +186,7 @@ class ModelInUse(Refused):
 
 
 class InstanceExists(Refused):
-    """The name is taken."""
+    """An instance of this name exists."""
 
     code = Code.INSTANCE_EXISTS
 
@@ -231,7 +195,7 @@ class InstanceExists(Refused):
 
 
 class AlreadyRunning(Refused):
-    """A start was asked of an instance that is wanted running."""
+    """Start of an instance that is running or starting."""
 
     code = Code.ALREADY_RUNNING
 
@@ -240,7 +204,7 @@ class AlreadyRunning(Refused):
 
 
 class NotRunning(Refused):
-    """A stop was asked of an instance that is stopped."""
+    """Stop of an instance that is stopped."""
 
     code = Code.NOT_RUNNING
 
@@ -249,7 +213,7 @@ class NotRunning(Refused):
 
 
 class UpdateInProgress(Refused):
-    """An instance is changed while the change before is still under way."""
+    """Update of an instance whose previous update is still running."""
 
     code = Code.UPDATE_IN_PROGRESS
 
@@ -258,13 +222,13 @@ class UpdateInProgress(Refused):
 
 
 class UpdateFailed(Refused):
-    """The workers of a change did not come up; the instance is as it was before."""
+    """The workers of an update did not start; the instance was rolled back."""
 
     code = Code.UPDATE_FAILED
 
 
 class PortConflict(Refused):
-    """An explicit port is taken by another instance, by the daemon, or by a stranger."""
+    """An explicit port is used by another instance, the daemon, or another process."""
 
     code = Code.PORT_CONFLICT
 
@@ -273,19 +237,19 @@ class PortConflict(Refused):
 
 
 class Unsupported(Refused):
-    """The call exists in the contract and is not served."""
+    """The method or option is not implemented."""
 
     code = Code.UNIMPLEMENTED
 
 
 class AmbiguousInstance(Refused):
-    """The call names no instance, and there is not exactly one to choose."""
+    """The call names no instance, and there is not exactly one."""
 
     code = Code.AMBIGUOUS_INSTANCE
 
 
 class Unauthenticated(Refused):
-    """The caller has not shown who he is, or shows what is not accepted."""
+    """Credentials are missing or invalid."""
 
     code = Code.UNAUTHENTICATED
 
@@ -294,13 +258,13 @@ class Unauthenticated(Refused):
 
 
 class Forbidden(Refused):
-    """The caller is known and may not do this."""
+    """The authenticated caller lacks the right."""
 
     code = Code.FORBIDDEN
 
 
 class MaxInstancesReached(TryLater):
-    """`max_instances` is used up."""
+    """`max_instances` is reached."""
 
     code = Code.MAX_INSTANCES_REACHED
 
@@ -309,7 +273,7 @@ class MaxInstancesReached(TryLater):
 
 
 class PortAllocationFailed(TryLater):
-    """No free port in the configured range."""
+    """The configured range has no free port."""
 
     code = Code.PORT_ALLOCATION_FAILED
 
@@ -327,25 +291,25 @@ class Overloaded(TryLater):
 
 
 class TooLarge(TryLater):
-    """A message is over its size limit; the text names both sizes."""
+    """A message exceeds its size limit; the text has both sizes."""
 
     code = Code.MESSAGE_TOO_LARGE
 
 
 class OutOfDeviceMemory(TryLater):
-    """One text alone does not fit the device's free memory."""
+    """A single text does not fit into the device's free memory."""
 
     code = Code.OUT_OF_DEVICE_MEMORY
 
 
 class Unavailable(TryLater):
-    """The instance is known and does not serve now."""
+    """The instance exists but does not serve now."""
 
     code = Code.BACKEND_UNAVAILABLE
 
 
 class DeadlineExceeded(TryLater):
-    """The caller's deadline passed before the answer was there."""
+    """The caller's deadline passed before the reply."""
 
     code = Code.TIMEOUT
 
@@ -354,19 +318,19 @@ class DeadlineExceeded(TryLater):
 
 
 class Cancelled(TryLater):
-    """The caller went away."""
+    """The caller cancelled or disconnected."""
 
     code = Code.CANCELLED
 
 
 class ModelLoadFailed(Broken):
-    """The model's files are there and cannot be turned into a serving engine."""
+    """The model's files are present but cannot be loaded."""
 
     code = Code.MODEL_LOAD_FAILED
 
 
 class ModelDownloadFailed(Broken):
-    """The model's files could not be fetched whole."""
+    """The model's files could not be downloaded completely."""
 
     code = Code.MODEL_DOWNLOAD_FAILED
 
@@ -375,22 +339,19 @@ class ModelDownloadFailed(Broken):
 
 
 class InferenceFailed(Broken):
-    """The forward failed, or gave a vector with NaN or infinity in it."""
+    """The forward pass failed, or its result has NaN or infinity."""
 
     code = Code.INFERENCE_FAILED
 
 
 class Internal(Broken):
-    """A defect of ours; details are in the log."""
+    """An unexpected error; details are in the log."""
 
     code = Code.INTERNAL_ERROR
 
 
 def error_from_code(code: int, message: str) -> TeimgrError:
-    """The exception another process meant: same code, same text.
-
-    Unknown numbers (a newer peer) become `Internal`.
-    """
+    """The exception for a code and message from another process; unknown codes (a newer peer) become `Internal`."""
     kind = _BY_CODE.get(code, Internal)
     error = kind.__new__(kind)
     TeimgrError.__init__(error, message)

@@ -27,7 +27,7 @@ from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue as c
 from teimgr.observability.catalogue import FAMILIES, Family
 from teimgr.observability.exposition import Page, Sample
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement import gpus
 from teimgr.placement.gpus import GpuInventory
 from teimgr.rest.gpus import GpuBoard
@@ -41,11 +41,11 @@ WORDS = ["fog", "rain", "harbour", "light"]
 Figures = dict[Family, set[tuple[str, tuple[tuple[str, str], ...], float]]]
 
 
-def parts(items: c.Items) -> list[Family]:
+def parts(items: c.ItemFamilies) -> list[Family]:
     return [items.count, items.success, *durations(items.durations)]
 
 
-def durations(of: c.Durations) -> list[Family]:
+def durations(of: c.DurationFamilies) -> list[Family]:
     return [of.total, of.tokenization, of.queue, of.inference]
 
 
@@ -108,7 +108,7 @@ def test_names_follow_the_conventions() -> None:
 
 
 async def test_downloads_and_trials_move() -> None:
-    metrics = Metrics()
+    metrics = DaemonMetrics()
 
     def act() -> None:
         metrics.model_fetched("done", 1000)
@@ -118,7 +118,7 @@ async def test_downloads_and_trials_move() -> None:
 
 
 async def test_alarms_move() -> None:
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     await moves("something needs a person", metrics.page, lambda: metrics.alarms(2))
 
 

@@ -12,17 +12,17 @@ from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.gateway.gateway import Gateway
 from teimgr.http_server import bind, serving
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
 from teimgr.wire.http_frames import MAX_HEAD_BYTES
 
 
 @pytest.fixture
 async def door(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
-    inference = Gateway(settings, Directory(), Metrics())
+    inference = Gateway(settings, Directory(), DaemonMetrics())
     sock = bind("127.0.0.1", 0)
     async with (
-        serving(create_app(Fleet(settings), settings, Metrics(), gateway=inference), sock),
+        serving(create_app(Fleet(settings), settings, DaemonMetrics(), gateway=inference), sock),
         aiohttp.ClientSession(f"http://127.0.0.1:{sock.getsockname()[1]}") as client,
     ):
         yield client

@@ -14,7 +14,7 @@ from tests.support.hub_server import SHA, Hub, etag
 
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelBusy, ModelDownloadFailed, ModelGated, ModelNotFound, Unavailable, ValidationError
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.download import Rate
@@ -53,7 +53,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
                 settings,
                 None,  # type: ignore[arg-type]  # nothing is launched here
                 gpus,
-                Metrics(),
+                DaemonMetrics(),
                 list,
                 HubCache(tmp_path / "hub"),
                 own | where | {"HF_HOME": str(tmp_path)} | environ,

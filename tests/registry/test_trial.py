@@ -12,7 +12,7 @@ from tests.support.fleet import RESIDENT, children, local_launcher, settings_for
 from tests.support.polling import eventually
 
 from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.model_view import ModelStatus, ModelView
@@ -33,7 +33,7 @@ async def make(folder: Path) -> AsyncIterator[Make]:
         gpus = GpuInventory({}, lambda: Inventory(cards, "" if cards else "none in this test"))
         settings = settings_for(folder, **values)
         cache = HubCache(folder / "hub")
-        made.append(Registry(settings, launcher, gpus, Metrics(), lambda: list(instances), cache))
+        made.append(Registry(settings, launcher, gpus, DaemonMetrics(), lambda: list(instances), cache))
         return made[-1]
 
     yield registry

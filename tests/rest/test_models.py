@@ -16,7 +16,8 @@ from tests.support.memory_fleet import Fleet
 from tests.support.rest_listener import Front, listening
 
 from teimgr.config.settings import Settings
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.exposition import text
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.registry import Registry
@@ -42,7 +43,7 @@ def hub() -> Any:
 async def front(settings: Settings, tmp_path: Path, hub: Hub) -> AsyncIterator[Front]:
     made: list[Registry] = []
 
-    def registry(fleet: Fleet, metrics: Metrics) -> Registry:
+    def registry(fleet: Fleet, metrics: DaemonMetrics) -> Registry:
         own = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         environ = own | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
         gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
@@ -157,7 +158,7 @@ async def test_a_download_answers_when_it_is_done(front: Front, tmp_path: Path) 
     assert {file["path"] for file in model["files"]} == set(FILES)
     assert model == await front.call("POST", f"/models/{QUOTED}/download", 200)
     assert model == await front.call("GET", f"/models/{MODEL}", 200)
-    page = front.metrics.render().decode()
+    page = text(await front.metrics.page())
     assert 'teimgr_model_downloads_total{outcome="done"} 1.0' in page
     assert f"teimgr_model_download_bytes_total {float(model['cache_size_bytes'])}" in page
 

@@ -23,7 +23,7 @@ from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig, Unauthenticated
 from teimgr.gateway.gateway import Gateway, paths
 from teimgr.http_server import bind, serving
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
 from teimgr.rest.permissions import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
 
@@ -66,9 +66,9 @@ class Everything:
 @pytest.fixture
 async def everything(settings: Settings) -> AsyncIterator[Everything]:
     settings = replace(settings, auth=AUTH)
-    inference = Gateway(settings, Directory(), Metrics())
+    inference = Gateway(settings, Directory(), DaemonMetrics())
     behind: Any = Anything()
-    app = create_app(Fleet(settings), settings, Metrics(), registry=behind, gateway=inference, board=behind)
+    app = create_app(Fleet(settings), settings, DaemonMetrics(), registry=behind, gateway=inference, board=behind)
     sock = bind("127.0.0.1", 0)
     async with serving(app, sock):
         routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]

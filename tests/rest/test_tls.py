@@ -27,7 +27,7 @@ from teimgr.config.auth import Auth, Mtls, ServerTls, faults
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 from teimgr.http_server import bind
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
 from teimgr.rest.tls import RestTls, uvicorn_options
 
@@ -164,7 +164,7 @@ async def test_tls_without_certificates_of_clients(settings: Settings, ours: Aut
 @asynccontextmanager
 async def renewing(settings: Settings, files: TlsFiles) -> AsyncIterator[tuple[RestTls, str]]:
     """The daemon's REST listener with these files."""
-    app = create_app(Fleet(settings), settings, Metrics())
+    app = create_app(Fleet(settings), settings, DaemonMetrics())
     tls, sock = RestTls(files), bind("127.0.0.1", 0)
     async with tls.serving(app, sock):
         yield tls, f"https://127.0.0.1:{sock.getsockname()[1]}"

@@ -14,13 +14,13 @@ from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import PortConflict
 from teimgr.launch.process_handle import ProcessHandle, look_up
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.supervision.muxes import Muxes, MuxRunFile
 
 LIMIT_S = 60.0
 
 
-class Counted(Metrics):
+class Counted(DaemonMetrics):
     """Metrics that know which muxes gave figures."""
 
     def __init__(self) -> None:
@@ -113,5 +113,5 @@ async def test_those_that_are_too_many_are_ended(settings: Settings, wanted: dic
 @pytest.mark.clause("M3.1-port-taken")
 async def test_a_stranger_on_the_port_is_said_at_once(settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.grpc_port)), pytest.raises(PortConflict):
-        async with Muxes(settings, Directory(), Metrics()).running():
+        async with Muxes(settings, Directory(), DaemonMetrics()).running():
             pass

@@ -14,7 +14,7 @@ import pytest
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import State
 from teimgr.supervision.lifecycle import Backoff
 from teimgr.supervision.mux_link import MuxTimeouts
@@ -24,7 +24,7 @@ LIMIT_S = 60.0
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")
 
 
-class Watched(Metrics):
+class Watched(DaemonMetrics):
     """Metrics that say when a mux was lost, and when one gave figures."""
 
     def __init__(self) -> None:

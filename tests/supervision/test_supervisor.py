@@ -31,6 +31,7 @@ from teimgr.errors import (
 )
 from teimgr.launch.control_link import identify
 from teimgr.launch.process_handle import look_up
+from teimgr.observability.exposition import text
 from teimgr.spec import InstanceSpec, State
 
 Fleets = Callable[..., Fleet]
@@ -257,7 +258,7 @@ async def test_a_worker_without_proof_of_health_is_replaced(fleets: Fleets, flag
     entry = await fleet.until(lambda entry: entry.reason is not None)
     assert "2 health probes in a row failed" in str(entry.reason)
     await fleet.running(not_pid=pid)
-    assert b'tei_manager_health_check_failures_total{instance="a"} 2' in fleet.metrics.render()
+    assert 'tei_manager_health_check_failures_total{instance="a"} 2' in text(await fleet.metrics.page())
 
 
 async def test_a_busy_worker_needs_no_probe(fleet: Fleet) -> None:

@@ -16,7 +16,7 @@ from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry, RoutingSnapshot
 from teimgr.launch.local import LocalLauncher, LocalOptions
 from teimgr.launch.process_handle import look_up
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.spec import InstanceSpec, InstanceView
 from teimgr.supervision.manager import Manager
@@ -80,7 +80,7 @@ class Fleet:
     folder: Path
     settings: Settings
     directory: Directory = field(default_factory=Directory)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: DaemonMetrics = field(default_factory=DaemonMetrics)
     pids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:

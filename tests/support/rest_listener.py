@@ -13,7 +13,7 @@ import uvicorn
 from tests.support.memory_fleet import Fleet
 
 from teimgr.config.settings import Settings
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import create_app
 from teimgr.rest.tls import uvicorn_options
@@ -24,7 +24,7 @@ class Front:
     """A running REST listener, what is behind it, and a client of it."""
 
     fleet: Fleet
-    metrics: Metrics
+    metrics: DaemonMetrics
     app: Any
     url: str
     alarms: list[str] = field(default_factory=list)
@@ -46,12 +46,12 @@ class Front:
 @asynccontextmanager
 async def listening(
     settings: Settings,
-    registry: Callable[[Fleet, Metrics], Registry] | None = None,
+    registry: Callable[[Fleet, DaemonMetrics], Registry] | None = None,
     parts: Callable[[Fleet], dict[str, Any]] = lambda fleet: {},
     **fleet: Any,
 ) -> AsyncIterator[Front]:
     """A front on a free port for as long as the block runs."""
-    metrics, alarms, instances = Metrics(), [], Fleet(settings, **fleet)
+    metrics, alarms, instances = DaemonMetrics(), [], Fleet(settings, **fleet)
     models = registry(instances, metrics) if registry else None
     app = create_app(instances, settings, metrics, lambda: alarms, registry=models, **parts(instances))
     options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())

@@ -27,7 +27,7 @@ from teimgr.gateway.bodies import SCANNED_BYTES, SMALL_BYTES, Bodies, SlowClient
 from teimgr.gateway.model_names import ModelNames
 from teimgr.http_server import unless_hung_up
 from teimgr.observability import catalogue
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Lease, Router, router_view
 from teimgr.wire import error_bodies
@@ -98,7 +98,7 @@ def paths() -> Iterator[DialectPath]:
 class Gateway:
     """Forwards inference requests to workers. It follows `directory` from its construction to `close`."""
 
-    def __init__(self, settings: Settings, directory: Directory, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, directory: Directory, metrics: DaemonMetrics) -> None:
         self._metrics = metrics
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb * 2**20, settings.grpc_max_message_bytes)

@@ -32,7 +32,7 @@ from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.services import MuxHealth, reflection_handlers
 from teimgr.mux.tls import GrpcCertificates
 from teimgr.observability import logs
-from teimgr.observability.metrics import resident_bytes
+from teimgr.observability.memory import resident_bytes
 from teimgr.observability.telemetry import Telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router

@@ -1,12 +1,13 @@
-"""Every metric by name: what it counts, its labels, its buckets. The only place that says a name.
+"""Catalogue of all metrics: names, help, labels and buckets. Metric names are written nowhere else.
 
 `tei_manager_…` are tei-manager's names and `te_…` those of Text Embeddings Inference, so that their dashboards keep
-working; docs/metrics.md is made of this by `python -m teimgr.observability.catalogue`.
+working; `python -m teimgr.observability.catalogue` prints docs/metrics.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -14,9 +15,9 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """One name with everything that is said under it. Counters of ours end in `_total`, TEI's do not.
+    """A metric family. Counters of ours end in `_total`, TEI's do not.
 
-    `source` is who counts: the daemon, a mux, a worker, or the GPU's driver.
+    `source` is the process that counts: daemon, mux or worker; GPU for the driver's figures.
     """
 
     name: str
@@ -31,35 +32,27 @@ FAMILIES: dict[str, Family] = {}
 
 _MS_TO_30_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _START_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-# TEI's own.
+# Buckets of TEI.
 DURATION_BOUNDS = tuple(1e-5 * 1.5**power for power in range(1, 36))
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(20))
 BATCH_SIZE_BOUNDS = tuple(float(2**power) for power in range(13))
 BATCH_TOKENS_BOUNDS = tuple(float(2**power) for power in range(21))
 
 
-def _add(name: str, kind: Kind, help: str, *labels: str, bounds: tuple[float, ...] = (), source: str) -> Family:
-    family = FAMILIES[name] = Family(name, kind, help, labels, bounds, source)
+def _add(
+    source: str, common: tuple[str, ...], name: str, kind: Kind, help: str, *labels: str, bounds: tuple[float, ...] = ()
+) -> Family:
+    family = FAMILIES[name] = Family(name, kind, help, (*common, *labels), bounds, source)
     return family
 
 
-def _daemon(name: str, kind: Kind, help: str, *labels: str, bounds: tuple[float, ...] = ()) -> Family:
-    return _add(name, kind, help, *labels, bounds=bounds, source="daemon")
+_daemon = partial(_add, "daemon", ())
+_mux = partial(_add, "mux", ("mux",))
+_worker = partial(_add, "worker", ("instance",))
+_gpu = partial(_add, "GPU", ())
 
 
-def _mux(name: str, kind: Kind, help: str, *labels: str, bounds: tuple[float, ...] = ()) -> Family:
-    return _add(name, kind, help, "mux", *labels, bounds=bounds, source="mux")
-
-
-def _worker(name: str, kind: Kind, help: str, *labels: str, bounds: tuple[float, ...] = ()) -> Family:
-    return _add(name, kind, help, "instance", *labels, bounds=bounds, source="worker")
-
-
-def _gpu(name: str, kind: Kind, help: str, *labels: str) -> Family:
-    return _add(name, kind, help, *labels, source="GPU")
-
-
-# The daemon's own
+# Daemon
 
 CREATED = _daemon("tei_manager_instances_created_total", "counter", "Instances created", "instance", "model")
 DELETED = _daemon("tei_manager_instances_deleted_total", "counter", "Instances deleted", "instance")
@@ -108,7 +101,7 @@ WORKER_ANSWERS = _daemon(
     "teimgr_worker_answers", "gauge", "Workers that gave their figures for this page, and those that did not", "answer"
 )
 
-# The muxes
+# Muxes
 
 MUX_IN_FLIGHT = _mux("teimgr_mux_in_flight", "gauge", "Calls that are running")
 MUX_CALLS = _mux("teimgr_mux_calls_total", "counter", "Calls by gRPC status", "method", "instance", "status")
@@ -132,7 +125,7 @@ LINK_EXPIRED = _mux(
     "teimgr_link_deadline_expired_total", "counter", "Requests whose time ran out before their answer", "instance"
 )
 
-# The workers: what the engine does
+# Workers: engine and process
 
 BATCHES = _worker("teimgr_engine_batches_total", "counter", "Batches by lane", "lane")
 TEXTS = _worker("teimgr_engine_texts_total", "counter", "Inputs in those batches", "lane")
@@ -160,7 +153,7 @@ RESIDENT = _worker("teimgr_worker_resident_bytes", "gauge", "Memory of the worke
 UNIQUE = _worker("teimgr_worker_unique_bytes", "gauge", "Memory that would be free again without the worker")
 CPU_SECONDS = _worker("teimgr_worker_cpu_seconds_total", "counter", "Processor time of the worker")
 
-# The workers: TEI's names. On an instance's own port they have no label `instance`.
+# Workers: TEI's metrics. On an instance's own port they have no label `instance`.
 
 REQUESTS = _worker("te_request_count", "counter", "Requests, of one input or of several", "method")
 REQUEST_SUCCESS = _worker("te_request_success", "counter", "Requests that were answered in full", "method")
@@ -172,8 +165,8 @@ BATCH_TOKENS = _worker("te_batch_next_tokens", "histogram", "Tokens of a batch",
 
 
 @dataclass(frozen=True, slots=True)
-class Durations:
-    """The four histograms of one thing that takes time: in all, and its parts."""
+class DurationFamilies:
+    """Four histograms of durations: total and its parts."""
 
     total: Family
     tokenization: Family
@@ -182,19 +175,19 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
-    """The families of one kind of input."""
+class ItemFamilies:
+    """The metric families of one kind of input."""
 
     count: Family
     success: Family
-    durations: Durations
+    durations: DurationFamilies
 
 
-def _durations(name: str, what: str) -> Durations:
+def _durations(name: str, what: str) -> DurationFamilies:
     def one(part: str, meaning: str) -> Family:
         return _worker(f"{name}{part}_duration", "histogram", f"{meaning} of {what}, seconds", bounds=DURATION_BOUNDS)
 
-    return Durations(
+    return DurationFamilies(
         one("", "Whole time"),
         one("_tokenization", "Time to be tokenized"),
         one("_queue", "Time in the queue"),
@@ -202,8 +195,8 @@ def _durations(name: str, what: str) -> Durations:
     )
 
 
-def _items(name: str, what: str) -> Items:
-    return Items(
+def _items(name: str, what: str) -> ItemFamilies:
+    return ItemFamilies(
         _worker(f"{name}_count", "counter", f"Inputs that were to be {what}"),
         _worker(f"{name}_success", "counter", f"Inputs that were {what}"),
         _durations(name, f"inputs that were {what}"),
@@ -214,7 +207,7 @@ REQUEST_DURATIONS = _durations("te_request", "a request")
 EMBEDDINGS = _items("te_embed", "embedded")
 PREDICTIONS = _items("te_predict", "classified or scored")
 
-# The GPUs. Series of a figure that the driver does not tell are absent.
+# GPUs. A series is absent where the driver does not report it.
 
 GPU_MEMORY_TOTAL = _gpu("teimgr_gpu_memory_total_bytes", "gauge", "Memory of the card", "gpu", "uuid", "name")
 GPU_MEMORY_USED = _gpu("teimgr_gpu_memory_used_bytes", "gauge", "Memory of the card in use, by whomever", "gpu")
@@ -231,11 +224,11 @@ GPU_INSTANCE_MEMORY = _gpu(
 
 
 def to_markdown() -> str:
-    """docs/metrics.md."""
+    """The text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",
-        "Made by `python -m teimgr.observability.catalogue > docs/metrics.md`; a test says whether it is up to date.",
+        "Made by `python -m teimgr.observability.catalogue > docs/metrics.md`; a test checks that it is up to date.",
         "",
         "`GET /metrics` on the REST port has all of these, as text for Prometheus or, with `?format=json`, as JSON. An",
         "instance's own port (and its `prometheus_port`) has its `te_*` alone and without the label `instance`.",

@@ -1,7 +1,7 @@
-"""Samples of metrics, and the text that Prometheus reads of them.
+"""Pages of metric samples: Prometheus text format, JSON, and packing for another process.
 
-The format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format. prometheus-client would not
-do for TEI's names: it gives every counter the ending `_total`, which TEI's have not.
+https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format. prometheus_client's renderer gives every
+counter the ending `_total`, which TEI's counters do not have, and writes other numbers and no empty lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})
 
 
 class Sample(NamedTuple):
-    """One number of a family; `suffix` is `_bucket`, `_sum`, `_count` or empty."""
+    """One value of a family; `suffix` is `_bucket`, `_sum`, `_count` or empty."""
 
     suffix: str
     labels: Mapping[str, str]
@@ -27,13 +27,13 @@ class Sample(NamedTuple):
 
 
 Page = dict[Family, list[Sample]]
-"""What a page of metrics says, in the order in which it says it. A family without samples is not on it."""
+"""The samples of a page by family, in the order of the page. A family without samples is left out."""
 
 
 def histogram(
     bounds: Sequence[float], counts: Sequence[int], total: float, labels: Mapping[str, str] | None = None
 ) -> Iterator[Sample]:
-    """A histogram of values that add up to `total`; `counts` are those under each bound alone, the last beyond all."""
+    """The samples of a histogram; `counts` are per bucket, the last one above all bounds; `total` is the sum."""
     labels = labels or {}
     limits = (*(repr(float(bound)) for bound in bounds), "+Inf")
     running = list(accumulate(counts))
@@ -44,12 +44,25 @@ def histogram(
 
 
 def text(page: Page, *, helps: bool = True) -> str:
-    """The page as Prometheus reads it; TEI's own has no HELP lines."""
-    return "".join(line for family, samples in page.items() if samples for line in _block(family, samples, helps))
+    """The page in Prometheus' text format; TEI's pages have no HELP lines."""
+    lines: list[str] = []
+    for family, samples in page.items():
+        if not samples:
+            continue
+        if helps:
+            lines.append(f"# HELP {family.name} {family.help}\n")
+        lines.append(f"# TYPE {family.name} {family.kind}\n")
+        for suffix, labels, value in samples:
+            inner = ",".join(f'{name}="{word.translate(_ESCAPED)}"' for name, word in labels.items())
+            lines.append(
+                f"{family.name}{suffix}{{{inner}}} {value!r}\n" if inner else f"{family.name}{suffix} {value!r}\n"
+            )
+        lines.append("\n")
+    return "".join(lines)
 
 
 def to_json(page: Page) -> list[dict[str, Any]]:
-    """The page as plain values: a list of families, each with its samples."""
+    """The page as JSON values: a list of families, each with its samples."""
     return [
         {
             "name": family.name,
@@ -66,12 +79,12 @@ def to_json(page: Page) -> list[dict[str, Any]]:
 
 
 def pack(page: Page) -> dict[str, list[list[Any]]]:
-    """The page for another process, where `unpack` makes one of it again."""
+    """The page as plain values for another process; the inverse is `unpack`."""
     return {family.name: [list(sample) for sample in samples] for family, samples in page.items() if samples}
 
 
 def unpack(values: Mapping[str, Iterable[Sequence[Any]]], **more: str) -> Page:
-    """A page of what `pack` made, with more labels on each sample; families nobody here knows are left out."""
+    """The inverse of `pack`, with more labels on each sample; families that are not in the catalogue are dropped."""
     return {
         FAMILIES[name]: [Sample(suffix, {**more, **labels}, value) for suffix, labels, value in samples]
         for name, samples in values.items()
@@ -80,7 +93,7 @@ def unpack(values: Mapping[str, Iterable[Sequence[Any]]], **more: str) -> Page:
 
 
 def added(pages: Iterable[Page]) -> Page:
-    """One page of several: samples of the same labels are added up."""
+    """The sum of pages: samples with the same labels are added."""
     whole: dict[Family, dict[tuple[str, frozenset[tuple[str, str]]], Sample]] = defaultdict(dict)
     for page in pages:
         for family, samples in page.items():
@@ -90,13 +103,3 @@ def added(pages: Iterable[Page]) -> Page:
                 before = known.get(key)
                 known[key] = sample if before is None else sample._replace(value=before.value + sample.value)
     return {family: list(known.values()) for family, known in whole.items()}
-
-
-def _block(family: Family, samples: Sequence[Sample], helps: bool) -> Iterator[str]:
-    if helps:
-        yield f"# HELP {family.name} {family.help}\n"
-    yield f"# TYPE {family.name} {family.kind}\n"
-    for suffix, labels, value in samples:
-        inner = ",".join(f'{name}="{word.translate(_ESCAPED)}"' for name, word in labels.items())
-        yield f"{family.name}{suffix}{{{inner}}} {value!r}\n" if inner else f"{family.name}{suffix} {value!r}\n"
-    yield "\n"

@@ -1,8 +1,8 @@
-"""Logging of every process: one event per line, as a JSON object or for people.
+"""Logging set-up of every process: one event per line, as JSON or in readable columns.
 
-An event is a message and facts: `log.info("worker ready", extra={"instance": name, "load_s": 1.2})` becomes
-`{"ts": …, "level": "info", "logger": …, "message": "worker ready", "instance": …, "load_s": 1.2}`. While a request is
-worked on, its `request_id` is there too, and `trace_id` and `span_id` where it belongs to a trace.
+An event is a message and fields: `log.info("worker ready", extra={"instance": name, "load_s": 1.2})` becomes
+`{"ts": …, "level": "info", "logger": …, "message": "worker ready", "instance": …, "load_s": 1.2}`. Within a
+request its `request_id` is added, and `trace_id` and `span_id` where it belongs to a trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEVELS = {
 }
 
 Paint = Callable[[str, str], str]
-"""Text and the name of a rich style → the text as the terminal shows it."""
+"""Text and the name of a rich style → the text with terminal escapes."""
 
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
@@ -38,7 +38,7 @@ _ONE_LINE = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"):
 
 
 def setup(level: str = "info", format: str = "json", stream: TextIO | None = None) -> None:
-    """Send every logger's events to `stream` (standard output by default), and forget an earlier set-up.
+    """Send every logger's events to `stream` (standard output by default), in place of an earlier set-up.
 
     `level` is a level, or directives such as "warn,teimgr.mux=debug"; `format` is "json" or "pretty".
 
@@ -51,7 +51,9 @@ def setup(level: str = "info", format: str = "json", stream: TextIO | None = Non
     handler.setFormatter(JsonFormatter() if format == "json" else PrettyFormatter(_paint(stream)))
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
-        _forget(root, old)
+        root.removeHandler(old)
+        for name in old.directed:
+            logging.getLogger(name).setLevel(logging.NOTSET)
     root.addHandler(handler)
     root.setLevel(levels.pop("", logging.INFO))
     for name, number in levels.items():
@@ -75,17 +77,16 @@ def parse_levels(text: str) -> dict[str, int]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The facts that the caller added to the event, in order, and for whom this was done."""
+    """The `extra` fields of the event in order, then those of the request context."""
     context = CURRENT.get()
-    facts = {name: value for name, value in vars(record).items() if name not in _OWN}
-    return facts if context is None else facts | context.log_fields()
+    fields = {name: value for name, value in vars(record).items() if name not in _OWN}
+    return fields if context is None else fields | context.log_fields()
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object per event; a traceback is its field `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
         event = {
             "ts": rfc3339(datetime.fromtimestamp(record.created, UTC)),
             "level": record.levelname.lower(),
@@ -99,21 +100,20 @@ class JsonFormatter(logging.Formatter):
 
 
 class PrettyFormatter(logging.Formatter):
-    """Aligned columns: time, level, message, facts, logger; a traceback follows on its own lines."""
+    """Aligned columns: time, level, message, fields, logger; a traceback follows on lines of its own."""
 
     def __init__(self, paint: Paint = lambda text, style: text) -> None:
         super().__init__()
         self._paint = paint
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, or lines with a traceback, without the end."""
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        facts = [f"{name}={value}".translate(_ONE_LINE) for name, value in fields_of(record).items()]
+        fields = [f"{name}={value}".translate(_ONE_LINE) for name, value in fields_of(record).items()]
         columns = (
             self._paint(clock, "dim"),
             self._paint(f"{record.levelname.lower():<8}", _STYLES.get(record.levelname, "bold")),
             f"{record.getMessage().translate(_ONE_LINE):<36}",
-            *(self._paint(fact, "cyan") for fact in facts),
+            *(self._paint(field, "cyan") for field in fields),
             self._paint(record.name, "dim"),
         )
         line = " ".join(columns)
@@ -121,15 +121,9 @@ class PrettyFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The one handler that `setup` made; `directed` are the loggers it gave a level of their own."""
+    """The handler that `setup` installs; `directed` are the loggers that it gave levels of their own."""
 
     directed: tuple[str, ...] = ()
-
-
-def _forget(root: logging.Logger, handler: _Handler) -> None:
-    root.removeHandler(handler)
-    for name in handler.directed:
-        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def _logger_name(target: str) -> str:

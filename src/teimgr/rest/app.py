@@ -16,7 +16,7 @@ from teimgr.docs_page import HEADERS, page
 from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
 from teimgr.gateway.openapi import describe
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import config, events, fleet, gpus, instances, json_http, logs, models, probes
@@ -39,7 +39,7 @@ async def docs_page(request: Request) -> HTMLResponse:
 def create_app(
     manager: Manager,
     settings: Settings,
-    metrics: Metrics,
+    metrics: DaemonMetrics,
     alarms: Alarms = tuple,
     booted: Callable[[], bool] = lambda: True,
     *,

@@ -15,7 +15,7 @@ from teimgr.auth.callers import CALLER, authenticate_request
 from teimgr.auth.policy import PolicyInForce
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.observability import telemetry
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, use_context
 from teimgr.observability.telemetry import Telemetry
 from teimgr.rest.json_http import VERBS, error_response
@@ -34,7 +34,7 @@ class Observe:
     Reads have no span: frequent scrapes and probes would fill the traces.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, telemetry: Telemetry | None = None) -> None:
+    def __init__(self, app: ASGIApp, metrics: DaemonMetrics, telemetry: Telemetry | None = None) -> None:
         self._app = app
         self._metrics = metrics
         self._telemetry = telemetry or Telemetry()

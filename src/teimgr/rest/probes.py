@@ -18,7 +18,7 @@ from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import TheManager
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Health, Readiness
@@ -72,7 +72,7 @@ async def ready(request: Request, manager: TheManager) -> Response:
 @router.get("/metrics", response_class=Response, responses=_BOTH)
 async def metrics(request: Request, manager: TheManager, form: Form = "text") -> Response:
     """Every metric of the daemon, its muxes, its workers and its GPUs."""
-    registry: Metrics = request.app.state.metrics
+    registry: DaemonMetrics = request.app.state.metrics
     registry.fleet(manager.list())
     registry.alarms(len(all_alarms(manager, request.app.state.alarms)))
     page = await registry.page()

@@ -16,7 +16,7 @@ from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.planner import Planner, place, usable_cores, with_batch_tokens, worker_spec
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
@@ -46,7 +46,7 @@ class Manager:
         directory: Directory,
         store: Store,
         gpus: GpuInventory,
-        metrics: Metrics,
+        metrics: DaemonMetrics,
         cores: int | None = None,
     ) -> None:
         self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib

@@ -27,7 +27,7 @@ from teimgr.files import write_atomically
 from teimgr.http_server import bind
 from teimgr.launch.launcher import LaunchFailed
 from teimgr.launch.process_handle import ProcessHandle, RunFile
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
 from teimgr.supervision.lifecycle import Backoff
 from teimgr.supervision.mux_link import MuxLost, MuxTimeouts, serve_mux
@@ -60,7 +60,7 @@ class MuxSupervisor:
         number: int,
         settings: Settings,
         directory: Directory,
-        metrics: Metrics,
+        metrics: DaemonMetrics,
         policy: PolicyInForce | None = None,
         command: Sequence[str] = _COMMAND,
         timeouts: MuxTimeouts | None = None,
@@ -207,7 +207,7 @@ class Muxes:
     """The mux processes that the settings ask for: supervised within `running`, ended by `stop`."""
 
     def __init__(
-        self, settings: Settings, directory: Directory, metrics: Metrics, policy: PolicyInForce | None = None
+        self, settings: Settings, directory: Directory, metrics: DaemonMetrics, policy: PolicyInForce | None = None
     ) -> None:
         self._settings = settings
         count = settings.mux_processes if settings.grpc_enabled else 0

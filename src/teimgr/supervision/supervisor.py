@@ -18,7 +18,7 @@ from teimgr.clock import rfc3339
 from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import Others, Planner
 from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView
 from teimgr.supervision.lifecycle import CommandRefused, Life, Phase, RestartPolicy
@@ -55,7 +55,7 @@ class SupervisorContext:
 
     launcher: Launcher
     directory: Directory
-    metrics: Metrics
+    metrics: DaemonMetrics
     planner: Planner
     policy: RestartPolicy
     probes: ProbePlan

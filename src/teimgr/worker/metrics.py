@@ -61,7 +61,7 @@ class Histogram:
 class Items:
     """The inputs of one family of calls, `te_embed_*` or `te_predict_*`."""
 
-    def __init__(self, families: catalogue.Items) -> None:
+    def __init__(self, families: catalogue.ItemFamilies) -> None:
         self._families = families
         self._count = 0
         self._success = 0
@@ -83,7 +83,7 @@ class Items:
 class Durations:
     """Where the time went: in all, and the three parts of it."""
 
-    def __init__(self, families: catalogue.Durations) -> None:
+    def __init__(self, families: catalogue.DurationFamilies) -> None:
         parts = (families.total, families.tokenization, families.queue, families.inference)
         self._histograms = {family: Histogram(family.bounds) for family in parts}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.launch.local import LocalLauncher, LocalOptions
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import GpuInventory, Inventory
 from teimgr.spec import InstanceSpec
 from teimgr.supervision.manager import Manager
@@ -31,7 +31,9 @@ async def main(folder: Path, replicas: int, change: str) -> None:
         run_dir=settings.run_dir, log_dir=settings.log_dir, entry="tests.support.fakes.worker:main", preload=()
     )
     gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
-    manager = Manager(settings, LocalLauncher(options), directory, Store(settings.state_file), gpus, Metrics(), cores=4)
+    manager = Manager(
+        settings, LocalLauncher(options), directory, Store(settings.state_file), gpus, DaemonMetrics(), cores=4
+    )
     changed = asyncio.Event()
     directory.subscribe(lambda snapshot: changed.set())
     await manager.boot()
