@@ -14,7 +14,7 @@ from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import Launcher
-from teimgr.observability.metrics import Metrics
+from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.planner import place, usable_cores, worker_spec
 from teimgr.registry import cache as disk
@@ -55,7 +55,7 @@ class Registry:
         settings: Settings,
         launcher: Launcher,
         gpus: GpuInventory,
-        metrics: Metrics,
+        metrics: DaemonMetrics,
         instances: Callable[[], Sequence[InstanceView]],
         cache: HubCache | None = None,
         environ: Mapping[str, str] = os.environ,
