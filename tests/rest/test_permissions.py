@@ -5,34 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from starlette.routing import Route
+from tests.support.api_keys import AUTH, KEYS, SECRETS
 from tests.support.memory_fleet import Fleet
 from tests.support.rest_listener import Front, listening
 
-from teimgr.auth.policy import NO_CERTIFICATE, Policy, PolicyInForce, digest, new_key
-from teimgr.config.auth import ApiKeyEntry, Auth, faults, policy_of
+from teimgr.auth.policy import NO_CERTIFICATE, Policy, PolicyInForce, digest
+from teimgr.config.auth import Auth, policy_of
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
-from teimgr.errors import InvalidConfig, Unauthenticated
+from teimgr.errors import Unauthenticated
 from teimgr.gateway.gateway import Gateway, paths
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
 from teimgr.rest.permissions import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
-
-SECRETS = {name: f"{name}-{'k' * 32}" for name in ("admin", "inference", "read", "team")}
-KEYS = (
-    *(ApiKeyEntry(name=name, key=SECRETS[name], rights=(name,)) for name in ("admin", "inference", "read")),
-    ApiKeyEntry(name="team", key=SECRETS["team"], rights=("admin", "inference", "read"), instances=("mine", "team-*")),
-)
-AUTH = Auth(enabled=True, providers=("api_keys",), api_keys=KEYS)
 
 
 @asynccontextmanager
@@ -223,72 +216,3 @@ async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, ca
     shown += [repr(settings), policy_of(AUTH).to_json(), *caplog.messages, *map(str, caplog.records)]
     assert not any(secret in text for secret in SECRETS.values() for text in shown)
     assert digest(SECRETS["read"]) not in repr(settings)
-
-
-def test_every_key_is_compared_whatever_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[str] = []
-
-    def noting(given: str, known: str) -> bool:
-        compared.append(known)
-        return given == known
-
-    monkeypatch.setattr("teimgr.auth.policy.hmac.compare_digest", noting)
-    policy = policy_of(AUTH)
-    for key in (SECRETS["admin"], SECRETS["team"], "nobody's", None):
-        compared.clear()
-        with suppress(Unauthenticated):
-            policy.authenticate(NO_CERTIFICATE, key)
-        assert len(compared) == len(KEYS)
-
-
-def test_a_policy_travels_to_the_muxes_whole() -> None:
-    policy = policy_of(AUTH)
-    assert Policy.from_json(policy.to_json()) == policy
-    assert Policy.from_json(Policy().to_json()) == Policy()
-
-
-def test_a_new_key_is_long_and_never_the_same() -> None:
-    assert len({new_key() for _ in range(100)}) == 100
-    assert len(new_key()) > 40
-
-
-def test_keys_from_files_and_variables_are_read_anew(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text(f"{SECRETS['read']}\n")
-    from_file = ApiKeyEntry(name="a", key_file=file, rights=("read",))
-    from_variable = ApiKeyEntry(name="b", key_env="THE_KEY", rights=("read",))
-    assert from_file.read().sha256 == from_variable.read({"THE_KEY": SECRETS["read"]}).sha256 == digest(SECRETS["read"])
-    file.write_text(SECRETS["admin"])
-    assert from_file.read().sha256 == digest(SECRETS["admin"])
-    with pytest.raises(InvalidConfig, match="the environment variable THE_KEY must have at least 16 characters"):
-        from_variable.read({})
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ({"key": "short"}, "auth.api_keys[0]: key must have at least 16 characters (has 5)"),
-        ({}, "auth.api_keys[0]: give one of key, key_sha256, key_file, key_env (got none)"),
-        (
-            {"key": "k" * 20, "key_env": "X"},
-            "auth.api_keys[0]: give one of key, key_sha256, key_file, key_env (got key_sha256 and key_env)",
-        ),
-        ({"key_sha256": "abc"}, "auth.api_keys[0].key_sha256: must be 64 hex digits in lower case"),
-        ({"key_file": Path("/nowhere")}, "auth.api_keys[0]: key_file: /nowhere cannot be read: No such file"),
-        ({"key": "k" * 20, "rights": ()}, "auth.api_keys[0].rights: cannot be empty"),
-        ({"key": "k" * 20, "instances": ()}, "auth.api_keys[0].instances: neither the list nor a name"),
-        ({"key": "k" * 20, "name": ""}, "auth.api_keys[0].name: cannot be empty"),
-    ],
-)
-def test_a_key_that_is_wrong_is_refused(key: dict[str, Any], message: str) -> None:
-    auth = replace(AUTH, api_keys=(ApiKeyEntry(**{"name": "a", "rights": ("read",)} | key),))
-    assert next(str(fault) for fault in faults(auth)).startswith(message)
-
-
-def test_keys_are_told_apart() -> None:
-    same = (KEYS[0], replace(KEYS[0], name="again"), replace(KEYS[1], name="admin"))
-    assert [str(fault) for fault in faults(replace(AUTH, api_keys=same))] == [
-        "auth.api_keys[1]: is the same key as 'admin'",
-        "auth.api_keys[2].name: Duplicate name of a key: 'admin'",
-    ]
-    assert [fault.path for fault in faults(replace(AUTH, api_keys=()))] == ["auth.api_keys"]

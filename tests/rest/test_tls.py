@@ -20,8 +20,6 @@ from tests.support.memory_fleet import Fleet
 from tests.support.polling import eventually
 from tests.support.rest_listener import Front, listening
 
-from teimgr.auth.callers import certificate_from_tls
-from teimgr.auth.policy import subject_attributes
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import Auth, Mtls, ServerTls, faults
 from teimgr.config.settings import Settings
@@ -291,14 +289,6 @@ def test_files_that_cannot_be_used_are_refused_in_a_sentence(
 def test_without_files_uvicorn_is_told_nothing() -> None:
     assert uvicorn_options(None) == {}
     assert RestTls(None).alarms() == []
-
-
-def test_a_subject_is_the_same_by_python_and_by_grpc() -> None:
-    certificate = {"subject": ((("organizationName", "Se,arch"),), (("commonName", "ü"), ("userId", "7")))}
-    expected = frozenset({"O=Se,arch", "CN=ü", "UID=7"})
-    assert certificate_from_tls(certificate).subject == expected
-    assert subject_attributes(r"UID=7+CN=\C3\BC,O=Se\,arch") == expected
-    assert certificate_from_tls({}).subject == subject_attributes("") == frozenset()
 
 
 def test_tls_of_its_own_has_no_place_beside_mutual_tls(ours: Authority) -> None:

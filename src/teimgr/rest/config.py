@@ -16,7 +16,7 @@ from teimgr.supervision.reload import Plan, Reloader, Step
 router = APIRouter(tags=["configuration"])
 
 DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
-Prune = Annotated[bool | None, Query(description="stands in for the key prune_seeds")]
+Prune = Annotated[bool | None, Query(description="instead of the key prune_seeds")]
 
 WRONG: dict[int | str, dict[str, Any]] = {400: {"model": Failure, "description": "the configuration is wrong"}}
 
@@ -40,7 +40,7 @@ class SettingChange(BaseModel):
 
 
 class ReloadPlan(BaseModel):
-    """What changes. The instances of `left` were made by an earlier configuration, and stay because pruning is off."""
+    """What changes. The instances in `left` are of an earlier configuration, and stay because pruning is off."""
 
     settings: list[SettingChange]
     create: list[str]
@@ -51,7 +51,7 @@ class ReloadPlan(BaseModel):
 
 
 class ReloadStep(BaseModel):
-    """What came of one move of the fleet."""
+    """Result of one step."""
 
     action: Literal["remove", "update", "recreate", "create"]
     instance: str
@@ -61,7 +61,7 @@ class ReloadStep(BaseModel):
 
 
 class Reloaded(BaseModel):
-    """The plan, and what came of it; without steps for a dry run."""
+    """The plan and the results of its steps; a dry run has no steps."""
 
     dry_run: bool
     plan: ReloadPlan
@@ -79,9 +79,9 @@ async def config(request: Request) -> Response:
 
 @router.post("/config/reload", response_model=Reloaded, responses=WRONG)
 async def reload(request: Request, dry_run: DryRun = False, prune: Prune = None) -> Response:
-    """Read the configuration again and move the fleet to it, or only say what that would do.
+    """Read the configuration again and apply it, or only return the plan.
 
-    A configuration that is wrong changes nothing. Instances are moved one after the other; each has its own result.
+    An invalid configuration changes nothing. Instances are changed one after the other; each has its own result.
     """
     reloader: Reloader = request.app.state.reloader
     if dry_run:

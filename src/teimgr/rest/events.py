@@ -18,7 +18,7 @@ DEFAULT_LAST = 100
 
 Instances = Annotated[list[str] | None, Query(alias="instance", description="only of these")]
 Kinds = Annotated[list[str] | None, Query(alias="event", description="only of these kinds")]
-Last = Annotated[int, Query(ge=0, le=KEPT, description="so many of the latest come first")]
+Last = Annotated[int, Query(ge=0, le=KEPT, description="how many past events come first")]
 
 
 @router.get(
@@ -29,9 +29,9 @@ Last = Annotated[int, Query(ge=0, le=KEPT, description="so many of the latest co
 async def events(
     request: Request, instances: Instances = None, kinds: Kinds = None, last: Last = DEFAULT_LAST
 ) -> Response:
-    """The latest events, oldest first. With `Accept: text/event-stream` those, and then each as it happens.
+    """The latest events, oldest first. With `Accept: text/event-stream` those, and then each new one.
 
-    A stream that was cut goes on after the event that `Last-Event-ID` names.
+    A stream resumes after the event in `Last-Event-ID`.
     """
     event_log: EventLog = request.app.state.events
 

@@ -23,7 +23,7 @@ from teimgr.supervision.manager import Manager
 router = APIRouter(tags=["fleet"])
 
 Action = Literal["start", "stop", "restart", "delete"]
-Probing = Annotated[bool, Query(alias="probe", description="have the workers prove themselves now")]
+Probing = Annotated[bool, Query(alias="probe", description="run a self-test in each worker now")]
 
 
 class BulkAction(BaseModel):
@@ -45,7 +45,7 @@ class BulkAction(BaseModel):
 
 
 class ActionResult(BaseModel):
-    """What came of an action on one instance; `error` and `code` where it was refused."""
+    """Result of an action on one instance; `error` and `code` where it failed."""
 
     name: str
     ok: bool
@@ -55,7 +55,7 @@ class ActionResult(BaseModel):
 
 
 class BulkResult(BaseModel):
-    """One result for each instance that was meant, in the order of their names in the request or of creation."""
+    """One result per instance, in the order of the request's names, or of creation."""
 
     action: Action
     results: list[ActionResult]
@@ -70,7 +70,7 @@ class TemplateInfo(BaseModel):
 
 
 class WorkerProof(BaseModel):
-    """What came of asking one worker to run a known text through its device."""
+    """Result of one worker's self-test, a known text run on its device."""
 
     incarnation: str
     ok: bool
@@ -79,20 +79,22 @@ class WorkerProof(BaseModel):
 
 
 class InstanceHealth(BaseModel):
-    """`healthy`: it runs, its last proof was good, and so were those asked for now."""
+    """`healthy`: it runs, and its last self-test and those of this request passed."""
 
     name: str
     status: State
     healthy: bool
-    last_proof: str | None = Field(description="time of the last good proof")
-    health_check_failures: int = Field(description="failed proofs since then")
+    last_proof: str | None = Field(description="time of the last passed self-test")
+    health_check_failures: int = Field(description="failed self-tests since then")
     restarts: int
     reason: str | None
-    proofs: list[WorkerProof] | None = Field(description="of this moment, one for each worker; null unless asked for")
+    proofs: list[WorkerProof] | None = Field(
+        description="self-tests of this request, one per worker; null without `probe`"
+    )
 
 
 class FleetHealth(BaseModel):
-    """Every instance. `healthy`: all that should run are."""
+    """Every instance. `healthy`: all that should run are healthy."""
 
     healthy: bool
     timestamp: str
@@ -102,7 +104,7 @@ class FleetHealth(BaseModel):
 
 @router.post("/instances/actions", response_model=BulkResult)
 async def act(request: Request, manager: TheManager) -> Response:
-    """Do the same to many instances, all at once; each has its own result, and the answer is 200 whatever they are."""
+    """Apply an action to many instances concurrently; each has its own result, and the answer is always 200."""
     body = await read_json(request, BulkAction)
     tags = [f"{name}:{value}" for name, value in (body.tags or {}).items()]
     names = body.names or [view.spec.name for view in chosen(manager.list(), tags)]
@@ -120,13 +122,13 @@ async def templates(request: Request) -> Response:
 
 @router.get("/instances/{name}/health", response_model=InstanceHealth, responses=UNKNOWN)
 async def instance_health(request: Request, name: str, manager: TheManager, probe: Probing = False) -> Response:
-    """How healthy one instance is, by its last proof, or by one made now. 200 also when it is not."""
+    """Health of one instance, by its last self-test or by one run now. 200 also when it is unhealthy."""
     return answer(await _health(manager.get(name), request.app.state.live_probe if probe else None))
 
 
 @router.get("/health/all", response_model=FleetHealth)
 async def fleet_health(request: Request, manager: TheManager, probe: Probing = False) -> Response:
-    """How healthy every instance is. 200 also when some are not; /ready is the question with another status."""
+    """Health of every instance. 200 also when some are unhealthy; /ready has another status then."""
     views = manager.list()
     prober = request.app.state.live_probe if probe else None
     found = await asyncio.gather(*(_health(view, prober) for view in views))

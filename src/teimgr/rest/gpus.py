@@ -28,23 +28,21 @@ _GAUGES: dict[Family, Callable[[Gpu], float | None]] = {
 
 
 class OnGpu(BaseModel):
-    """A worker of an instance, a process on a card."""
+    """A worker of an instance, a process on a GPU."""
 
     name: str
     pid: int
-    memory_bytes: int | None = Field(
-        description="what the driver gave the process; null where the driver does not tell"
-    )
+    memory_bytes: int | None = Field(description="GPU memory of the process; null where the driver does not report it")
 
 
 class GpuInfo(Card):
-    """A GPU and who is on it."""
+    """A GPU and the workers on it."""
 
     instances: list[OnGpu]
 
 
 class Gpus(BaseModel):
-    """The cards that instances may use; `reason` says why there are none."""
+    """The GPUs that instances may use; `reason` is why there are none."""
 
     gpus: list[GpuInfo]
     reason: str
@@ -125,6 +123,6 @@ async def card_of(view: InstanceView, board: GpuBoard | None) -> dict[str, Any] 
 
 @router.get("/gpus", response_model=Gpus)
 async def list_gpus(board: TheBoard) -> Response:
-    """The cards of this host that instances may use, with memory, load and who is on them."""
+    """The GPUs of this host that instances may use, with memory, load and workers."""
     assert board is not None  # create_app adds this route only with a board
     return answer(await board.to_dict())

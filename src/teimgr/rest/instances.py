@@ -18,11 +18,13 @@ from teimgr.supervision.manager import Manager
 router = APIRouter(tags=["instances"])
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
-CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": Failure, "description": "not in the state it is in"}}
+CONFLICT: dict[int | str, dict[str, Any]] = {
+    409: {"model": Failure, "description": "not possible in its present state"}
+}
 REFUSED: dict[int | str, dict[str, Any]] = {
     status: {"model": Failure, "description": meaning}
     for status, meaning in (
-        (400, "no JSON, an unknown GPU, or a flag nobody knows"),
+        (400, "invalid JSON, an unknown GPU or an unknown flag"),
         (409, "the name is taken"),
         (413, "a body over 2 MiB"),
         (415, "another content type"),
@@ -31,7 +33,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 }
 ROLLING: dict[int | str, dict[str, Any]] = {
     202: {"model": InstanceInfo, "description": "new workers are starting beside the old ones"},
-    409: {"model": Failure, "description": "another update is under way, or this one came to nothing"},
+    409: {"model": Failure, "description": "another update is under way, or this one failed"},
 }
 
 
@@ -45,7 +47,7 @@ TheManager = Annotated[Manager, Depends(manager_of)]
 
 Tags = Annotated[
     list[str] | None,
-    Query(alias="tag", description="team:search, or team for any value; several must all fit", max_length=64),
+    Query(alias="tag", description="team:search, or team for any value; several must all match", max_length=64),
 ]
 Statuses = Annotated[list[State] | None, Query(alias="status", description="several: any of them")]
 ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="several: any of them")]
@@ -60,7 +62,7 @@ async def list_instances(
     statuses: Statuses = None,
     models: ModelIds = None,
 ) -> Response:
-    """All instances that the caller may see, or those of them that fit every filter, in order of creation."""
+    """All instances that the caller may see and that match every filter, in order of creation."""
     covers = caller_of(request.scope).covers
     views = [view for view in chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
     return answer([instance_info(view, await card_of(view, board)) for view in views])
@@ -89,7 +91,7 @@ async def get_instance(name: str, manager: TheManager, board: TheBoard) -> Respo
 
 @router.delete("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
 async def delete_instance(name: str, manager: TheManager) -> Response:
-    """Stop an instance and forget it; the answer is how it was last. Its log stays."""
+    """Stop and remove an instance; the answer is its last state. Its log stays."""
     return answer(instance_info(await manager.delete(name)))
 
 
@@ -101,7 +103,7 @@ async def start_instance(name: str, manager: TheManager) -> Response:
 
 @router.post("/instances/{name}/stop", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
 async def stop_instance(name: str, manager: TheManager) -> Response:
-    """Stop an instance; it stays stopped, after a restart of the daemon too."""
+    """Stop an instance; it stays stopped, also after a restart of the daemon."""
     return answer(instance_info(await manager.stop(name)))
 
 
@@ -114,7 +116,7 @@ async def stop_instance(name: str, manager: TheManager) -> Response:
 async def restart_instance(
     request: Request, name: str, manager: TheManager, rolling: bool = False, wait: bool = False
 ) -> Response:
-    """Stop an instance where it runs, and start it; rolling: new workers start beside the old ones, with no gap."""
+    """Restart an instance; rolling: new workers start beside the old ones, without a gap."""
     if has_body(request):
         rolling |= (await read_json(request, RestartInstance)).rolling
     return _progress(await manager.restart(name, rolling=rolling, wait=wait), rolling)
@@ -127,10 +129,10 @@ async def restart_instance(
     openapi_extra=json_body(UpdateInstance, required=True),
 )
 async def update_instance(request: Request, name: str, manager: TheManager, wait: bool = False) -> Response:
-    """Change an instance without a gap: new workers start beside the old ones, prove themselves, and take over.
+    """Change an instance without a gap: new workers start beside the old ones, pass a self-test, and take over.
 
-    The answer is 202 while they do, and the instance's `update` says how it goes; with `wait` it comes when all
-    is done, and is a 409 `UPDATE_FAILED` when the instance is as it was. What needs no other worker is done at once.
+    The answer is 202 meanwhile, with the progress in the instance's `update`; with `wait` it comes at the end, and is
+    409 `UPDATE_FAILED` after a rollback. Changes that need no new worker are made at once.
     """
     body = await read_json(request, UpdateInstance)
     recreate = body.strategy == "recreate"

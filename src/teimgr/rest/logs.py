@@ -119,10 +119,10 @@ _BATCH_LINES = 200
 Index = Annotated[int | None, Query(ge=-I32, lt=I32, description="as in a Python slice; negative counts from the end")]
 Follow = Annotated[
     bool,
-    Query(description="server-sent events: `line` from `start` on (default -10) and as they come; `end` is ignored"),
+    Query(description="server-sent events: `line` from `start` on (default -10), then new ones; `end` is ignored"),
 ]
-Level = Annotated[str | None, Query(description="this level and those above; a slice then counts only such lines")]
-Since = Annotated[str | None, Query(description="a moment in RFC 3339, or seconds ago")]
+Level = Annotated[str | None, Query(description="minimum level; a slice then counts only such lines")]
+Since = Annotated[str | None, Query(description="a time in RFC 3339, or in seconds ago")]
 _BOTH = UNKNOWN | {200: {"model": LogSlice, "content": {MEDIA_TYPE: {}}, "description": "a slice, or events"}}
 
 
@@ -138,8 +138,8 @@ def get_logs(
 ) -> StreamingResponse:
     """Lines [start, end) of the log, rotated files included, or the log as it grows; memory does not grow with it.
 
-    `level` and `since` look at structured lines; others go with the structured line before them. A follower gets an
-    event `line` with {"line": text} for each, and `gap` where lines were rotated away before it took them.
+    `level` and `since` apply to JSON lines; others belong to the JSON line before them. With `follow`, an event `line`
+    has {"line": text}, and `gap` means that lines were rotated away before they were read.
     """
     settings: Settings = request.app.state.settings
     log = settings.log_dir / f"{check_name(name)}.log"

@@ -28,27 +28,27 @@ Revision = Annotated[Text, Field(min_length=1, description="branch, tag or commi
 
 
 class Strict(BaseModel):
-    """No unknown field, no text where a number is meant."""
+    """Base of request bodies: unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
 class AddModel(Strict):
-    """What POST /models takes."""
+    """Body of POST /models."""
 
     model_id: ModelId
     revision: Revision | None = None
 
 
 class DownloadModel(Strict):
-    """What a download may be told; an absent body is an empty one."""
+    """Body of a download; absent is the same as empty."""
 
     revision: Revision | None = None
     update: bool = Field(False, description="ask the hub also where the model is here: the branch may have moved")
 
 
 class LoadModel(Strict):
-    """What a trial may be told; an absent body is an empty one."""
+    """Body of a trial; absent is the same as empty."""
 
     gpu_id: int | None = Field(None, ge=0, le=U32, description="index of the GPU; absent: the freest one")
     device: Literal["auto", "cpu"] = Field("auto", description="cpu: not on a GPU, even if there is one")
@@ -78,13 +78,13 @@ class ModelInfo(BaseModel):
     last_verified: str | None = Field(None, description="when a trial last passed")
     verification_error: str | None = Field(None, description="why the last trial failed; a pass clears it")
     verification: Verification | None = None
-    metadata: dict[str, Any] | None = Field(None, description="some facts of config.json")
-    revision: str | None = Field(None, description="what was asked for last; absent: main")
+    metadata: dict[str, Any] | None = Field(None, description="some keys of config.json")
+    revision: str | None = Field(None, description="last requested revision; absent: main")
     commit: str | None = None
     commits: list[ModelCommit] | None = Field(None, description="all that the cache has, the newest first")
     files: list[ModelFileInfo] | None = None
-    used_by: list[str] = Field(description="instances that want it")
-    gated: bool | None = Field(None, description="the hub asks for its licence to be accepted")
+    used_by: list[str] = Field(description="instances of this model")
+    gated: bool | None = Field(None, description="its licence must be accepted on the hub")
     progress: DownloadProgress | None = Field(None, description="while it is being downloaded")
     download_error: str | None = Field(None, description="why the last download since the daemon's start failed")
 
@@ -95,7 +95,6 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def _failures(**meanings: str) -> Responses:
-    """OpenAPI of failures: `_404="…"`."""
     return {int(status[1:]): {"model": Failure, "description": text} for status, text in meanings.items()}
 
 
@@ -151,7 +150,7 @@ async def list_models(models: TheRegistry) -> Response:
     openapi_extra=json_body(AddModel, required=True),
 )
 async def add_model(request: Request, models: TheRegistry) -> Response:
-    """Know a model from now on; nothing is downloaded."""
+    """Add a model to the list; nothing is downloaded."""
     body = await read_json(request, AddModel)
     view, is_new = await models.add(body.model_id, body.revision)
     return answer(view.to_dict(), 201 if is_new else 200)
@@ -168,7 +167,7 @@ async def download_events(model_id: ModelIdModels, models: TheRegistry) -> Respo
 
 @router.get("/models/{model_id:path}", response_model=ModelInfo, responses=UNKNOWN)
 async def get_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
-    """One model, as the disk has it now."""
+    """One model, with its files on the disk now."""
     return answer((await models.get(model_id)).to_dict())
 
 
@@ -182,10 +181,9 @@ async def get_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
     openapi_extra=json_body(DownloadModel, required=False),
 )
 async def download_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
-    """Fetch a model from the hub and check what came; the answer comes when it is done, or as server-sent events.
+    """Download a model from the hub and check its files; the answer comes at the end, or as server-sent events.
 
-    A model that is here is answered at once. A download that broke is taken up where it was. It goes on when the caller
-    goes away.
+    A complete model is answered at once. A broken download is resumed; it continues when the client disconnects.
     """
     body = await _read_optional(request, DownloadModel)
     task = await models.download(model_id, body.revision, update=body.update)
@@ -204,7 +202,7 @@ async def download_model(request: Request, model_id: ModelIdModels, models: TheR
     openapi_extra=json_body(LoadModel, required=False),
 )
 async def load_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
-    """Try a model in a throw-away worker, and measure it; the answer is 200 whether it passed or failed."""
+    """Load a model in a temporary worker and measure it; the answer is 200 whether it passed or failed."""
     body = await _read_optional(request, LoadModel)
     return await _answer_to(models, model_id, await models.try_out(model_id, body.options()), wait)
 
@@ -215,7 +213,7 @@ async def load_model(request: Request, model_id: ModelIdModels, models: TheRegis
     responses=UNKNOWN | _failures(_409="instances want it, or it is being downloaded or tried"),
 )
 async def delete_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
-    """Remove a model from the hub's cache and forget it; the answer is how it was. A directory is not deleted."""
+    """Remove a model from the hub's cache and the list; the answer is its last state. A directory is not deleted."""
     return answer((await models.delete(model_id)).to_dict())
 
 
@@ -226,14 +224,14 @@ async def _answer_to(models: Registry, model_id: str, task: ModelTask, wait: boo
 
 
 async def _read_optional(request: Request, kind: type[Body]) -> Body:
-    """The body where one of JSON was sent. tei-manager ignores bodies here, so another type is no body."""
+    """The JSON body, if there is one. tei-manager ignores bodies here, so other content types are ignored."""
     if has_body(request) and "json" in request.headers.get("content-type", ""):
         return await read_json(request, kind)
     return kind()
 
 
 async def _events_of(models: Registry, model_id: str, task: ModelTask) -> AsyncGenerator[Event]:
-    """A download from now to its end."""
+    """The events of a download until its end."""
     assert task.progress is not None
     async for progress in task.progress.follow():
         yield Event("progress", known_values(progress))
