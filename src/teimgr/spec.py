@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from enum import Enum, IntEnum
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from teimgr.errors import InvalidInstanceName
 
@@ -213,10 +213,10 @@ def updatable(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """Everything one worker process is told, as the JSON object it is launched with.
+    """Options of one worker process, launched with them as a JSON object.
 
-    `replica` tells the workers of one instance apart. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID, so
-    that NVML's and CUDA's orders cannot disagree) or None for the CPU. Times are seconds.
+    `replica` distinguishes the workers of one instance. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID:
+    NVML and CUDA may order cards differently) or None for the CPU. Times are seconds.
     """
 
     name: str
@@ -256,16 +256,13 @@ class WorkerSpec:
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
-        """The inverse of `to_json`; unknown keys of a newer daemon are an error."""
+        """The inverse of `to_json`; unknown keys are an error."""
         values = json.loads(text)
         return cls(**values | {"cors_allow_origin": tuple(values.get("cors_allow_origin", ()))})
 
     @property
     def hash(self) -> str:
-        """Sixteen hex digits that change whenever a running worker would have to be replaced.
-
-        `threads` is left out: it is changed in place while the fleet grows and shrinks.
-        """
+        """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place."""
         facts = {key: value for key, value in asdict(self).items() if key != "threads"}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -276,11 +273,11 @@ WORKER_KEYS = tuple(item.name for item in fields(WorkerSpec) if item.name in KEY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What a ready worker says of its model. Lengths are tokens.
+    """Description of the model that a ready worker has loaded. Lengths are tokens.
 
     `kind` is one of `KINDS`; `outputs` are those of `engine.job.Output` that it has. `dimension` is that of a dense
     vector, of the vocabulary (sparse) or of a token's vector (multi-vector), and 0 for classifiers and rerankers, which
-    have `labels` by index. `model_sha` is what was asked for, `commit` the commit it resolved to. `batching` is
+    have `labels` by index. `model_sha` is the requested revision, `commit` the commit it resolved to. `batching` is
     "packed" where one padding-free row passed the load-time probe, else "equal-length".
     """
 
@@ -305,25 +302,24 @@ class LoadedModel:
     tokenization_workers: int = 1
     load_s: float = 0.0
 
-    _LISTS: ClassVar[tuple[str, ...]] = ("prompts", "outputs", "labels")
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self) | {name: list(getattr(self, name)) for name in self._LISTS}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LoadedModel:
         """The inverse of `to_dict`."""
-        return cls(**{**values, **{name: tuple(values[name]) for name in cls._LISTS if name in values}})
+        known: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in values.items()}
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
     """A snapshot of one worker of an instance, for display.
 
-    `replica` counts from 0; while an update rolls, two workers have the same number. `role` is where it is in an
-    update: `serving` for those of the instance as it is, `joining` for those that are to take over, `leaving` for those
-    that serve only who has not heard yet. `gpu` is the card's UUID and `gpu_id` its index, None on the CPU.
+    `replica` counts from 0; during an update two workers have the same number. `role` in an update is `serving`,
+    `joining` for workers that will take over, or `leaving` for replaced ones that finish their calls. `gpu` is the
+    card's UUID and `gpu_id` its index, None on the CPU.
     """
 
     replica: int
@@ -353,10 +349,7 @@ class UpdateView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """A snapshot of one instance for display; it may inform a decision and never gates one.
-
-    Timestamps are RFC 3339 in UTC.
-    """
+    """A snapshot of one instance, for display only. Timestamps are RFC 3339 in UTC."""
 
     spec: InstanceSpec
     state: State

@@ -15,7 +15,8 @@ import pytest
 from tests.support.frame_worker import FrameWorker, hold, lengths
 from tests.support.mux_process import Control, MuxProcess, client, embed, running, stub
 
-from teimgr.config.mux import MuxConfig, MuxTls
+from teimgr.auth.tls_files import TlsFiles
+from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig
 
 Status = grpc.StatusCode
@@ -215,7 +216,9 @@ def test_a_bad_config_is_named(tmp_path: Path) -> None:
 
 
 def test_the_config_survives_the_way_through_its_file() -> None:
-    config = MuxConfig(host="::1", port=9001, control_socket="/x/mux-0.sock", tls=MuxTls(cert="c", key="k", ca="a"))
+    config = MuxConfig(
+        host="::1", port=9001, control_socket="/x/mux-0.sock", tls=TlsFiles(Path("c"), Path("k"), Path("a"))
+    )
 
     assert MuxConfig.from_json(config.to_json()) == config
     assert MuxConfig.from_json(config.to_json()).hash == config.hash

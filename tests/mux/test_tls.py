@@ -19,7 +19,7 @@ from tests.support.mux_process import Control, embed, mux_pb2, running, stub
 from tests.support.polling import eventually
 
 from teimgr.auth.policy import CertificateRules, Key, Policy, digest
-from teimgr.config.mux import MuxTls
+from teimgr.auth.tls_files import TlsFiles
 from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
 
 LIMIT_S = 20
@@ -59,7 +59,7 @@ async def test_only_clients_with_a_certificate_of_the_authority_get_through(
     tmp_path: Path, start_mux: Any, start_worker: Any
 ) -> None:
     ours, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "stranger", "stranger")
-    control = await Control.connect(start_mux(tls=MuxTls.of(ours.server())))
+    control = await Control.connect(start_mux(tls=ours.server()))
     port = (await control.push(running("a", await start_worker())))["port"]
     ours.sign("client")
     ours.sign("late", days=0)
@@ -78,7 +78,7 @@ async def test_subjects_and_alternative_names_are_judged_as_on_rest(
     tmp_path: Path, start_mux: Any, start_worker: Any
 ) -> None:
     ours = Authority(tmp_path / "ours")
-    control = await Control.connect(start_mux(tls=MuxTls.of(ours.server())))
+    control = await Control.connect(start_mux(tls=ours.server()))
     port = (await control.push(running("a", await start_worker())))["port"]
     ours.sign("client", "/O=Search, Inc./OU=a+CN=zürich/CN=indexer", "DNS:indexer.local,URI:spiffe://x/i,IP:10.0.0.1")
     async with secure(port, ours.ca, ours) as channel:
@@ -112,7 +112,7 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(
     put(before.ca, old_ca)
     for authority in (before, after):
         authority.sign("client")
-    control = await Control.connect(start_mux(tls=MuxTls.of(files)))
+    control = await Control.connect(start_mux(tls=files))
     port = (await control.push(running("a", await start_worker())))["port"]
     endings: list[grpc.StatusCode] = []
     stop = asyncio.Event()
@@ -163,7 +163,7 @@ def test_a_mux_does_not_begin_with_files_that_cannot_be_used(tmp_path: Path, sta
     for name in ("a.pem", "a.key"):
         (tmp_path / name).write_text("nothing")
     with pytest.raises(RuntimeError, match=r"mux cannot serve: .*no PEM") as caught:
-        start_mux(tls=MuxTls(cert=str(tmp_path / "a.pem"), key=str(tmp_path / "a.key")))
+        start_mux(tls=TlsFiles(tmp_path / "a.pem", tmp_path / "a.key"))
     assert "Traceback" not in caught.value.args[0]
 
 

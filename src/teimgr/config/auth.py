@@ -1,4 +1,4 @@
-"""TODO."""
+"""`[auth]`: authentication settings, their rules, and the policy that the listeners enforce."""
 
 # ruff: noqa: RUF009  `_key` is dataclasses.field with metadata; it makes a new field at every call
 
@@ -30,7 +30,7 @@ _SOURCES = ("key", "key_sha256", "key_file", "key_env")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mtls:
-    """`[auth.mtls]`: PEM files of the two TLS listeners, and whom they let in."""
+    """`[auth.mtls]`: PEM files of the two TLS listeners, and the clients they accept."""
 
     ca_cert: Path = field(metadata=declared("certificate authority of the clients"))
     server_cert: Path = field(metadata=declared("certificate of this server"))
@@ -42,7 +42,7 @@ class Mtls:
     allowed_sans: tuple[str, ...] = _key((), "subject alternative names, 'indexer.local' or 'DNS:indexer.local'")
 
     def rules(self) -> CertificateRules:
-        """Whom the lists let in, those whose `verify_` key is on."""
+        """The lists whose `verify_` key is on."""
         subjects = self.allowed_subjects if self.verify_subject else ()
         return CertificateRules(subjects, self.allowed_sans if self.verify_san else ())
 
@@ -57,7 +57,7 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKeyEntry:
-    """`[[auth.api_keys]]`: one key. A key that is written out is kept as its SHA-256 from here on."""
+    """`[[auth.api_keys]]`: one key. A literal key is kept as its SHA-256 only."""
 
     name: str = field(metadata=declared("who has the key; shown in logs and refusals"))
     key: str | None = _key(None, "the key itself, at least 16 characters", secret=True)
@@ -70,16 +70,16 @@ class ApiKeyEntry:
     instances: tuple[str, ...] | None = _key(None, "names or globs of the instances it is for; absent: all")
 
     def __post_init__(self) -> None:
-        # One that is too short, or one of two, is refused by the rules and never in use.
+        # A key that is too short, or given twice, is refused by the rules.
         if self.key is not None and self.key_sha256 is None and len(self.key) >= MIN_KEY_CHARS:
             object.__setattr__(self, "key_sha256", digest(self.key))
             object.__setattr__(self, "key", None)
 
     def read(self, environ: Mapping[str, str] = os.environ) -> Key:
-        """The key as it is stored now; file and variable are read each time.
+        """The key; file and variable are read at each call.
 
         Raises:
-            InvalidConfig: it cannot be had, or is too short.
+            InvalidConfig: It cannot be read, or is too short.
         """
         return Key(self.name, self.key_sha256 or digest(self._secret(environ)), self.rights, self.instances)
 
@@ -103,7 +103,7 @@ class ApiKeyEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auth:
-    """`[auth]`: who may call. Off by default."""
+    """`[auth]`: authentication of callers; off by default."""
 
     enabled: bool = _key(False, "verify callers by the providers below, by each of them")
     providers: tuple[str, ...] = _key((), "'mtls', 'api_keys' or both")
@@ -113,11 +113,10 @@ class Auth:
     api_keys: tuple[ApiKeyEntry, ...] = _key((), "the keys of the provider api_keys")
 
     def asks_for(self, provider: str) -> bool:
-        """Whether callers are verified by this provider."""
         return self.enabled and provider in self.providers
 
     def files(self) -> TlsFiles | None:
-        """The files of the two listeners, None where they speak no TLS."""
+        """The files of the two listeners, None without TLS."""
         if self.mtls is not None and self.asks_for(MTLS):
             return TlsFiles(self.mtls.server_cert, self.mtls.server_key, self.mtls.ca_cert)
         if self.tls is not None and self.enabled:
@@ -125,7 +124,7 @@ class Auth:
         return None
 
     def warnings(self) -> Iterator[str]:
-        """What is allowed and should be said loudly at the start."""
+        """Warnings for the log at the start."""
         if self.mtls and self.mtls.allow_self_signed:
             yield "auth.mtls.allow_self_signed is ignored: clients must present a chain to ca_cert"
         if self.mtls and self.mtls.allowed_sans and not self.mtls.verify_san:
@@ -140,10 +139,10 @@ class Auth:
 
 
 def policy_of(auth: Auth | None, environ: Mapping[str, str] = os.environ) -> Policy:
-    """Whom the listeners let in. Key files and variables are read anew at each call.
+    """The policy of the listeners. Key files and variables are read at each call.
 
     Raises:
-        InvalidConfig: a key cannot be had.
+        InvalidConfig: A key cannot be read.
     """
     if auth is None or not auth.enabled:
         return Policy()
@@ -153,7 +152,7 @@ def policy_of(auth: Auth | None, environ: Mapping[str, str] = os.environ) -> Pol
 
 
 def table_of_new_key(name: str, rights: Sequence[str], instances: Sequence[str] | None) -> tuple[str, str]:
-    """A key that nobody had before, and its table as TOML, which tells nothing of it."""
+    """A new random key, and its table as TOML, which has only the hash."""
     key = new_key()
     table: dict[str, Any] = {"name": name, "key_sha256": digest(key), "rights": list(rights)}
     if instances is not None:

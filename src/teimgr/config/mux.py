@@ -14,24 +14,6 @@ from teimgr.observability.telemetry import Exporting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MuxTls:
-    """Paths of PEM files; with `ca`, clients must show a certificate signed by it."""
-
-    cert: str
-    key: str
-    ca: str | None = None
-
-    @classmethod
-    def of(cls, files: TlsFiles) -> MuxTls:
-        """These files, for JSON."""
-        return cls(cert=str(files.cert), key=str(files.key), ca=None if files.ca is None else str(files.ca))
-
-    def files(self) -> TlsFiles:
-        """The same as paths."""
-        return TlsFiles(Path(self.cert), Path(self.key), None if self.ca is None else Path(self.ca))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MuxConfig:
     """One mux process.
 
@@ -60,27 +42,28 @@ class MuxConfig:
     request_timeout_s: float = 30.0
     orphan_grace_s: float = 300.0
     run_dir: str = ""
-    tls: MuxTls | None = None
+    tls: TlsFiles | None = None
     reuse_port: bool = False
     log_level: str = "info"
     log_format: str = "json"
     otel: Exporting | None = None
 
     def to_json(self) -> str:
-        """The object as one line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """The object as one line of JSON; paths are texts."""
+        return json.dumps(asdict(self), sort_keys=True, default=str)
 
     @classmethod
     def from_json(cls, text: str) -> MuxConfig:
         """The inverse of `to_json`.
 
         Raises:
-            InvalidConfig: no JSON object, or not one of these keys.
+            InvalidConfig: It is no JSON object, or has other keys.
         """
         try:
             values: dict[str, Any] = json.loads(text)
             tls, otel = values.pop("tls", None), values.pop("otel", None)
-            return cls(**values, tls=MuxTls(**tls) if tls else None, otel=Exporting(**otel) if otel else None)
+            files = TlsFiles(**{name: path and Path(path) for name, path in tls.items()}) if tls else None
+            return cls(**values, tls=files, otel=Exporting(**otel) if otel else None)
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidConfig(f"mux config: {error}") from error
 

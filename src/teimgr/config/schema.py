@@ -40,6 +40,11 @@ class ConfigFaults(InvalidConfig):
         self.faults = faults
 
 
+def refused(path: str, message: str) -> ConfigFaults:
+    """The error for one fault."""
+    return ConfigFaults(ConfigFault(path, message))
+
+
 def build(kind: type[T], table: object, path: str = "", *, hidden: Collection[str] = ()) -> T:
     """A whole `kind` from a table.
 
@@ -68,13 +73,13 @@ def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[s
         Faulty: Unknown keys, wrong types, numbers outside their limits.
     """
     if not isinstance(table, Mapping):
-        raise ConfigFaults(ConfigFault(path, f"must be a table (got {said(table)})"))
+        raise refused(path, f"must be a table (got {said(table)})")
     hints = get_type_hints(kind)
     known = {field.name: field for field in fields(kind) if field.name not in hidden}
 
     def one(name: str, value: object) -> Any:
         if name not in known:
-            raise ConfigFaults(ConfigFault(join(path, name), unknown(name, value, known)))
+            raise refused(join(path, name), unknown(name, value, known))
         return convert(value, hints[name], join(path, name), key_of(known[name]))
 
     return each(table.items(), one)
@@ -113,26 +118,24 @@ def convert(value: object, annotation: Any, path: str, key: DeclaredKey | None =
         return convert(value, (chosen or kinds)[0], path, key)
     if origin is Literal:
         if value not in arguments:
-            raise ConfigFaults(
-                ConfigFault(path, f"must be one of {', '.join(map(repr, arguments))} (got {said(value)})")
-            )
+            raise refused(path, f"must be one of {', '.join(map(repr, arguments))} (got {said(value)})")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigFaults(ConfigFault(path, f"must be a list (got {said(value)})"))
+            raise refused(path, f"must be a list (got {said(value)})")
         return tuple(each(enumerate(value), lambda i, item: convert(item, arguments[0], f"{path}[{i}]")).values())
     if origin is Mapping:
         if not isinstance(value, Mapping):
-            raise ConfigFaults(ConfigFault(path, f"must be a table (got {said(value)})"))
+            raise refused(path, f"must be a table (got {said(value)})")
         return each(value.items(), lambda name, item: convert(item, arguments[1], join(path, name)))
     if is_dataclass(annotation):
         return build(annotation, value, path)  # type: ignore[arg-type]
     accepted, noun = _SCALARS[annotation]
     if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
-        raise ConfigFaults(ConfigFault(path, f"must be {noun} (got {said(value)})"))
+        raise refused(path, f"must be {noun} (got {said(value)})")
     result = annotation(value)
     if key and (problem := key.out_of_range(result)):
-        raise ConfigFaults(ConfigFault(path, problem))
+        raise refused(path, problem)
     return result
 
 

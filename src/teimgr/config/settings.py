@@ -1,10 +1,10 @@
-"""Every setting of the daemon, in one screen each: name, default, meaning, limits.
+"""Settings of the daemon: name, default, meaning and limits of every key.
 
-Where the values come from is said in `configuration.py`, what must hold between them in `rules.py`. Times are seconds,
-sizes bytes unless the name says otherwise; relative paths are taken from the working directory.
+`sources.py` reads them, `rules.py` has the rules between them. Times are seconds, sizes bytes unless the name says
+otherwise; relative paths are taken from the working directory.
 """
 
-# ruff: noqa: RUF009  `key` is dataclasses.field with a meaning; it makes a new field at every call
+# ruff: noqa: RUF009  `key` is dataclasses.field with metadata; it makes a new field at every call
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEI_BINARY = "text-embeddings-router"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Otel:
-    """`[otel]`: where traces go. Trace context is passed on to the workers whether or not any are exported."""
+    """`[otel]`: export of traces. Trace context is passed to the workers even where none is exported."""
 
     endpoint: str = key("", "collector of OTLP, http://host:4317; empty: no export", also="TEI_MANAGER_OTEL_ENDPOINT")
     service_name: str = key("tei-manager", "service.name of the traces")
@@ -35,10 +35,10 @@ class Otel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """`[[webhooks]]`: who is told of the events of instances, by POST."""
+    """`[[webhooks]]`: receivers of fleet events, by POST."""
 
     url: str = field(metadata=declared("where the events are posted"))
-    events: tuple[str, ...] = key((), "kinds of events that are told; empty: all")
+    events: tuple[str, ...] = key((), "kinds of events that are sent; empty: all")
     secret: str = key("", "signs each body with HMAC-SHA256 in X-Teimgr-Signature; empty: unsigned", secret=True)
     timeout_secs: float = key(10.0, "limit of one POST", low=0.1, high=600)
     max_attempts: int = key(5, "tries of one event, with growing pauses, before it is given up", low=1, high=100)
@@ -137,9 +137,9 @@ class Settings:
     )
     prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration wanted", live=True)
     aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
-    webhooks: tuple[Webhook, ...] = key((), "who is told of the events of instances", live=True)
-    auth: Auth | None = key(None, "who may call; absent: everybody", live=True)
-    otel: Otel = key(Otel, "where traces go")
+    webhooks: tuple[Webhook, ...] = key((), "receivers of fleet events", live=True)
+    auth: Auth | None = key(None, "authentication; absent: off", live=True)
+    otel: Otel = key(Otel, "export of traces")
 
     def __post_init__(self) -> None:
         for name, folder in (("run_dir", "run"), ("log_dir", "logs")):
@@ -148,21 +148,18 @@ class Settings:
 
     @property
     def mtls(self) -> Mtls | None:
-        """The certificates of both listeners, where mutual TLS is on."""
         return self.auth.mtls if self.auth and self.auth.asks_for(MTLS) else None
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """The certificates of both listeners, where they speak TLS."""
         return self.auth.files() if self.auth else None
 
     @property
     def grpc_max_message_bytes(self) -> int:
-        """`grpc_max_message_size_mb` in bytes."""
         return self.grpc_max_message_size_mb * 2**20
 
     def warnings(self) -> Iterator[str]:
-        """What is allowed and should be said loudly at the start."""
+        """Warnings for the log at the start: ignored keys, and listeners that anybody can reach."""
         if self.tei_binary_path != TEI_BINARY:
             yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
         if self.auth:
@@ -177,10 +174,10 @@ class Settings:
                 yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
 
     def prepare_folders(self) -> None:
-        """Make the folders of state, logs and run files; the last is for this user alone.
+        """Create the folders of state, logs and run files; the last is private to this user.
 
         Raises:
-            InvalidConfig: one cannot be made.
+            InvalidConfig: One cannot be created.
         """
         for noun, folder, mode in (
             ("state file", self.state_file.parent, 0o777),
@@ -194,7 +191,7 @@ class Settings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener bound to `host`; a name other than localhost counts as no."""
+    """Whether `host` is a loopback address or "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

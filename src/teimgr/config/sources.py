@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from teimgr.config import rules, schema
-from teimgr.config.schema import ConfigFault, ConfigFaults, join
+from teimgr.config.schema import ConfigFault, ConfigFaults, join, refused
 from teimgr.config.settings import Otel, Settings
 from teimgr.errors import InvalidConfig
 from teimgr.spec import KEYS, InstanceSpec, key_of, updatable
@@ -126,9 +126,8 @@ def read(source: Source) -> Configuration:
     try:
         values = _from_file(tomllib.loads(text))
         said_by = {path: f"{source.file}:{line}" for path, line in lines.items()}
-        for scalar, variable, value in _from_environment(source.environ):
-            _put(values, scalar.path, value)
-            said_by[".".join(scalar.path)] = f"environment {variable}"
+        for path, variable in _from_environment(source.environ, values):
+            said_by[path] = f"environment {variable}"
         given = {name: value for name, value in source.overrides.items() if value is not None}
         values |= schema.read(Settings, given)
         settings = Settings(**values)
@@ -148,7 +147,7 @@ def with_template(
         Faulty: There is no such template.
     """
     if not isinstance(name, str) or name not in templates:
-        raise ConfigFaults(ConfigFault(path, schema.unknown_word(str(name), templates)))
+        raise refused(path, schema.unknown_word(str(name), templates))
     template = templates[name]
     joined: dict[str, Any] = {**template, **keys}
     tags = (template.get("tags"), keys.get("tags"))
@@ -167,8 +166,13 @@ class Scalar(NamedTuple):
 
 def scalars() -> Iterator[Scalar]:
     """Each key that one environment variable can give: those of the top level and of `[otel]`."""
-    yield from _scalars(Settings, ())
-    yield from _scalars(Otel, ("otel",))
+    for kind, table in ((Settings, ()), (Otel, ("otel",))):
+        hints = get_type_hints(kind)
+        for item in fields(kind):
+            hint, path = hints[item.name], (*table, item.name)
+            if get_origin(hint) not in (tuple, Mapping) and not any(map(is_dataclass, (hint, *get_args(hint)))):
+                variables = (key_of(item).also, f"TEIMGR_{'_'.join(path).upper()}")
+                yield Scalar(path, hint, tuple(filter(None, variables)))
 
 
 def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
@@ -180,17 +184,6 @@ def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     for variable in sorted(environ):
         if variable.startswith(("TEIMGR_", "TEI_MANAGER_")) and variable not in known:
             yield f"the environment variable {variable} is not read; {schema.nearest(variable, known)}"
-
-
-def _scalars(kind: type[Any], table: tuple[str, ...]) -> Iterator[Scalar]:
-    hints = get_type_hints(kind)
-    for item in fields(kind):
-        annotation = hints[item.name]
-        if get_origin(annotation) in (tuple, Mapping) or any(map(is_dataclass, (annotation, *get_args(annotation)))):
-            continue
-        path = (*table, item.name)
-        names = (key_of(item).also, f"TEIMGR_{'_'.join(path).upper()}")
-        yield Scalar(path, annotation, tuple(filter(None, names)))
 
 
 def _text(file: Path) -> str:
@@ -219,9 +212,7 @@ def _from_file(table: dict[str, Any]) -> dict[str, Any]:
 
 def _templates(tables: object) -> dict[str, dict[str, Any]]:
     if not isinstance(tables, Mapping):
-        raise ConfigFaults(
-            ConfigFault("templates", f"must be a table of tables, [templates.NAME] (got {schema.said(tables)})")
-        )
+        raise refused("templates", f"must be a table of tables, [templates.NAME] (got {schema.said(tables)})")
     hidden = [name for name in KEYS if not updatable(name)]
     return schema.each(
         tables.items(), lambda name, table: schema.read(InstanceSpec, table, f"templates.{name}", hidden=hidden)
@@ -230,9 +221,7 @@ def _templates(tables: object) -> dict[str, dict[str, Any]]:
 
 def _seeds(tables: object, templates: Mapping[str, Mapping[str, Any]]) -> tuple[InstanceSpec, ...]:
     if not isinstance(tables, list):
-        raise ConfigFaults(
-            ConfigFault("instances", f"must be a list of tables, [[instances]] (got {schema.said(tables)})")
-        )
+        raise refused("instances", f"must be a list of tables, [[instances]] (got {schema.said(tables)})")
     hidden = [name for name, key in KEYS.items() if not key.in_config]
 
     def seed(index: int, table: object) -> InstanceSpec:
@@ -253,32 +242,21 @@ def _try(make: Callable[[], Any], otherwise: Any) -> tuple[Any, list[ConfigFault
 
 
 def _located(fault: ConfigFault, file: Path | None, lines: Mapping[str, int]) -> str:
-    """The fault as a line of text, with the place in the file where it stands there."""
-    if file is None:
-        return str(fault)
     line = line_of(fault.path, lines)
-    return f"{file}: {fault}" if line is None else f"{file}:{line}: {fault}"
+    return ":".join(str(part) for part in (file, line) if part is not None) + f": {fault}" if file else str(fault)
 
 
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Scalar, str, Any]]:
+def _from_environment(environ: Mapping[str, str], values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Put each variable that is set into `values`; yields the paths of the keys and the variables."""
     for scalar in scalars():
         for variable in scalar.variables:
-            if variable in environ:
-                yield scalar, variable, _variable(variable, environ[variable], scalar)
-
-
-def _variable(variable: str, text: str, scalar: Scalar) -> Any:
-    kind, name = Otel if len(scalar.path) > 1 else Settings, scalar.path[-1]
-    try:
-        return schema.read(kind, {name: schema.from_text(text, scalar.annotation)})[name]
-    except (ValueError, ConfigFaults) as error:
-        raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
-
-
-def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Change one key; the one table that has variables is `[otel]`."""
-    *table, name = path
-    if table:
-        values[table[0]] = replace(values.get(table[0], Otel()), **{name: value})
-    else:
-        values[name] = value
+            if (text := environ.get(variable)) is None:
+                continue
+            *table, name = scalar.path
+            kind = Otel if table else Settings  # the one table that has variables is `[otel]`
+            try:
+                value = schema.read(kind, {name: schema.from_text(text, scalar.annotation)})
+            except (ValueError, ConfigFaults) as error:
+                raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
+            values |= {"otel": replace(values.get("otel", Otel()), **value)} if table else value
+            yield ".".join(scalar.path), variable

@@ -38,7 +38,7 @@ class EngineOptions:
     """What to load and where.
 
     `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane. `model_sha` is the requested
-    revision, `commit` what it resolved to; both only go into `ModelInfo`.
+    revision, `commit` what it resolved to; both only go into `LoadedModel`.
     """
 
     path: Path

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Kind(str, Enum):
-    """What a model is for; the word is `ModelInfo.kind`."""
+    """What a model is for; the word is `LoadedModel.kind`."""
 
     EMBEDDING = "embedding"
     SPARSE = "sparse"

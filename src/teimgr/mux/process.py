@@ -53,7 +53,7 @@ class Mux:
         self._policy = PolicyInForce(Policy())
         self._telemetry = Telemetry.open(config.otel)
         self._health = MuxHealth(self._policy, *SERVICES)
-        self._certificates = None if config.tls is None else GrpcCertificates(config.tls.files())
+        self._certificates = None if config.tls is None else GrpcCertificates(config.tls)
         self._woken = asyncio.Event()  # set by the first snapshot, or by a stop
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()

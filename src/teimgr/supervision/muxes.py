@@ -20,7 +20,7 @@ from typing import Any
 
 from teimgr import __version__
 from teimgr.auth.policy import Policy, PolicyInForce
-from teimgr.config.mux import MuxConfig, MuxTls
+from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.files import write_atomically
@@ -195,7 +195,7 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
         request_timeout_s=float(settings.grpc_request_timeout_secs),
         orphan_grace_s=float(settings.orphan_grace_secs),
         run_dir=str(settings.run_dir),
-        tls=MuxTls.of(files) if files else None,
+        tls=files,
         otel=exporting(settings, f"mux-{number}"),
         reuse_port=settings.mux_processes > 1,
         log_level=settings.log_level,

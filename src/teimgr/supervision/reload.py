@@ -1,7 +1,7 @@
-"""From one configuration to another while the daemon runs: first the plan, then the moves.
+"""Configuration reload while the daemon runs: plan, then apply step by step.
 
-The file wins for every instance that it names, also over what REST changed since; instances that no file named are left
-alone. A file that is wrong changes nothing.
+The file overrides every instance that it names, also what REST changed since; other instances stay. An invalid file
+changes nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from teimgr.spec import KEYS, Change, InstanceSpec, InstanceView, key_of
 log = logging.getLogger(__name__)
 
 LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
-"""The keys that a reload changes; the others wait for the next start."""
+"""The settings that a reload changes; the others change at the next start."""
 
 
 class Fleet(Protocol):
     """The verbs of the manager that a reload uses."""
 
     async def create(self, request: InstanceSpec) -> InstanceView:
-        """A new instance."""
+        """Create an instance."""
 
     async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
-        """Move an instance to other values without a gap."""
+        """Change an instance without a gap."""
 
     async def delete(self, name: str) -> InstanceView:
-        """Stop it and forget it."""
+        """Stop an instance and remove it."""
 
     def list(self) -> list[InstanceView]:
         """All instances."""
@@ -44,12 +44,11 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a reload does.
+    """Changes of a reload.
 
-    `settings` are the keys with another value, each with the old one (None: it was not there) and the new one; those in
-    or below the keys of `live` change at once. Of the
-    instances, `update` has the keys that change by name, `recreate` what an update cannot do, `remove` what an earlier
-    configuration made and this one does not name; those are `left` where pruning is off.
+    `settings` are the keys with another value, old and new (None: absent); those in or below the keys of `live` change
+    at once. Of the instances, `update` has the changed keys by name, `recreate` what an update cannot do, `remove` what
+    only an earlier configuration named; with pruning off those are `left`.
     """
 
     settings: tuple[tuple[Value | None, Value | None], ...]
@@ -74,7 +73,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one move; `error` is None where it was made."""
+    """Result of one step; `error` is None on success."""
 
     action: str
     instance: str
@@ -82,11 +81,10 @@ class Step:
 
 
 class Reloader:
-    """Reads `source` again when it is asked to.
+    """Reads `source` again on request and moves the fleet to it.
 
-    `apply` is given the settings with the live keys of the new ones; it takes all, or raises InvalidConfig.
-
-    `configuration` is what is in effect: keys that wait for the next start have the value of this one.
+    `apply` is called with the present settings and the new live keys; it applies all, or raises InvalidConfig.
+    `configuration` is in effect: keys that change at the next start have their present values.
     """
 
     def __init__(
@@ -100,11 +98,11 @@ class Reloader:
         self._alarm: str | None = None
 
     def alarms(self) -> list[str]:
-        """The sentence that the last reload failed, if it did."""
+        """The failure of the last reload, if it failed."""
         return [self._alarm] if self._alarm else []
 
     def notices(self) -> list[str]:
-        """A sentence for each instance that is not what the configuration says: the state wins until a reload."""
+        """A sentence for each instance that differs from its seed: the state has precedence until a reload."""
         present = {view.spec.name: view.spec for view in self._fleet.list()}
         return [
             f"instance {seed.name!r} differs from the configuration in {', '.join(changes)}; a reload moves it"
@@ -113,18 +111,18 @@ class Reloader:
         ]
 
     async def plan(self, *, prune: bool | None = None) -> Plan:
-        """What a reload would do now.
+        """The changes of a reload now.
 
         Raises:
-            InvalidConfig: the configuration is wrong.
+            InvalidConfig: The configuration is invalid.
         """
         return self._plan(await self._read(), prune)
 
     async def reload(self, *, prune: bool | None = None) -> tuple[Plan, list[Step]]:
-        """Move the daemon to what the configuration says now. `prune` stands in for the key `prune_seeds`.
+        """Apply the configuration as it is now. `prune` overrides the key `prune_seeds`.
 
         Raises:
-            InvalidConfig: the configuration is wrong; nothing has changed, and an alarm says so until one succeeds.
+            InvalidConfig: The configuration is invalid; nothing has changed, and an alarm stays until one succeeds.
         """
         async with self._alone:
             try:
@@ -153,7 +151,7 @@ class Reloader:
         )
 
     def _moves(self, plan: Plan) -> Iterator[tuple[str, str, Callable[[], Awaitable[object]]]]:
-        """The moves in their order: room is made first."""
+        """The steps in order: removals make room first."""
         fleet = self._fleet
         for name in plan.remove:
             yield "remove", name, partial(fleet.delete, name)
@@ -210,7 +208,7 @@ def _moved(
 
 
 def _changed(old: Configuration, new: Configuration) -> Iterator[tuple[Value | None, Value | None]]:
-    """The keys that differ, but for those of seeds, which the instances show."""
+    """The keys that differ, except those of seeds, which `differences` has."""
     before = {each.path: each for each in effective(old) if not each.path.startswith("instances")}
     after = {each.path: each for each in effective(new) if not each.path.startswith("instances")}
     for path in {**before, **after}:
@@ -220,12 +218,12 @@ def _changed(old: Configuration, new: Configuration) -> Iterator[tuple[Value | N
 
 
 def live_keys(old: Settings, new: Settings) -> frozenset[str]:
-    """The keys that change at once; a listener that begins or ceases to speak TLS is another listener."""
+    """The keys that change at once; turning TLS on or off needs another listener."""
     return LIVE if old.tls_files == new.tls_files else LIVE - {"auth"}
 
 
 def _taken_up(old: Configuration, new: Configuration) -> Configuration:
-    """What is in effect after a reload: the live keys of the new one, the others of the old one."""
+    """The configuration in effect after a reload: live keys of the new one, the others of the old one."""
     live = live_keys(old.settings, new.settings)
     settings = replace(old.settings, **{name: getattr(new.settings, name) for name in live})
     kept = {path: by for path, by in old.said_by.items() if _top(path) not in live}

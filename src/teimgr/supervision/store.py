@@ -1,9 +1,9 @@
-"""The wanted instances on disk: a TOML file that is old or new at every moment, and the generation before it.
+"""State file: the instances on disk as TOML, replaced atomically, with the previous generation beside it.
 
 state.toml                        tei-manager's own format; teimgr's further keys only where they differ from default
 state.toml.prev                   the generation before
 state.toml.corrupt-<time>         a file that could not be read, set aside
-state.toml.backup-<time>          a state that the daemon was told not to restore
+state.toml.backup-<time>          a state that was not to be restored
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the disk said. `alarm` is a sentence for people when something had to be left out or set aside."""
+    """Instances read from disk. `alarm` is a sentence for operators where something was left out or set aside."""
 
     specs: tuple[InstanceSpec, ...] = ()
     alarm: str | None = None
 
 
 class Unreadable(Exception):
-    """The bytes are no state; the text says why."""
+    """The bytes are no state file; the text is the reason."""
 
 
 class Store:
-    """The state file at `path`. One writer at a time, which the launcher's lock on the run directory sees to."""
+    """The state file at `path`. One writer at a time, which the launcher's lock on the run directory guarantees."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()
         self._previous = self._path.with_name(f"{self._path.name}.prev")
 
     def load(self) -> Loaded:
-        """The instances last saved; the generation before where the file cannot be read. Never raises.
+        """The instances last saved, or the previous generation where the file cannot be read. Never raises.
 
-        A missing file is an empty state: removing it is how a user starts afresh.
+        A missing file is an empty state; users delete it to reset.
         """
         try:
             loaded = parse(self._path.read_bytes())
@@ -71,20 +71,16 @@ class Store:
         return Loaded(loaded.specs, f"{loaded.alarm}; {self._try_set_aside()}")
 
     def save(self, specs: Iterable[InstanceSpec]) -> None:
-        """Make the disk say `specs`; when this returns, a power cut does not lose them.
+        """Write `specs` durably: a power failure after the return does not lose them.
 
         Raises:
-            OSError: the disk refused; the file is what it was.
+            OSError: The disk refused; the file is unchanged.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, render(specs), mode=0o600, durable=True, previous=self._previous)
 
     def set_aside(self, kind: str) -> Path | None:
-        """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None when there is no file.
-
-        Raises:
-            OSError: the disk refused.
-        """
+        """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None when there is no file."""
         aside = self._path.with_name(f"{self._path.name}.{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
         try:
             duplicate(self._path, aside)
@@ -104,7 +100,7 @@ class Store:
         kept = self._try_set_aside()
         try:
             found = parse(self._previous.read_bytes())
-            duplicate(self._previous, self._path)  # at once: what is loaded now must not depend on a later save
+            duplicate(self._previous, self._path)  # now: the loaded state must not depend on a later save
         except (Unreadable, OSError):
             return Loaded((), f"{problem}; {kept}; no good generation before it, no instance was restored")
         return Loaded(found.specs, "; ".join(filter(None, (problem, kept, "restored the one before", found.alarm))))
@@ -114,7 +110,7 @@ def parse(content: bytes) -> Loaded:
     """The instances in a state file of teimgr or of tei-manager; a bad entry is left out, with an alarm.
 
     Raises:
-        Unreadable: it is not such a file.
+        Unreadable: It is not such a file.
     """
     try:
         table = tomllib.loads(content.decode())
@@ -156,11 +152,10 @@ def _read_entry(entry: object, path: str) -> InstanceSpec:
 
 
 def wanted_at_boot(settings: Settings, store: Store) -> Loaded:
-    """The instances to have, those of the state first.
+    """The instances of the state file, then the seeds with other names.
 
-    The state wins for the names it knows; further seeds are added. With `auto_restore_on_restart` off it is the seeds
-    alone, and the old state is kept as a backup; only a port that a seed leaves open is taken from it, so that a
-    worker that outlived the last daemon still fits.
+    With `auto_restore_on_restart` off the seeds alone, and the old state is kept as a backup; ports that a seed leaves
+    open are taken from it, so that live workers of the last daemon can be adopted.
     """
     state = store.load()
     known = {spec.name: spec for spec in state.specs}
