@@ -28,7 +28,7 @@ def test_every_method_of_every_service_has_a_row() -> None:
 def test_a_method_of_tei_asks_the_same_of_a_worker_as_its_namesake_of_the_multiplexer() -> None:
     for each in rows(*TEI):
         twin = rpc(each.name)
-        same = ("name", "shape", "method", "lane", "limited", "tells_compute")
+        same = ("name", "shape", "method", "lane", "limited", "reports_compute")
         assert [getattr(each, name) for name in same] == [getattr(twin, name) for name in same]
         assert each.payload is PayloadSource.WHOLE
         assert not each.has_target
@@ -104,6 +104,6 @@ def test_only_single_calls_have_the_configured_timeout() -> None:
 
 @pytest.mark.clause("M1.6-cost-metadata")
 def test_compute_headers_are_told_by_the_methods_that_compute() -> None:
-    assert {each.name for each in rows(MUX) if each.tells_compute} == {
+    assert {each.name for each in rows(MUX) if each.reports_compute} == {
         "Embed", "EmbedSparse", "EmbedAll", "Predict", "PredictPair", "Rerank", "RerankStream",
     }  # fmt: skip

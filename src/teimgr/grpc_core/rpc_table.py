@@ -52,7 +52,7 @@ class Rpc:
         missing: Error text for a message without inner request.
         lane: `Flag.BULK` for whole batches in one message, `Flag.WAIT` to wait for room in the worker.
         limited: Whether the configured request timeout applies: to single calls, not to batches and streams.
-        tells_compute: Whether the initial metadata of the reply carries its compute cost.
+        reports_compute: Whether the initial metadata of the reply carries its compute cost.
     """
 
     service: str
@@ -67,7 +67,7 @@ class Rpc:
     missing: str
     lane: Flag
     limited: bool
-    tells_compute: bool
+    reports_compute: bool
 
     def worker_method(self) -> Method:
         """The method to request from the worker.
@@ -114,7 +114,7 @@ def _rpc(service: ServiceDescriptor, rpc: MethodDescriptor) -> Rpc:
         missing=f"Missing {subject} request",
         lane=_lane(subject, bool(arrow_field)),
         limited=shape is Shape.UNARY and not arrow_field,
-        tells_compute=not rpc.server_streaming and "metadata" in rpc.output_type.fields_by_name,
+        reports_compute=not rpc.server_streaming and "metadata" in rpc.output_type.fields_by_name,
     )
 
 

@@ -173,6 +173,6 @@ def _output_dtype(rpc: Rpc, context: Context) -> bytes:
 
 async def _reply(rpc: Rpc, reply: WorkerReply, context: Context) -> bytes:
     """The reply's message, after initial metadata with its compute cost."""
-    if rpc.tells_compute and reply.timings is not None:
+    if rpc.reports_compute and reply.timings is not None:
         await context.send_initial_metadata(tuple(reply.timings.headers().items()))
     return reply.payload

@@ -65,7 +65,7 @@ class GrpcCall(MethodCall):
     def fail(self, error: TeimgrError) -> None:  # as WorkerCall
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # retrieved here: a cancelled call's failure is read by nobody, which asyncio logs
+            self.answer.exception()  # retrieved here: asyncio logs failures that are never read, as a cancelled call's
 
     def cancel(self) -> None:
         """Take the call out of the worker; no effect once it is answered."""
@@ -181,7 +181,7 @@ class GrpcPort:
             reply = await call.answer
         finally:
             call.cancel()
-        if rpc.tells_compute and reply.timings is not None:
+        if rpc.reports_compute and reply.timings is not None:
             await stream.open(reply.timings.headers())
         await stream.send(reply.payload)
 
