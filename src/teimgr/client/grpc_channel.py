@@ -31,10 +31,9 @@ from teimgr.errors import (
     WrongModelKind,
     error_from_code,
 )
+from teimgr.wire.status import CODE_KEY
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
-# Trailing metadata in which teimgr's mux sends the error code; other servers send only the status.
-CODE_KEY = "x-teimgr-code"
 
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 # grpc's "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9001: reason"
