@@ -1,4 +1,4 @@
-"""The daemon: builds every part once, starts them in order, ends them in order."""
+"""The daemon process: construction, start and stop of its parts, signals, reload."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
 
 import uvloop
-from fastapi import FastAPI
 
 from teimgr import __version__
 from teimgr.auth.policy import PolicyInForce
@@ -56,99 +56,98 @@ def main(configuration: Configuration, source: Source) -> int:
 
 
 class Daemon:
-    """All parts of one daemon, told by `configuration`; a reload reads `source` again. Setting `stopping` ends it."""
+    """Composition root: constructs the parts, starts and stops them in order, applies a reload.
+
+    `stopping` ends `run`. A reload reads `source` again.
+    """
 
     def __init__(self, configuration: Configuration, source: Source) -> None:
         self.settings = settings = configuration.settings
-        self.metrics = DaemonMetrics()
-        self.directory = Directory()
-        self.launcher = LocalLauncher(
-            LocalOptions(
-                run_dir=settings.run_dir,
-                log_dir=settings.log_dir,
-                log_max_bytes=settings.log_max_bytes,
-                log_keep=settings.log_keep,
-            )
-        )
         self.stopping = asyncio.Event()
+        # Shared state
+        self.metrics = DaemonMetrics()
+        self.telemetry = Telemetry.open(exporting(settings, "daemon"))
+        self.directory = Directory()
         self.policy = PolicyInForce(policy_of(settings.auth))
-        self.tls = RestTls(settings.tls_files)
-        self.muxes = Muxes(settings, self.directory, self.metrics, self.policy)
+        self.events = EventLog()
+        # Processes: workers and muxes
         gpus = GpuInventory()
+        options = LocalOptions(
+            run_dir=settings.run_dir,
+            log_dir=settings.log_dir,
+            log_max_bytes=settings.log_max_bytes,
+            log_keep=settings.log_keep,
+        )
+        self.launcher = LocalLauncher(options)
+        self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
         self.manager = Manager(settings, self.launcher, self.directory, Store(settings.state_file), gpus, self.metrics)
-        self.models = Registry(
+        self.muxes = Muxes(settings, self.directory, self.metrics, self.policy)
+        self.registry = Registry(
             settings, self.launcher, gpus, self.metrics, self.manager.list, booted=self.manager.booted
         )
-        self.inference = Gateway(settings, self.directory, self.metrics)
+        self.reloader = Reloader(source, configuration, self.manager, self._apply)
+        # HTTP
+        self.tls = RestTls(settings.tls_files)
+        self.gateway = Gateway(settings, self.directory, self.metrics)
+        self.webhooks = Webhooks(self.events)
         self.board = GpuBoard(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)
-        self.telemetry = Telemetry.open(exporting(settings, "daemon"))
         self.metrics.sources += (self.scraper.page, self.board.page)
-        self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
-        self.events = EventLog()
-        self.webhooks = Webhooks(self.events)
-        self.reloader = Reloader(source, configuration, self.manager, self._apply)
-        self.app: FastAPI | None = None
+        self.app = create_app(
+            self.manager,
+            settings,
+            self.metrics,
+            self.alarms,
+            self.manager.booted.is_set,
+            registry=self.registry,
+            gateway=self.gateway,
+            board=self.board,
+            policy=self.policy,
+            event_log=self.events,
+            live_probe=LiveProbe(self.directory, float(settings.health_probe_timeout_secs)),
+            reloader=self.reloader,
+            telemetry=self.telemetry,
+        )
 
     async def run(self) -> int:
-        """Start, serve, stop."""
+        """Start all parts, serve until `stopping`, stop all parts.
+
+        Start: REST port, instances of the state file, GPU preflight, registry, REST and webhooks, adoption and start of
+        workers, muxes. Stop: REST, muxes, workers, so that workers end after everything that calls them.
+        """
         for warning in self.settings.warnings():
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
-        app = self.app = create_app(
-            self.manager,
-            self.settings,
-            self.metrics,
-            self.alarms,
-            self.manager.booted.is_set,
-            registry=self.models,
-            gateway=self.inference,
-            board=self.board,
-            policy=self.policy,
-            event_log=self.events,
-            live_probe=LiveProbe(self.directory, float(self.settings.health_probe_timeout_secs)),
-            reloader=self.reloader,
-            telemetry=self.telemetry,
-        )
         with self._signals():
             try:
                 await self.manager.restore()
-                self._watch()
-                looking = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
+                self.events.note(self.manager.list())  # later changes are events
+                self.manager.on_views_changed = self.events.note
+                for notice in self.reloader.notices():
+                    log.warning(notice)
+                preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
                 if self.preflight.must_pass:
-                    await looking
-                await self.models.start()
-                async with self.tls.serving(app, listener), self.webhooks.running(self.settings.webhooks):
+                    await preflight
+                await self.registry.start()
+                async with self.tls.serving(self.app, listener), self.webhooks.running(self.settings.webhooks):
                     await self.manager.boot()
-                    # They are fed only now: a mux of an earlier daemon serves what it knows until adoption is over.
+                    # Only after the adoption: until then a mux of an earlier daemon uses the last snapshot it got.
                     async with self.muxes.running():
-                        log.info("daemon ready", extra={"version": __version__, **self.addresses()})
+                        log.info("daemon ready", extra={"version": __version__, **self._addresses()})
                         await self.stopping.wait()
-                        self.events.close()  # who follows events or waits for a download need not any more
-                        await self.models.close()
+                        self.events.close()  # ends the long requests that follow events or wait for a download
+                        await self.registry.close()
             finally:
                 await self._stop()
         return 0
 
-    def alarms(self) -> Sequence[str]:
-        """What needs a person, but for what the manager says itself."""
-        parts = (self.tls, self.muxes, self.models, self.preflight, self.webhooks, self.reloader)
-        return [alarm for part in parts for alarm in part.alarms()]
-
-    def addresses(self) -> dict[str, str]:
-        """Where it listens."""
-        found = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
-        if self.settings.grpc_enabled:
-            found["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
-        return found
-
     async def _stop(self) -> None:
-        """Both fronts are closed; let the workers finish, then everything else goes."""
+        """After REST is closed: end the muxes, then the workers, then the rest."""
         grace_s = self.settings.graceful_shutdown_timeout_secs
         log.info("stopping", extra={"grace_s": grace_s})
-        await self.models.close()
-        await self.inference.close()
+        await self.registry.close()
+        await self.gateway.close()
         await self.scraper.close()
         await self.muxes.stop(grace_s)
         await self.manager.shutdown()
@@ -156,24 +155,45 @@ class Daemon:
         await asyncio.to_thread(self.telemetry.close)
         log.info("stopped")
 
+    async def _force_stop(self) -> None:
+        log.warning("second signal: stopping without grace")
+        self.muxes.force_stop()
+        await self.manager.shutdown(at_once=True)
+
+    def alarms(self) -> Sequence[str]:
+        """The alarms of all parts except the manager, which has its own."""
+        parts = (self.tls, self.muxes, self.registry, self.preflight, self.webhooks, self.reloader)
+        return [alarm for part in parts for alarm in part.alarms()]
+
+    def _addresses(self) -> dict[str, str]:
+        rest = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
+        grpc = {"grpc": f"{self.settings.grpc_host}:{self.settings.grpc_port}"}
+        return rest | grpc if self.settings.grpc_enabled else rest
+
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM asks for an orderly end, a second one ends the waiting; SIGHUP is a reload."""
+        """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload."""
         loop = asyncio.get_running_loop()
-        hurrying: set[asyncio.Task[None]] = set()
-        reloads: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[None]] = set()
+        forced = False
 
-        def on_signal() -> None:
-            if self.stopping.is_set() and not hurrying:
-                hurrying.add(loop.create_task(self._hurry()))
+        def run(work: Coroutine[Any, Any, None]) -> None:
+            task = loop.create_task(work)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        def on_stop() -> None:
+            nonlocal forced
+            if self.stopping.is_set() and not forced:
+                forced = True
+                run(self._force_stop())
             self.stopping.set()
 
-        def on_hangup() -> None:
-            reload = loop.create_task(self._reload())
-            reloads.add(reload)
-            reload.add_done_callback(reloads.discard)
+        async def reload() -> None:
+            with contextlib.suppress(InvalidConfig):  # logged, and an alarm
+                await self.reloader.reload()
 
-        handlers = {signal.SIGINT: on_signal, signal.SIGTERM: on_signal, signal.SIGHUP: on_hangup}
+        handlers = {signal.SIGINT: on_stop, signal.SIGTERM: on_stop, signal.SIGHUP: lambda: run(reload())}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:
@@ -182,33 +202,16 @@ class Daemon:
             for number in handlers:
                 loop.remove_signal_handler(number)
 
-    async def _reload(self) -> None:
-        with contextlib.suppress(InvalidConfig):  # which the log and an alarm have said
-            await self.reloader.reload()
-
     def _apply(self, settings: Settings) -> None:
-        """Have what changes without a start be as a reload says.
+        """Apply the keys of a reload that need no restart.
 
         Raises:
-            InvalidConfig: a key cannot be had any more; nothing has changed.
+            InvalidConfig: an authentication file cannot be read; nothing has changed.
         """
         policy = policy_of(settings.auth)
         logs.setup(settings.log_level, settings.log_format)
         self.policy.swap(policy)
-        self.inference.aliases = settings.aliases
+        self.gateway.aliases = settings.aliases
         self.manager.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.webhooks.configure(settings.webhooks)
-        if self.app is not None:
-            self.app.state.settings = settings
-
-    def _watch(self) -> None:
-        """From here on changes of the fleet are events; how it is now is where they begin."""
-        self.events.note(self.manager.list())
-        self.manager.on_views_changed = self.events.note
-        for notice in self.reloader.notices():
-            log.warning(notice)
-
-    async def _hurry(self) -> None:
-        log.warning("asked again: stopping without grace")
-        self.muxes.force_stop()
-        await self.manager.shutdown(at_once=True)
+        self.app.state.settings = settings

@@ -225,8 +225,8 @@ async def test_what_changes_at_once_reaches_who_uses_it(tmp_path: Path, monkeypa
 
     daemon._apply(replace(configuration.settings, aliases={"x": "a"}, auto_max_batch_tokens_per_gib=5))
 
-    assert (daemon.inference.aliases, daemon.manager.tokens_per_gib) == ({"x": "a"}, 5)
-    await daemon.inference.close()
+    assert (daemon.gateway.aliases, daemon.manager.tokens_per_gib) == ({"x": "a"}, 5)
+    await daemon.gateway.close()
 
 
 @pytest.mark.clause("N-events")
