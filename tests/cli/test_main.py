@@ -118,3 +118,27 @@ def test_a_wrong_command_line_shows_usage(arguments: list[str], capsys: pytest.C
         main(arguments)
     assert caught.value.code == 2
     assert "usage: teimgr" in capsys.readouterr().err
+
+
+SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (SEED + 'extra_args = ["--nope"]\n', "instances[0]"),
+        (SEED + 'pooling = "middle"\n', "pooling"),
+        (SEED + 'kind = "llm"\n', "kind"),
+        ("max_instances = 1\n" + SEED + SEED.replace('"a"', '"b"'), "max_instances is 1"),
+    ],
+    ids=["flag", "pooling", "kind", "too many"],
+)
+@pytest.mark.parametrize("command", [["config", "check"], ["serve", "-c"]], ids=["check", "serve"])
+def test_a_seed_that_could_not_be_created_is_refused(
+    command: list[str], config: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(config)
+
+    assert main([*command, str(path)]) == 1
+    assert says in capsys.readouterr().err

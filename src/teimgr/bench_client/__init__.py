@@ -2,7 +2,7 @@
 
 import os
 
-# What gRPC's core would print about a failed connection is said again, in one line, by the command itself.
+# Silences gRPC core's log of a failed connection: the command prints one line itself.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from teimgr.bench_client.command import main

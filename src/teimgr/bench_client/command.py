@@ -1,4 +1,4 @@
-"""Arguments to load, load to a result on stdout; everything else goes to stderr."""
+"""Command line of bench-client; the result is JSON on stdout, everything else goes to stderr."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMED_REASONS = 5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 only when every text got its vector, 1 after any failure, 2 for wrong arguments."""
+    """Run the command; exit status 0 if every text got its vector, 1 after any failure, 2 for wrong arguments."""
     arguments = _parser().parse_args(argv)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -53,25 +53,25 @@ async def _run(arguments: argparse.Namespace) -> int:
     texts = file_texts(arguments.texts, count) if arguments.texts else made_texts(count or _DEFAULT_TEXTS)
     name = "localhost" if arguments.insecure else None
     tls = Tls(ca=arguments.ca, cert=arguments.cert, key=arguments.key, server_name=name)
-    calls = GrpcChannel(ServerAddress.parse(arguments.endpoint), tls, arguments.max_message_size_mb * 1024 * 1024)
-    await calls.open()
+    channel = GrpcChannel(ServerAddress.parse(arguments.endpoint), tls, arguments.max_message_size_mb * 1024 * 1024)
+    await channel.open()
     try:
-        await calls.connect(_CONNECT_S)
-        outcome = await _load(calls, arguments, texts)
+        await channel.connect(_CONNECT_S)
+        outcome = await _load(channel, arguments, texts)
     finally:
-        await calls.close()
+        await channel.close()
     print(json.dumps(_result(arguments, len(texts), outcome), indent=2))
     _explain(outcome)
     return 1 if outcome.failed else 0
 
 
-async def _load(calls: GrpcChannel, arguments: argparse.Namespace, texts: list[str]) -> load.Outcome:
+async def _load(channel: GrpcChannel, arguments: argparse.Namespace, texts: list[str]) -> load.Outcome:
     instance, size, timeout_s = arguments.instance, arguments.batch_size, arguments.timeout_secs
     with _progress(len(texts), f"{arguments.mode} {instance}") as progress:
         if arguments.mode == "standard":
-            return await load.standard(calls, instance, texts, size, timeout_s, progress)
-        how: ArrowOptions = {"instance": instance, "noop": arguments.noop}
-        return await load.arrow(calls, how, texts, size, timeout_s, progress)
+            return await load.standard(channel, instance, texts, size, timeout_s, progress)
+        options: ArrowOptions = {"instance": instance, "noop": arguments.noop}
+        return await load.arrow(channel, options, texts, size, timeout_s, progress)
 
 
 def _result(arguments: argparse.Namespace, texts: int, outcome: load.Outcome) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _result(arguments: argparse.Namespace, texts: int, outcome: load.Outcome) ->
 
 
 def _latency(samples_ms: list[float]) -> dict[str, float] | None:
-    """Of the answered requests; None when there was none."""
+    """Latency percentiles of the answered requests; None without any."""
     if not samples_ms:
         return None
     p50, p90, p95, p99 = np.percentile(samples_ms, (50, 90, 95, 99))
@@ -105,7 +105,7 @@ def _explain(outcome: load.Outcome) -> None:
 
 @contextmanager
 def _progress(total: int, title: str) -> Iterator[load.Progress]:
-    """A bar on a terminal, a line per tenth elsewhere; both on stderr."""
+    """A progress bar on a terminal, else a line per tenth; on stderr."""
     if not sys.stderr.isatty():
         yield _lines(total, title)
         return

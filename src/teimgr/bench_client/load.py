@@ -1,4 +1,4 @@
-"""The two kinds of load, and what came of them."""
+"""Load generation of bench-client: texts, unary and Arrow load, and the outcome."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CLAUSE = ", and this one goes on for a little longer so that the lengths within
 
 
 def made_texts(count: int) -> list[str]:
-    """`count` distinct English texts of some 15 to 30 words, always the same ones."""
+    """`count` distinct English texts of 15 to 30 words, the same in every run."""
     return [_text(index) for index in range(count)]
 
 
@@ -72,12 +72,12 @@ def _lines(path: Path) -> Iterator[str]:
             yield line.strip()
 
 
-Progress = Callable[[int], None]  # told how many more texts are over with
+Progress = Callable[[int], None]  # called with the number of texts finished since the last call
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Texts that succeeded and failed; a latency in ms for each request that was answered; reasons of failures."""
+    """Counts of succeeded and failed texts, latencies of answered requests (ms), and failure messages."""
 
     requests: int = 0
     successful: int = 0
@@ -88,7 +88,7 @@ class Outcome:
 
 
 async def standard(
-    calls: GrpcChannel, instance: str, texts: Sequence[str], concurrency: int, timeout_s: float, progress: Progress
+    channel: GrpcChannel, instance: str, texts: Sequence[str], concurrency: int, timeout_s: float, progress: Progress
 ) -> Outcome:
     """One unary `Embed` per text over one connection, `concurrency` of them at a time."""
     outcome = Outcome(requests=len(texts))
@@ -99,7 +99,7 @@ async def standard(
             request = embed_request(text, {"instance": instance})
             began = time.perf_counter()
             try:
-                vector(await calls.unary("Embed", request, timeout_s))
+                vector(await channel.unary("Embed", request, timeout_s))
             except TeimgrError as error:
                 outcome.failed += 1
                 outcome.reasons[error.message] += 1
@@ -117,7 +117,12 @@ async def standard(
 
 
 async def arrow(
-    calls: GrpcChannel, how: ArrowOptions, texts: Sequence[str], batch_rows: int, timeout_s: float, progress: Progress
+    channel: GrpcChannel,
+    options: ArrowOptions,
+    texts: Sequence[str],
+    batch_rows: int,
+    timeout_s: float,
+    progress: Progress,
 ) -> Outcome:
     """`EmbedArrow` of `batch_rows` texts, LZ4 in the request, one call after the other.
 
@@ -127,11 +132,11 @@ async def arrow(
     outcome = Outcome()
     began = time.perf_counter()
     for piece in slices(texts, batch_rows):
-        request = arrow_request(pack_texts(piece, "lz4"), how)
+        request = arrow_request(pack_texts(piece, "lz4"), options)
         outcome.requests += 1
         sent = time.perf_counter()
         try:
-            reply = await calls.unary("EmbedArrow", request, timeout_s)
+            reply = await channel.unary("EmbedArrow", request, timeout_s)
         except TeimgrError as error:
             outcome.failed += len(piece)
             outcome.reasons[error.message] += 1

@@ -1,4 +1,4 @@
-"""The command line: arguments to settings, settings to the daemon. Nothing heavy is imported before it is needed."""
+"""The `teimgr` command line (argparse). Heavy modules are imported by the command that needs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMANDS = ("serve", "config", "models", "key", "quickstart")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Carry out what the arguments (by default those of the process) say; the result is the exit status."""
+    """Run the command of `arguments` (default: `sys.argv`); returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(_with_command(given))
     from teimgr.errors import InvalidConfig
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Run the daemon until it is asked to stop."""
+    """Run the daemon until SIGTERM or SIGINT."""
     from teimgr.config.sources import Source, read, unheard
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
@@ -34,31 +34,53 @@ def serve(options: argparse.Namespace) -> int:
     configuration = read(source)
     for warning in unheard():
         print(f"teimgr: warning: {warning}", file=sys.stderr)
-    # The daemon imports much; a mistake in a setting is answered before that.
+    # The daemon's imports are slow; invalid settings are reported before them.
     from teimgr.daemon import main as run
 
     return run(configuration, source)
 
 
 def quickstart(options: argparse.Namespace) -> int:
-    """Start a daemon with one ready instance of a real small model."""
+    """Start a daemon with one ready instance of a small model."""
     from teimgr.cli.quickstart import main as start
 
     return start(once=options.once)
 
 
 def config_check(options: argparse.Namespace) -> int:
-    """Check a configuration file: print its faults, or that it is good."""
-    from teimgr.cli.config import check
+    """Validate a configuration file together with the environment; print warnings, or raise its faults."""
+    from teimgr.config.sources import Source, read
 
-    return check(options.file)
+    file = options.file
+    settings = read(Source(file=file)).settings
+    if settings.tls_files is not None:
+        settings.tls_files.context()
+    for warning in settings.warnings():
+        print(f"{file}: warning: {warning}")
+    print(f"{file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")
+    return 0
 
 
 def config_show(options: argparse.Namespace) -> int:
-    """Print every setting in effect with its source."""
-    from teimgr.cli.config import show
+    """Print the effective settings as TOML, each key with its source in a comment."""
+    import tomli_w
 
-    return show(options.file, only_changed=options.changed)
+    from teimgr.config.provenance import effective
+    from teimgr.config.sources import Source, read
+
+    lines, table = [], ""
+    for value in effective(read(Source(file=options.file))):
+        if options.changed and value.source == "default":
+            continue
+        if value.table != table:
+            table = value.table
+            lines += ["", f"[[{table.partition('[')[0]}]]" if table.endswith("]") else f"[{table}]"]
+        if value.value is None:
+            lines.append(f"# {value.key} is absent  # {value.source}")
+        else:
+            lines.append(f"{tomli_w.dumps({value.key: value.value}).rstrip()}  # {value.source}")
+    print("\n".join(lines))
+    return 0
 
 
 def models(options: argparse.Namespace) -> int:
@@ -69,7 +91,7 @@ def models(options: argparse.Namespace) -> int:
 
 
 def key_new(options: argparse.Namespace) -> int:
-    """Make an API key: the key for who calls, its table for the configuration."""
+    """Generate an API key; print it and its table for the configuration."""
     from teimgr.config.auth import table_of_new_key
 
     key, table = table_of_new_key(options.name, options.rights, options.instances)
@@ -78,7 +100,7 @@ def key_new(options: argparse.Namespace) -> int:
 
 
 def _with_command(arguments: list[str]) -> list[str]:
-    """Put `serve` before bare flags, as tei-manager was called."""
+    """Put `serve` before bare flags, for compatibility with tei-manager's command line."""
     flags = ("-h", "--help", "-V", "--version")
     if arguments and arguments[0].startswith("-") and arguments[0] not in flags:
         return ["serve", *arguments]

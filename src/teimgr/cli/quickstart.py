@@ -1,4 +1,4 @@
-"""`teimgr quickstart`: from nothing to a daemon with one ready model, an embedding, and what to try next."""
+"""`teimgr quickstart`: start a daemon with one instance, show an embedding and commands to try next."""
 
 from __future__ import annotations
 
@@ -30,26 +30,24 @@ _SHOWN_VALUES = 6
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where this daemon listens: the usual ports, or free ones where those are taken."""
+    """Ports of the daemon: the default ports, or free ones where those are in use."""
 
     api_port: int
     grpc_port: int
 
     @property
     def api(self) -> str:
-        """The REST side."""
         return f"http://127.0.0.1:{self.api_port}"
 
     @property
     def grpc(self) -> str:
-        """The multiplexer."""
         return f"http://127.0.0.1:{self.grpc_port}"
 
 
 def main(once: bool = False, state: Path = Path("state/quickstart")) -> int:
-    """Start a daemon whose state lies in `state`, show an embedding, and serve until interrupted.
+    """Start a daemon with its state in `state`, show an embedding, and serve until interrupted.
 
-    With `once` it stops after the greeting. The result is the exit status.
+    With `once` it stops after the embedding. Returns the exit status.
     """
     try:
         print(f"Fetching {MODEL} …", flush=True)
@@ -69,7 +67,7 @@ def main(once: bool = False, state: Path = Path("state/quickstart")) -> int:
 
 @contextlib.contextmanager
 def daemon(addresses: Addresses, state: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`teimgr serve` as a child of this process, stopped in order at the end."""
+    """Run `teimgr serve` as a child process, stopped by SIGTERM at the end."""
     state.mkdir(parents=True, exist_ok=True)
     settings = {
         "TEIMGR_API_PORT": str(addresses.api_port),
@@ -98,7 +96,7 @@ def daemon(addresses: Addresses, state: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def greet(addresses: Addresses, process: subprocess.Popen[bytes]) -> None:
-    """Create the instance, embed a text, and say what to try next.
+    """Create the instance, embed a text, and print commands to try next.
 
     Raises:
         TeimgrError: the daemon or the instance did not come up.
@@ -124,7 +122,7 @@ def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
     """Return once the daemon answers.
 
     Raises:
-        Unavailable: it ended, or took longer than it may.
+        Unavailable: it ended, or did not answer within the limit.
     """
     limit = time.monotonic() + _LISTEN_LIMIT_S
     while True:
@@ -139,7 +137,7 @@ def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
 
 
 def suggestions(addresses: Addresses) -> list[str]:
-    """Three commands that work as they are printed: create, a gRPC call, the load generator."""
+    """Three commands to copy and run: create, a gRPC call, the load generator."""
     folder = Path(sys.executable).parent
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
@@ -152,7 +150,7 @@ def suggestions(addresses: Addresses) -> list[str]:
 
 
 def free_port(preferred: int) -> int:
-    """`preferred`, or some free port when it is taken."""
+    """`preferred`, or a free port when it is in use."""
     for port in (preferred, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -162,7 +160,7 @@ def free_port(preferred: int) -> int:
 
 
 def wait(process: subprocess.Popen[bytes]) -> None:
-    """Until the daemon ends, or the user wants it to."""
+    """Wait until the daemon ends or the user interrupts."""
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         process.wait()

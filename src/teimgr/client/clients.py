@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.http_channel import HttpChannel
 from teimgr.client.inference_calls import InferenceCalls
-from teimgr.client.rest import Lifecycle, ModelCalls
+from teimgr.client.rest import InstanceCalls, ModelCalls
 from teimgr.client.scoring_calls import ScoringCalls, TableCalls
 from teimgr.client.server_address import ServerAddress, Tls
 
@@ -21,7 +21,7 @@ GRPC = "http://127.0.0.1:9001"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-class AsyncClient(Lifecycle, ModelCalls, InferenceCalls, ScoringCalls, TableCalls):
+class AsyncClient(InstanceCalls, ModelCalls, InferenceCalls, ScoringCalls, TableCalls):
     """Client of one daemon: `api` is its REST address, `grpc` its mux; `https://` selects TLS with the files of `tls`,
     `api_key` is sent with every call.
 

@@ -46,11 +46,20 @@ class NewInstanceKeys(InstanceKeys, total=False):
     prometheus_port: int | None
 
 
-class Lifecycle:
-    """Create, change, watch and end instances. Every method raises the `TeimgrError` that the daemon answered."""
+class RestCalls:
+    """Base of the classes whose methods are REST calls. Every method raises the `TeimgrError` of the daemon's reply."""
 
     _http: HttpChannel
     _timeout_s: float
+
+    async def _call(
+        self, method: str, path: str, *, body: dict[str, Any] | None = None, query: Query | None = None
+    ) -> Any:
+        return await self._http.call(method, path, body=body, query=query, timeout_s=self._timeout_s)
+
+
+class InstanceCalls(RestCalls):
+    """Create, change, watch and delete instances."""
 
     async def create(self, name: str, model_id: str | None = None, **keys: Unpack[NewInstanceKeys]) -> Instance:
         """Create an instance; it is starting. `model_id`, a hub id or a local directory, may come from a `template`.
@@ -157,7 +166,10 @@ class Lifecycle:
         end = time.monotonic() + deadline_s
         pause_s = _POLL_FIRST_S
         while (instance := await self.get(name)).status is not State.RUNNING:
-            _refuse_ended(instance)
+            if instance.status is State.FAILED:
+                raise ModelLoadFailed(f"Instance '{instance.name}' failed: {instance.reason or 'see its log'}")
+            if instance.status is State.STOPPED:
+                raise NotRunning(instance.name, instance.status.value)
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise DeadlineExceeded(f"Instance '{name}' is {instance.status.value} after {deadline_s:g} s")
@@ -169,11 +181,6 @@ class Lifecycle:
         """Every instance, in the daemon's order."""
         return [Instance.from_json(body) for body in await self._call("GET", "/instances")]
 
-    async def _call(
-        self, method: str, path: str, *, body: dict[str, Any] | None = None, query: Query | None = None
-    ) -> Any:
-        return await self._http.call(method, path, body=body, query=query, timeout_s=self._timeout_s)
-
 
 def _given(model_id: str | None) -> dict[str, Any]:
     return {} if model_id is None else {"model_id": model_id}
@@ -184,16 +191,9 @@ def _flags(**flags: bool) -> dict[str, int | str]:
 
 
 def _path(name: str, verb: str = "") -> str:
-    """The route to an instance, for a name that is one: `..` would lead elsewhere."""
+    """The route of an instance; names are checked, since `..` would lead to another route."""
     check_text("name", name)
     return f"/instances/{check_name(name)}" + (f"/{verb}" if verb else "")
-
-
-def _refuse_ended(instance: Instance) -> None:
-    if instance.status is State.FAILED:
-        raise ModelLoadFailed(f"Instance '{instance.name}' failed: {instance.reason or 'see its log'}")
-    if instance.status is State.STOPPED:
-        raise NotRunning(instance.name, instance.status.value)
 
 
 class TrialOptions(TypedDict, total=False):
@@ -206,24 +206,18 @@ class TrialOptions(TypedDict, total=False):
     trust_remote_code: bool
 
 
-class ModelCalls:
-    """Calls to the daemon's model registry; a model is the JSON object `ModelInfo` of the REST API.
-
-    Every method raises the `TeimgrError` of the daemon's reply.
-    """
-
-    _http: HttpChannel
-    _timeout_s: float
+class ModelCalls(RestCalls):
+    """Calls to the daemon's model registry; a model is the JSON object `ModelInfo` of the REST API."""
 
     async def models(self) -> Sequence[Mapping[str, Any]]:
         """All models the daemon knows, sorted by id."""
-        models: Sequence[Mapping[str, Any]] = await self._http.call("GET", "/models", timeout_s=self._timeout_s)
+        models: Sequence[Mapping[str, Any]] = await self._call("GET", "/models")
         return models
 
     async def add_model(self, model_id: str, *, revision: str | None = None) -> Mapping[str, Any]:
         """Register a hub id or a local directory; nothing is downloaded."""
         body = {"model_id": model_id} | ({} if revision is None else {"revision": revision})
-        model: Mapping[str, Any] = await self._http.call("POST", "/models", body=body, timeout_s=self._timeout_s)
+        model: Mapping[str, Any] = await self._call("POST", "/models", body=body)
         return model
 
     async def download_model(
@@ -256,8 +250,7 @@ class ModelCalls:
 
     async def delete_model(self, model_id: str) -> Mapping[str, Any]:
         """Delete a model from the hub's cache; the model as it was."""
-        path = _model_path(model_id)
-        model: Mapping[str, Any] = await self._http.call("DELETE", path, timeout_s=self._timeout_s)
+        model: Mapping[str, Any] = await self._call("DELETE", _model_path(model_id))
         return model
 
 

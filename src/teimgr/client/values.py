@@ -102,7 +102,7 @@ class Logs:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What the served model says of itself. Lengths are tokens; `kind` is embedding, classifier or reranker."""
+    """Properties of the served model. Lengths are tokens; `kind` is embedding, classifier or reranker."""
 
     model_id: str
     model_sha: str | None
@@ -117,7 +117,6 @@ class Info:
 
     @classmethod
     def from_message(cls, message: tei_pb2.InfoResponse) -> Info:
-        """Read `tei.v1.InfoResponse`."""
         return cls(
             model_id=message.model_id,
             model_sha=message.model_sha if message.HasField("model_sha") else None,
@@ -144,7 +143,6 @@ class Token:
 
     @classmethod
     def from_message(cls, message: tei_pb2.SimpleToken) -> Token:
-        """Read `tei.v1.SimpleToken`."""
         return cls(
             message.id,
             message.text,
@@ -163,7 +161,6 @@ class SparseVector:
 
     @classmethod
     def from_message(cls, message: tei_pb2.EmbedSparseResponse) -> SparseVector:
-        """Read `tei.v1.EmbedSparseResponse`."""
         entries = message.sparse_embeddings
         indices = np.array([entry.index for entry in entries], np.uint32)
         return cls(indices, np.array([entry.value for entry in entries], np.float32))
@@ -179,7 +176,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """How well the text at `index` of the request answers the query; `text` only when it was asked for."""
+    """How well the text at `index` of the request answers the query; `text` only if requested."""
 
     index: int
     score: float
@@ -187,7 +184,6 @@ class Rank:
 
     @classmethod
     def from_message(cls, message: tei_pb2.Rank) -> Rank:
-        """Read `tei.v1.Rank`."""
         return cls(message.index, message.score, message.text if message.HasField("text") else None)
 
 
@@ -195,7 +191,7 @@ class Rank:
 class Embedded:
     """The answer to a batch: one row of `vectors` (float32, [n, dim]) per text, in order.
 
-    `errors` says, by row, why a text has no vector; such a row is NaN throughout, so it cannot pass for one.
+    `errors` has, by row, the reason why a text has no vector; such a row is NaN, so that it is not taken for one.
     """
 
     vectors: Vectors
