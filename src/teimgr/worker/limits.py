@@ -124,3 +124,8 @@ def token_width(model: LoadedModel, output: Output) -> int:
     if output is Output.MULTI_VECTOR:
         return model.multi_vector_dimension
     return model.token_dimension if output is Output.TOKENS else 0
+
+
+def over_limit(count: int, limit: int) -> str | None:
+    """TEI's sentence for a batch of too many inputs; None for one within the limit."""
+    return f"batch size {count} > maximum allowed batch size {limit}" if count > limit else None

@@ -25,6 +25,7 @@ from teimgr.worker.dialects.tei_requests import (
 )
 from teimgr.worker.http.bodies import TEI_BODY, BadRequest, Body, check_content_type, parse
 from teimgr.worker.http.inference import InferenceRequest, JobSpec, ServedModel
+from teimgr.worker.limits import over_limit
 
 NO_SHAPE = "Failed to deserialize the JSON body into the target type: "
 
@@ -54,6 +55,11 @@ def asked(kind: type[InferenceRequest], body: Any, model: str = "embedding", **t
     spec = read(kind, body).job(served(model, **terms))
     assert isinstance(spec, JobSpec)
     return spec
+
+
+def over(kind: type[InferenceRequest], body: Any, **terms: Any) -> str | None:
+    spec = asked(kind, body, **terms)
+    return over_limit(len(spec.inputs), spec.limit)
 
 
 def plain(inputs: Any) -> list[Any]:
@@ -297,13 +303,13 @@ def test_what_is_refused_before_the_inputs_are_counted(
     ],
 )
 def test_one_input_too_many(kind: type[InferenceRequest], body: Any, limit: int, inputs: int) -> None:
-    assert asked(kind, body).over_limit == f"batch size {inputs} > maximum allowed batch size {limit}"
+    assert over(kind, body) == f"batch size {inputs} > maximum allowed batch size {limit}"
 
 
 def test_as_many_inputs_as_allowed() -> None:
-    assert asked(TeiEmbedRequest, {"inputs": ["a"] * 32}).over_limit is None
-    assert asked(OpenAICompatRequest, {"input": ["a"] * 2048}).over_limit is None
-    assert asked(OpenAICompatRequest, {"input": ["a"] * 4096}, max_client_batch_size=4096).over_limit is None
+    assert over(TeiEmbedRequest, {"inputs": ["a"] * 32}) is None
+    assert over(OpenAICompatRequest, {"input": ["a"] * 2048}) is None
+    assert over(OpenAICompatRequest, {"input": ["a"] * 4096}, max_client_batch_size=4096) is None
 
 
 @pytest.mark.parametrize(

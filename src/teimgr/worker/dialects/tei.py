@@ -15,7 +15,6 @@ from teimgr.errors import TeimgrError
 from teimgr.spec import LoadedModel
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects import tei_requests
-from teimgr.worker.dialects.tei_requests import TokenizerRequest
 from teimgr.worker.http.answers import to_json
 from teimgr.worker.http.bodies import TEI_BODY
 from teimgr.worker.http.inference import (
@@ -94,7 +93,7 @@ def _default_task(model: LoadedModel) -> type[InferenceRequest]:
     return tei_requests.REQUEST_OF_KIND[model.kind]
 
 
-def _tokenizer(kind: type[TokenizerRequest]) -> HttpHandler:
+def _tokenizer(kind: type[tei_requests.TokenizeRequest | tei_requests.DecodeRequest]) -> HttpHandler:
     """The handler of a route that needs neither a permit nor the device."""
 
     async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:

@@ -26,10 +26,9 @@ from teimgr.worker.http.bodies import (
     TruncationDirection,
     engine_inputs,
     first_error,
-    id_lists,
-    text_lists,
 )
 from teimgr.worker.http.inference import InferenceRequest, JobSpec, ServedModel
+from teimgr.worker.limits import over_limit
 
 if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.engine.engine import Engine
@@ -124,10 +123,10 @@ class TeiEmbedAllRequest(InferenceRequest, TeiTruncation):
 
     def job(self, served: ServedModel) -> JobSpec:
         """Hidden states, or the token vectors that a late-interaction model makes of them."""
-        output = scores.output_per_token(served.model)
-        return self._of_inputs(served, self.options(served, output, prompt_name=self.prompt_name), per_token)
+        return self._job(served, scores.output_per_token(served.model), per_token)
 
-    def _of_inputs(self, served: ServedModel, options: InferOptions, encode: Callable[[Job], bytes]) -> JobSpec:
+    def _job(self, served: ServedModel, output: Output, encode: Callable[[Job], bytes], **more: Any) -> JobSpec:
+        options = self.options(served, output, prompt_name=self.prompt_name, **more)
         return JobSpec(engine_inputs(self.inputs), options, encode, served.spec.max_client_batch_size)
 
 
@@ -135,9 +134,7 @@ class TeiEmbedSparseRequest(TeiEmbedAllRequest):
     """`POST /embed_sparse`: the weights of vocabulary entries."""
 
     def job(self, served: ServedModel) -> JobSpec:
-        """Sparse vectors."""
-        options = self.options(served, Output.SPARSE, prompt_name=self.prompt_name)
-        return self._of_inputs(served, options, sparse)
+        return self._job(served, Output.SPARSE, sparse)
 
 
 class TeiEmbedRequest(TeiEmbedAllRequest):
@@ -147,10 +144,7 @@ class TeiEmbedRequest(TeiEmbedAllRequest):
     dimensions: U32 | None = None
 
     def job(self, served: ServedModel) -> JobSpec:
-        """Dense vectors."""
-        more = {"prompt_name": self.prompt_name, "normalize": self.normalize, "dimensions": self.dimensions}
-        options = self.options(served, Output.DENSE, **more)
-        return self._of_inputs(served, options, vectors)
+        return self._job(served, Output.DENSE, vectors, normalize=self.normalize, dimensions=self.dimensions)
 
 
 class TeiPredictRequest(InferenceRequest, TeiTruncation):
@@ -161,9 +155,9 @@ class TeiPredictRequest(InferenceRequest, TeiTruncation):
 
     def job(self, served: ServedModel) -> JobSpec:
         """Scores, as a list per input where a batch was sent."""
-        batch, is_batch = text_lists(self.inputs)
+        batch: list[list[str]] = [[self.inputs]] if isinstance(self.inputs, str) else _batch(self.inputs)
         options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
-        encode = partial(predictions, served.model.labels, is_batch)
+        encode = partial(predictions, served.model.labels, batch is self.inputs)
         inputs = [texts[0] if len(texts) == 1 else Pair(*texts) for texts in batch]
         return JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
 
@@ -251,19 +245,7 @@ class TeiVertexRequest(Body):
         return found
 
 
-class TokenizerRequest(Body):
-    """A body answered by the tokenizer alone."""
-
-    def answer(self, engine: Engine, limit: int) -> bytes:
-        """The answer as JSON, for at most `limit` texts; blocks while the tokenizer works.
-
-        Raises:
-            EmptyInput, InvalidInput, TokenizerFailed
-        """
-        raise NotImplementedError
-
-
-class TokenizeRequest(TokenizerRequest):
+class TokenizeRequest(Body):
     """`POST /tokenize`: the tokens of texts, untruncated."""
 
     inputs: TokenizeInput
@@ -271,7 +253,13 @@ class TokenizeRequest(TokenizerRequest):
     prompt_name: str | None = None
 
     def answer(self, engine: Engine, limit: int) -> bytes:
-        """`[[{"id": 101, "text": "[CLS]", "special": true, "start": null, "stop": null}, …], …]`."""
+        """`[[{"id": 101, "text": "[CLS]", "special": true, "start": null, "stop": null}, …], …]`.
+
+        Blocks while the tokenizer works, on at most `limit` texts.
+
+        Raises:
+            EmptyInput, InvalidInput, TokenizerFailed
+        """
         texts = [self.inputs] if isinstance(self.inputs, str) else self.inputs
         if not texts:
             raise EmptyInput("`inputs` cannot be empty")
@@ -280,19 +268,24 @@ class TokenizeRequest(TokenizerRequest):
         return to_json([[asdict(token) for token in of_text] for of_text in tokens])
 
 
-class DecodeRequest(TokenizerRequest):
+class DecodeRequest(Body):
     """`POST /decode`: the texts of token ids."""
 
     ids: InputIds
     skip_special_tokens: bool = True
 
     def answer(self, engine: Engine, limit: int) -> bytes:
-        """`["what is deep learning?", …]`."""
-        batch = id_lists(self.ids)
+        """`["what is deep learning?", …]`; otherwise as `TokenizeRequest.answer`."""
+        batch: list[list[int]] = _batch(self.ids)
         _check_count(batch, limit)
         return to_json([engine.decode(ids, self.skip_special_tokens) for ids in batch])
 
 
 def _check_count(batch: Sequence[object], limit: int) -> None:
-    if len(batch) > limit:
-        raise InvalidInput(f"batch size {len(batch)} > maximum allowed batch size {limit}")
+    if (message := over_limit(len(batch), limit)) is not None:
+        raise InvalidInput(message)
+
+
+def _batch(value: Any) -> Any:
+    """A list of lists as it is, anything else as a batch of one."""
+    return value if value and isinstance(value[0], list) else [value]

@@ -146,20 +146,6 @@ def engine_inputs(inputs: str | Sequence[Any]) -> list[job.Input]:
     return [_engine_input(one) for one in inputs]
 
 
-def text_lists(inputs: str | list[str] | list[list[str]]) -> tuple[list[list[str]], bool]:
-    """A `PredictInput` as one or two texts per input, and whether it was sent as a batch."""
-    if isinstance(inputs, str):
-        return [[inputs]], False
-    batch = [one for one in inputs if isinstance(one, list)]
-    return (batch, True) if batch else ([[one for one in inputs if isinstance(one, str)]], False)
-
-
-def id_lists(ids: list[int] | list[list[int]]) -> list[list[int]]:
-    """An `InputIds` as a list of ids per text; an empty list is a text of none."""
-    batch = [one for one in ids if isinstance(one, list)]
-    return batch or [[one for one in ids if isinstance(one, int)]]
-
-
 def text_of_parts(parts: list[Any]) -> str | None:
     """The text of a content given in parts; None where one of them is not text."""
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]

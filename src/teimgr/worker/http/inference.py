@@ -19,6 +19,7 @@ from teimgr.worker.calls import CallReply, Unwritten, WorkerCall, raise_first
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http.answers import number_count
 from teimgr.worker.http.bodies import JSON_BODY, Body, BodyFormat, BodyT, check_content_type, parse
+from teimgr.worker.limits import over_limit
 
 # A call of more inputs than this is bulk work, whichever lane the request came in.
 _INTERACTIVE_INPUTS = 4
@@ -64,13 +65,6 @@ class JobSpec:
     def size_bytes(self) -> int:
         """About what the inputs take in memory."""
         return sum(map(_size, self.inputs))
-
-    @property
-    def over_limit(self) -> str | None:
-        """TEI's sentence for too many inputs; None where they are not too many."""
-        if len(self.inputs) <= self.limit:
-            return None
-        return f"batch size {len(self.inputs)} > maximum allowed batch size {self.limit}"
 
 
 class InferenceRequest(Body):
@@ -191,9 +185,9 @@ class HttpInference:
             metrics.failed(error)
             raise
         metrics.received(len(spec.inputs))
-        if spec.over_limit is not None:
+        if (message := over_limit(len(spec.inputs), spec.limit)) is not None:
             metrics.batch_too_large()
-            raise InvalidInput(spec.over_limit)
+            raise InvalidInput(message)
         return spec
 
     def _submit(self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | Unwritten]) -> HttpCall:

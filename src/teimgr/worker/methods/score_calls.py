@@ -12,6 +12,7 @@ from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.wire.replies import with_metadata
 from teimgr.worker.calls import CallReply, MethodCall, WorkerCall, raise_first, truncates_left, within
 from teimgr.worker.dispatcher import Dispatcher, Encode, Part, parts_of
+from teimgr.worker.limits import over_limit
 from teimgr.worker.scores import need_reranker_grpc, predictions, ranks
 
 ScoringRequest = (
@@ -45,10 +46,10 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
         raise EmptyInput("`texts` cannot be empty")
     need_reranker_grpc(dispatcher.engine.info)
     pairs = [Pair(message.query, text) for text in message.texts]
-    if len(pairs) > (limit := dispatcher.spec.max_client_batch_size):
+    if (refusal := over_limit(len(pairs), dispatcher.spec.max_client_batch_size)) is not None:
         dispatcher.metrics.received(len(pairs))
         dispatcher.metrics.batch_too_large()
-        call.fail(InvalidInput(f"batch size {len(pairs)} > maximum allowed batch size {limit}"))
+        call.fail(InvalidInput(refusal))
         return
     dispatcher.serve(call, pairs, options, _rank_encoder(dispatcher, call, pairs, message.return_text))
 
