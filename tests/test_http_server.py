@@ -1,4 +1,4 @@
-"""A server's body runs once it listens, and what prevents that is told."""
+"""Listening, TLS, HTTP/2 detection and bounded request bodies of the HTTP server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the `model` of a request means, and what is told where it means nothing."""
+"""Resolving the `model` of a request, and the errors for unknown names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from teimgr.spec import State
 
 
 def naming(*instances: str, caller: str = "*", **aliases: str) -> ModelNames:
-    """Instances told as `name=model`, each with a worker, unless it is `name=model=lost`."""
+    """Instances given as `name=model`, each with a worker, unless it is `name=model=lost`."""
     entries = []
-    for told in instances:
-        name, model_id, *lost = told.split("=")
+    for given in instances:
+        name, model_id, *lost = given.split("=")
         endpoints = () if lost else (WorkerEndpoint(f"/nowhere/{name}", name),)
         entries.append(RouteEntry(name, model_id, State.RUNNING, None, 4, endpoints))
     router = Router()

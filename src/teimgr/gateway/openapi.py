@@ -17,13 +17,13 @@ from teimgr.gateway.gateway import CHOICE, DialectPath, paths
 _TAG = "inference"
 _NOTES = {
     "400": "the request breaks a rule, or the model does not do this",
-    "404": "nothing is called so; the text names what nearly is",
+    "404": "the name is unknown; the text lists similar ones",
     "413": "the body is over the limit",
     "415": "another content type",
-    "422": "the request breaks a rule, as TEI says it",
-    "424": "inference failed, or the model does not do this, as TEI says it",
-    "429": "too much is under way; Retry-After says when to come again",
-    "503": "the instance does not run; Retry-After says when to come again",
+    "422": "the request breaks a rule (TEI)",
+    "424": "inference failed, or the model does not do this (TEI)",
+    "429": "too many requests; Retry-After is set",
+    "503": "the instance does not run; Retry-After is set",
 }
 
 
@@ -52,7 +52,7 @@ def _file() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     ok = {"200": {"description": "OK", "content": _json({"type": "object"})}}
-    not_found = {"404": _failure("nothing is called so")}
+    not_found = {"404": _failure("the name is unknown")}
     paths_of: dict[str, Any] = {
         "/v1/models": _get("What the `model` of a request may say", ok),
         "/v1/models/{model}": _get("One of them", ok | not_found, "model"),

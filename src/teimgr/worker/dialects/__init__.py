@@ -16,9 +16,9 @@ from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dialects import cohere, infinity, openai, sie, tei, vllm
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http.bodies import BadRequest
-from teimgr.worker.http.inference import HttpInference, Routes
+from teimgr.worker.http.inference import HttpInference, RouteTable
 
-ROUTES: Mapping[str, Routes] = {
+ROUTES: Mapping[str, RouteTable] = {
     TEI: tei.ROUTES,
     TEI_OPENAI: tei.ROUTES,
     OPENAI: openai.ROUTES,

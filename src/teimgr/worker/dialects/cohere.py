@@ -22,7 +22,7 @@ from teimgr.worker.http.inference import (
     HttpHandler,
     HttpInference,
     JobSpec,
-    Routes,
+    RouteTable,
     ServedModel,
     need_texts,
     prompt_among,
@@ -127,11 +127,11 @@ def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:
     return vectors if name == "float" else converted(vectors, _PRECISIONS[name])
 
 
-ROUTES: Routes = {
+ROUTES: RouteTable = {
     ("POST", "/v1/embed"): _embed("1"),
     ("POST", "/v2/embed"): _embed("2"),
     ("POST", "/v1/rerank"): rerank.handler(rerank.COHERE_1),
     ("POST", "/v2/rerank"): rerank.handler(rerank.COHERE_2),
 }
 # Jina's defaults, for clients that choose its dialect.
-JINA_ROUTES: Routes = {("POST", "/v1/rerank"): rerank.handler(rerank.JINA)}
+JINA_ROUTES: RouteTable = {("POST", "/v1/rerank"): rerank.handler(rerank.JINA)}

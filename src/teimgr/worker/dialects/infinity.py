@@ -15,7 +15,7 @@ from teimgr.worker.http.bodies import U32, BadRequest, Input, ModelName, Texts, 
 from teimgr.worker.http.inference import (
     InferenceRequest,
     JobSpec,
-    Routes,
+    RouteTable,
     ServedModel,
     need_kind,
     need_texts,
@@ -83,7 +83,7 @@ def _rest(model: str, job: Job) -> dict[str, Any]:
 
 classify = single(InfinityClassifyRequest)
 
-ROUTES: Routes = {
+ROUTES: RouteTable = {
     ("POST", "/embeddings"): single(InfinityEmbeddingsRequest),
     ("POST", "/rerank"): rerank.handler(rerank.INFINITY),
     ("POST", "/classify"): classify,

@@ -12,7 +12,7 @@ from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import EmptyInput
 from teimgr.worker.http.answers import encoded_vector, to_json, usage
 from teimgr.worker.http.bodies import U32, Input, ModelName, engine_inputs
-from teimgr.worker.http.inference import InferenceRequest, JobSpec, Routes, ServedModel, single
+from teimgr.worker.http.inference import InferenceRequest, JobSpec, RouteTable, ServedModel, single
 
 # What the official service takes in one request; its clients cut their batches accordingly.
 BATCH_LIMIT = 2048
@@ -56,4 +56,4 @@ def embedding_list(model: str, in_base64: bool, job: Job) -> bytes:
     )
 
 
-ROUTES: Routes = {("POST", "/v1/embeddings"): single(OpenAIEmbeddingsRequest)}
+ROUTES: RouteTable = {("POST", "/v1/embeddings"): single(OpenAIEmbeddingsRequest)}

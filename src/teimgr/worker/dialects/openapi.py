@@ -220,7 +220,7 @@ TEI_OPERATIONS = {
 _FAILURES = (
     ("400", "Nothing to work on", True, True),
     ("413", "The body is larger than the limit", False, True),
-    ("415", "The body is not said to be JSON", False, True),
+    ("415", "The Content-Type is not JSON", False, True),
     ("422", "The body, an option or a text breaks a rule", True, True),
     ("424", "Inference failed, or the model does not do this", True, False),
     ("429", "Model is overloaded", True, False),
@@ -340,7 +340,7 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (VLLM, "/score"): ("A score per pair of texts", vllm.VllmScoreRequest),
     (VLLM, "/v1/score"): ("A score per pair of texts", vllm.VllmScoreRequest),
     (VLLM, "/classify"): ("Probabilities of labels", vllm.VllmClassifyRequest),
-    (VLLM, "/pooling"): ("Whatever the model pools", vllm.VllmPoolingRequest),
+    (VLLM, "/pooling"): ("Pooled outputs of the model", vllm.VllmPoolingRequest),
     (INFINITY, "/classify"): ("All labels with their scores", infinity.InfinityClassifyRequest),
     (SIE, "/v1/encode"): ("Vectors of several kinds in one call", sie.SieEncodeRequest),
     (SIE, "/v1/score"): ("Items by how well they answer a query", sie.SieScoreRequest),

@@ -28,7 +28,7 @@ from teimgr.worker.http.inference import (
     QUERY_PROMPTS,
     HttpInference,
     JobSpec,
-    Routes,
+    RouteTable,
     ServedModel,
     json_reply,
     need_texts,
@@ -236,4 +236,4 @@ def _array(value: object) -> dict[bytes, Any]:
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
 
 
-ROUTES: Routes = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}
+ROUTES: RouteTable = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}

@@ -21,7 +21,7 @@ from teimgr.worker.http.inference import (
     HttpHandler,
     HttpInference,
     InferenceRequest,
-    Routes,
+    RouteTable,
     ServedModel,
     json_reply,
 )
@@ -118,7 +118,7 @@ async def _vertex(inference: HttpInference, request: HttpRequest) -> HttpReply:
 
 OPENAI_PATHS = ("/v1/embeddings", "/embeddings")  # whose errors have OpenAI's fields
 
-ROUTES: Routes = {
+ROUTES: RouteTable = {
     ("POST", "/embed"): _inference(tei_requests.TeiEmbedRequest),
     ("POST", "/embed_all"): _inference(tei_requests.TeiEmbedAllRequest),
     ("POST", "/embed_sparse"): _inference(tei_requests.TeiEmbedSparseRequest),

@@ -23,7 +23,7 @@ from teimgr.worker.http.bodies import BadRequest, Body, Input, ModelName, Texts,
 from teimgr.worker.http.inference import (
     HttpInference,
     JobSpec,
-    Routes,
+    RouteTable,
     ServedModel,
     json_reply,
     need_kind,
@@ -245,7 +245,7 @@ def _list(prefix: str, model: str, data: list[dict[str, Any]], tokens: int) -> b
     )
 
 
-ROUTES: Routes = {
+ROUTES: RouteTable = {
     **openai.ROUTES,
     **{("POST", path): _score for path in ("/score", "/v1/score")},
     **{("POST", path): rerank.handler(rerank.VLLM) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},

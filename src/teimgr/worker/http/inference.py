@@ -218,7 +218,7 @@ def _keep(call: HttpCall, spec: JobSpec, job: Job) -> CallReply:
 
 
 HttpHandler = Callable[[HttpInference, HttpRequest], Coroutine[Any, Any, HttpReply]]
-Routes = Mapping[tuple[str, str], HttpHandler]  # by HTTP method and path
+RouteTable = Mapping[tuple[str, str], HttpHandler]  # by HTTP method and path
 
 
 def single(kind: type[InferenceRequest]) -> HttpHandler:
