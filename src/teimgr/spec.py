@@ -7,6 +7,7 @@ the state file, flags of `extra_args`, the client's checks and what a change nee
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import re
 from collections.abc import Mapping
@@ -249,6 +250,10 @@ class WorkerSpec:
     nice: int = 0
     log_level: str = "info"
     log_format: str = "json"
+
+    def accepts(self, authorization: bytes) -> bool:
+        """Whether an `Authorization` header has the instance's API key, if it has one; compared in constant time."""
+        return self.api_key is None or hmac.compare_digest(authorization, f"Bearer {self.api_key}".encode())
 
     def to_json(self) -> str:
         """The object as one line of JSON."""

@@ -68,36 +68,24 @@ class ModelCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnDisk:
-    """A model's files on the disk: the snapshot that a worker would load now, whole or not.
-
-    `commits` are all that the cache has, the newest first.
-    """
-
-    snapshot: Snapshot | None = None
-    metadata: dict[str, Any] | None = None
-    commits: tuple[Snapshot, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """One model at one moment. `busy` is the status of the task under way, `used_by` the instances of this model.
+    """One model at one moment.
 
-    `download_error` is why the last download since the daemon's start failed.
+    `snapshot` is what a worker would load, complete or not; `commits` all that the cache has, the newest first. `busy`
+    is the status of the task under way, `used_by` the instances of this model, `download_error` why the last download
+    since the daemon's start failed.
     """
 
     model_id: str
     record: ModelRecord
     started_at: str
-    on_disk: OnDisk
+    snapshot: Snapshot | None = None
+    metadata: dict[str, Any] | None = None
+    commits: tuple[Snapshot, ...] = ()
     busy: ModelStatus | None = None
     progress: DownloadProgress | None = None
     download_error: str | None = None
     used_by: tuple[str, ...] = ()
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        return self.on_disk.snapshot
 
     @property
     def downloaded(self) -> bool:
@@ -127,7 +115,7 @@ class ModelView:
             "revision": record.revision,
             "gated": record.gated,
             "used_by": list(self.used_by),
-            "metadata": self.on_disk.metadata,
+            "metadata": self.metadata,
             "last_verified": record.last_verified,
             "verification_error": record.verification_error,
             "verification": dict(record.trial) or None,
@@ -142,7 +130,7 @@ class ModelView:
                 "files": [asdict(file) for file in snapshot.files],
                 "commits": [
                     asdict(ModelCommit(each.commit or "", list(each.refs), each.size_bytes, each.complete))
-                    for each in self.on_disk.commits
+                    for each in self.commits
                 ]
                 or None,
             }

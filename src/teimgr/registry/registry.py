@@ -21,7 +21,7 @@ from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download
 from teimgr.registry.fetcher import Order
-from teimgr.registry.model_view import DownloadProgress, ModelStatus, ModelView, OnDisk, known_values
+from teimgr.registry.model_view import DownloadProgress, ModelStatus, ModelView, known_values
 from teimgr.registry.records import ModelRecords, records_path
 from teimgr.registry.tasks import ModelTask, ModelTasks, Observable
 from teimgr.registry.trial import NAME as TRIAL_NAME
@@ -282,14 +282,16 @@ class Registry:
         found = await asyncio.to_thread(lambda: [self._on_disk(*each) for each in wanted.items()])
         users = self._users()
         views = []
-        for model_id, on_disk in zip(wanted, found, strict=True):
+        for model_id, (snapshot, commits, metadata) in zip(wanted, found, strict=True):
             task = self._tasks.of(model_id)
             views.append(
                 ModelView(
                     model_id=model_id,
                     record=self._records.of(model_id),
                     started_at=self._started_at,
-                    on_disk=on_disk,
+                    snapshot=snapshot,
+                    metadata=metadata,
+                    commits=commits,
                     busy=task.status if task else None,
                     progress=task.progress.value if task and task.progress else None,
                     download_error=self._tasks.download_error(model_id),
@@ -298,12 +300,14 @@ class Registry:
             )
         return views
 
-    def _on_disk(self, model_id: str, revision: str | None) -> OnDisk:
+    def _on_disk(
+        self, model_id: str, revision: str | None
+    ) -> tuple[Snapshot | None, tuple[Snapshot, ...], dict[str, Any] | None]:
+        """What a worker would load, all cached commits, and the metadata. Reads the disk."""
         snapshot = self._find(model_id, revision)
         if snapshot is None:
-            return OnDisk()
-        commits = tuple(self._cache.snapshots(model_id)) if snapshot.commit else ()
-        return OnDisk(snapshot=snapshot, metadata=snapshot.metadata(), commits=commits)
+            return None, (), None
+        return snapshot, tuple(self._cache.snapshots(model_id)) if snapshot.commit else (), snapshot.metadata()
 
     def _users(self) -> Mapping[str, Sequence[str]]:
         """The names of the instances of each model id."""

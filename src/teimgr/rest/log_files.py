@@ -34,33 +34,15 @@ def rotated(log: Path) -> Iterator[Path]:
 
 def pieces(log: Path) -> list[Piece]:
     """The files of a log, oldest first; empty when there is none."""
-    found = []
-    for path in reversed((log, *rotated(log))):
-        lines, last = 0, b""
-        try:
-            with path.open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    lines += chunk.count(b"\n")
-                    last = chunk[-1:]
-        except FileNotFoundError:  # rotated away since it was listed
-            continue
-        found.append(Piece(path, lines + (last not in (b"", b"\n"))))
-    return found
+    scans = ((path, _scan(path)) for path in reversed((log, *rotated(log))))
+    return [Piece(path, scan.lines + scan.has_rest) for path, scan in scans if scan is not None]
 
 
 def complete_pieces(log: Path) -> tuple[list[Piece], int]:
     """As `pieces`, without a last line that has no end yet; and the size of the newest file up to there."""
-    lines, size, seen = 0, 0, 0
-    parts = [piece for piece in pieces(log) if piece.path != log]
-    try:
-        with log.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                if ends := chunk.count(b"\n"):
-                    lines, size = lines + ends, seen + chunk.rindex(b"\n") + 1
-                seen += len(chunk)
-    except FileNotFoundError:  # just rotated; the next line creates it
-        return parts, 0
-    return [*parts, Piece(log, lines)], size
+    older = [piece for piece in pieces(log) if piece.path != log]
+    scan = _scan(log)
+    return (older, 0) if scan is None else ([*older, Piece(log, scan.lines)], scan.complete_bytes)
 
 
 def read_lines(parts: list[Piece], start: int, end: int) -> Iterator[str]:
@@ -71,6 +53,26 @@ def read_lines(parts: list[Piece], start: int, end: int) -> Iterator[str]:
         if first < last:
             yield from islice(_read_from(path, first), last - first)
         before += lines
+
+
+class _Scan(NamedTuple):
+    lines: int
+    complete_bytes: int
+    has_rest: bool
+
+
+def _scan(path: Path) -> _Scan | None:
+    """The complete lines of a file; None where it does not exist, as just after a rotation."""
+    lines = complete_bytes = size = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                if ends := chunk.count(b"\n"):
+                    lines, complete_bytes = lines + ends, size + chunk.rindex(b"\n") + 1
+                size += len(chunk)
+    except FileNotFoundError:
+        return None
+    return _Scan(lines, complete_bytes, size > complete_bytes)
 
 
 def _read_from(path: Path, skip: int) -> Iterator[str]:

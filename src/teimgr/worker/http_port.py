@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
@@ -18,6 +17,7 @@ from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, TeimgrError, Unavailable
 from teimgr.http_server import read_limited, unless_hung_up
 from teimgr.observability.request_context import REQUEST_ID, RequestContext, use_context
+from teimgr.spec import WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.wire.status import STATUS
@@ -126,9 +126,9 @@ class ApiKey:
     What tells of the server and not of its model is public.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, spec: WorkerSpec) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._spec = spec
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -139,7 +139,7 @@ class ApiKey:
 
     def _is_right(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)  # in a time that tells nothing of the key
+        return self._spec.accepts(given)
 
 
 def _is_public(scope: Scope) -> bool:
@@ -226,7 +226,7 @@ def create_app(dispatcher: Dispatcher) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    guarded = app if dispatcher.spec.api_key is None else ApiKey(app, dispatcher.spec.api_key)
+    guarded = app if dispatcher.spec.api_key is None else ApiKey(app, dispatcher.spec)
     return RequestContextMiddleware(Cors(guarded, dispatcher.spec.cors_allow_origin))
 
 

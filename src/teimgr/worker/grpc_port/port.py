@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -152,11 +151,8 @@ class GrpcPort:
                 raise RpcStatusError(UNIMPLEMENTED, "Method not found")
             await standard(stream)
             return
-        key = self._dispatcher.spec.api_key
-        if key is not None:
-            given = stream.metadata.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-                raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
+        if not self._dispatcher.spec.accepts(stream.metadata.get("authorization", "").encode()):
+            raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
         if rpc.shape is Shape.UNARY:
             message = await stream.receive()
             if message is None:
