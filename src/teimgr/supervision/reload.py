@@ -12,34 +12,19 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from teimgr.config.provenance import Value, effective, plain
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source, read
 from teimgr.errors import InvalidConfig, TeimgrError
-from teimgr.spec import KEYS, Change, InstanceSpec, InstanceView, key_of
+from teimgr.spec import KEYS, Change, InstanceSpec, key_of
+from teimgr.supervision.manager import Manager
 
 log = logging.getLogger(__name__)
 
 LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
 """The settings that a reload changes; the others change at the next start."""
-
-
-class Fleet(Protocol):
-    """The verbs of the manager that a reload uses."""
-
-    async def create(self, request: InstanceSpec) -> InstanceView:
-        """Create an instance."""
-
-    async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
-        """Change an instance without a gap."""
-
-    async def delete(self, name: str) -> InstanceView:
-        """Stop an instance and remove it."""
-
-    def list(self) -> list[InstanceView]:
-        """All instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +73,13 @@ class Reloader:
     """
 
     def __init__(
-        self, source: Source, configuration: Configuration, fleet: Fleet, apply: Callable[[Settings], None]
+        self, source: Source, configuration: Configuration, fleet: Manager, apply: Callable[[Settings], None]
     ) -> None:
         self.configuration = configuration
         self._source = source
         self._fleet = fleet
         self._apply = apply
-        self._alone = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._alarm: str | None = None
 
     def alarms(self) -> list[str]:
@@ -116,7 +101,7 @@ class Reloader:
         Raises:
             InvalidConfig: The configuration is invalid.
         """
-        return self._plan(await self._read(), prune)
+        return self._plan(await asyncio.to_thread(read, self._source), prune)
 
     async def reload(self, *, prune: bool | None = None) -> tuple[Plan, list[Step]]:
         """Apply the configuration as it is now. `prune` overrides the key `prune_seeds`.
@@ -124,33 +109,39 @@ class Reloader:
         Raises:
             InvalidConfig: The configuration is invalid; nothing has changed, and an alarm stays until one succeeds.
         """
-        async with self._alone:
+        async with self._lock:
             try:
-                found = await self._read()
-                plan, configuration = self._plan(found, prune), _taken_up(self.configuration, found)
+                found = await asyncio.to_thread(read, self._source)
+                plan, configuration = self._plan(found, prune), _in_effect(self.configuration, found)
                 self._apply(configuration.settings)
             except InvalidConfig as error:
                 self._alarm = f"the configuration was not reloaded: {error.message}"
                 log.error("reload refused", extra={"reason": error.message})
                 raise
             self.configuration = configuration
-            steps = [await _try(*step) for step in self._moves(plan)]
-            self._say(plan, steps)
+            steps = [await _try(*step) for step in self._steps(plan)]
+            self._report(plan, steps)
             return plan, steps
 
-    async def _read(self) -> Configuration:
-        return await asyncio.to_thread(read, self._source)
-
     def _plan(self, found: Configuration, prune: bool | None) -> Plan:
-        settings = found.settings
-        present = [view.spec for view in self._fleet.list()]
-        pruning = settings.prune_seeds if prune is None else prune
-        changes = tuple(_changed(self.configuration, found))
+        seeds = found.settings.instances
+        known = {view.spec.name: view.spec for view in self._fleet.list()}
+        changes = {seed.name: differences(seed, known[seed.name]) for seed in seeds if seed.name in known}
+        again = {name for name, keys in changes.items() if any(KEYS[key].change is Change.FIXED for key in keys)}
+        named = {seed.name for seed in seeds}
+        gone = tuple(name for name, spec in known.items() if spec.seeded and name not in named)
+        pruning = found.settings.prune_seeds if prune is None else prune
         return Plan(
-            changes, live_keys(self.configuration.settings, settings), *_moved(settings.instances, present, pruning)
+            settings=tuple(_changed(self.configuration, found)),
+            live=live_keys(self.configuration.settings, found.settings),
+            create=tuple(seed for seed in seeds if seed.name not in known),
+            update={name: keys for name, keys in changes.items() if keys and name not in again},
+            recreate=tuple(seed for seed in seeds if seed.name in again),
+            remove=gone if pruning else (),
+            left=() if pruning else gone,
         )
 
-    def _moves(self, plan: Plan) -> Iterator[tuple[str, str, Callable[[], Awaitable[object]]]]:
+    def _steps(self, plan: Plan) -> Iterator[tuple[str, str, Callable[[], Awaitable[object]]]]:
         """The steps in order: removals make room first."""
         fleet = self._fleet
         for name in plan.remove:
@@ -166,7 +157,7 @@ class Reloader:
         await self._fleet.delete(spec.name)
         await self._fleet.create(spec)
 
-    def _say(self, plan: Plan, steps: Sequence[Step]) -> None:
+    def _report(self, plan: Plan, steps: Sequence[Step]) -> None:
         failed = [f"{step.action} of {step.instance!r}: {step.error.message}" for step in steps if step.error]
         self._alarm = f"the configuration was reloaded in part: {'; '.join(failed)}" if failed else None
         facts = {key: value for key, value in plan.to_dict().items() if value}
@@ -181,30 +172,6 @@ def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
         if name not in ("name", "created_at", "wanted_running")
         and getattr(seed, name) not in (key.left_open, getattr(spec, name))
     }
-
-
-def _moved(
-    seeds: Sequence[InstanceSpec], present: Sequence[InstanceSpec], pruning: bool
-) -> tuple[
-    tuple[InstanceSpec, ...],
-    Mapping[str, Mapping[str, Any]],
-    tuple[InstanceSpec, ...],
-    tuple[str, ...],
-    tuple[str, ...],
-]:
-    """Create, update, recreate, remove and left of a plan."""
-    known = {spec.name: spec for spec in present}
-    changes = {seed.name: differences(seed, known[seed.name]) for seed in seeds if seed.name in known}
-    again = {name for name, keys in changes.items() if any(KEYS[key].change is Change.FIXED for key in keys)}
-    named = {seed.name for seed in seeds}
-    gone = tuple(spec.name for spec in present if spec.seeded and spec.name not in named)
-    return (
-        tuple(seed for seed in seeds if seed.name not in known),
-        {name: each for name, each in changes.items() if each and name not in again},
-        tuple(seed for seed in seeds if seed.name in again),
-        gone if pruning else (),
-        () if pruning else gone,
-    )
 
 
 def _changed(old: Configuration, new: Configuration) -> Iterator[tuple[Value | None, Value | None]]:
@@ -222,7 +189,7 @@ def live_keys(old: Settings, new: Settings) -> frozenset[str]:
     return LIVE if old.tls_files == new.tls_files else LIVE - {"auth"}
 
 
-def _taken_up(old: Configuration, new: Configuration) -> Configuration:
+def _in_effect(old: Configuration, new: Configuration) -> Configuration:
     """The configuration in effect after a reload: live keys of the new one, the others of the old one."""
     live = live_keys(old.settings, new.settings)
     settings = replace(old.settings, **{name: getattr(new.settings, name) for name in live})
