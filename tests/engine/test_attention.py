@@ -65,7 +65,7 @@ def test_tokens_beyond_the_keys_are_seen_by_none(idle: bool, causal: bool, windo
     torch.manual_seed(0)
     keys = (1, None, 7, 5, None, 9)
     batch = pack([text_of(n, seen) for n, seen in zip(LENGTHS, keys, strict=True)])
-    row = batch.filled() if idle else batch
+    row = batch.rounded_up() if idle else batch
     q, k, v = (torch.randn(1, len(row.ids), 4, 8).transpose(1, 2) for _ in range(3))
     result, _ = packed_attention(
         Attention(causal), q, k, v, None, scaling=0.3, sliding_window=window, packing=Packing.of(row, None)
@@ -79,10 +79,10 @@ def test_tokens_beyond_the_keys_are_seen_by_none(idle: bool, causal: bool, windo
 
 def test_what_is_seen_is_found_in_the_row() -> None:
     batch = pack([text_of(3, 2), text_of(1), text_of(4, 1)])
-    seen = Packing.of(batch, torch.from_numpy(batch.cu_seqlens)).seen
+    visible = Packing.of(batch, torch.from_numpy(batch.cu_seqlens)).visible
 
-    assert seen is not None
-    assert (seen.places.tolist(), seen.cu_seqlens.tolist(), seen.longest) == ([0, 1, 2, 4], [0, 1, 3, 4], 2)
+    assert visible is not None
+    assert (visible.positions.tolist(), visible.cu_seqlens.tolist(), visible.longest) == ([0, 1, 2, 4], [0, 1, 3, 4], 2)
 
 
 def test_the_call_overrules_the_module_on_causality() -> None:

@@ -66,7 +66,7 @@ def test_type_ids_keys_and_roles_follow_their_texts() -> None:
 
 
 def test_the_keys_of_a_run_are_told_where_not_all_are_seen() -> None:
-    batch = pack(arrays([[1, 2], [3, 4, 5], [6, 7], [8, 9, 9]], keys=[None, 1, None, 3])).filled()
+    batch = pack(arrays([[1, 2], [3, 4, 5], [6, 7], [8, 9, 9]], keys=[None, 1, None, 3])).rounded_up()
 
     assert [None if keys is None else keys.tolist() for keys in map(batch.keys_of, batch.runs)] == [None, [1, 3], None]
     assert batch.type_ids is None
@@ -75,7 +75,7 @@ def test_the_keys_of_a_run_are_told_where_not_all_are_seen() -> None:
 @given(TEXTS)
 def test_idle_tokens_come_last_and_belong_to_no_text(texts: list[list[int]]) -> None:
     batch = pack(arrays(texts))
-    filled = batch.filled()
+    filled = batch.rounded_up()
 
     assert len(filled.ids) % 8 == 0
     assert len(filled.ids) - batch.tokens < 32
@@ -85,6 +85,6 @@ def test_idle_tokens_come_last_and_belong_to_no_text(texts: list[list[int]]) -> 
 
 
 def test_rows_have_few_different_lengths() -> None:
-    rows = {len(pack(arrays([[1]] * tokens)).filled().ids) for tokens in range(1, 2049)}
+    rows = {len(pack(arrays([[1]] * tokens)).rounded_up().ids) for tokens in range(1, 2049)}
 
     assert len(rows) == 16 + (2048 - 128) // 32

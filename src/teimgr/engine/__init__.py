@@ -1,14 +1,15 @@
 """A model on a device: texts, pairs and ids in, vectors and scores out, without padding.
 
-layout (beside this package), prompts    what the model's directory says
-tokenizer_file, tokenizer_library        the tokenizers library, made safe and quick
-shortening, truncation                   texts that are very long, or have too many tokens
-roles, causal_text                       queries and documents; templates around pairs
-loading, probe, fingerprint              from options to parts; the choices made by trying
-job, kinds, intake, tokenizer            a call's inputs, checked, and tokenized on the first thread
-shelf, queue, batch, runner              batches by length and lane, packed and run on the second
-model: transformer, static, attention,   the forward of one packed row
-linears, heads                           what is made of its hidden states
-finisher, results                        results into jobs, delivered on the third
-engine, proof                            the door to all of it, and how it knows that it is well
+loading                        load a model from `EngineOptions`
+fidelity_gate                  the choice of dtype and batching, verified on known inputs
+engine                         the public interface: submit, tokenize, self-test, statistics, close
+job                            a call's inputs, options and results
+intake                         first thread: jobs are tokenized
+tokenizer, tokenizer_library,  prompts, limits, truncation; the tokenizers library; role prefixes and chat templates
+templates
+queue, batch, runner           second thread: batches by length and lane, packed into one row and started on the device
+model, backbone, attention,    the forward of a packed row; linear layers prepacked for oneDNN
+linears
+heads                          results from hidden states
+finisher                       third thread: results are written into jobs, which are delivered
 """

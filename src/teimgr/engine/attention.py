@@ -1,7 +1,7 @@
 """Attention over a packed row, registered with transformers under one name for every architecture.
 
-No mask function is registered under that name, so transformers builds no mask and hands the call through. What a
-mask would say follows from `Packing`, which travels as a keyword argument of the model's forward.
+No mask function is registered under that name, so transformers builds no mask and passes `None` on. Masks follow from
+`Packing`, which is passed as a keyword argument of the model's forward.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ PACKED = "teimgr_packed"
 
 
 class CannotPackError(Exception):
-    """The model's attention wants something that the packed function does not do."""
+    """The model's attention needs something that packed attention does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """The tokens that others see, of a row where some are not seen: `places` int64 [S] in the row, and their borders
-    per text, `cu_seqlens` int32 [N + 1], both on the device; `longest` is the most of one text.
+    """The keys of a row where some tokens are masked: `positions` int64 [S] in the row, and their borders per text,
+    `cu_seqlens` int32 [N + 1], both on the device; `longest` is the maximum per text.
     """
 
-    places: Tensor
+    positions: Tensor
     cu_seqlens: Tensor
     longest: int
 
     @classmethod
     def of(cls, batch: PackedBatch, keys: NDArray[np.int32], device: torch.device) -> VisibleKeys:
-        """Those of `batch`, the first `keys` tokens of every text."""
+        """The first `keys` tokens of every text of `batch`."""
         borders = np.zeros(batch.texts + 1, dtype=np.int32)
         np.cumsum(keys, out=borders[1:])
-        places = np.arange(borders[-1], dtype=np.int64) + np.repeat(batch.cu_seqlens[:-1] - borders[:-1], keys)
-        here, at = (torch.from_numpy(values).to(device, non_blocking=True) for values in (places, borders))
+        positions = np.arange(borders[-1], dtype=np.int64) + np.repeat(batch.cu_seqlens[:-1] - borders[:-1], keys)
+        here, at = (torch.from_numpy(values).to(device, non_blocking=True) for values in (positions, borders))
         return cls(here, at, int(keys.max()))
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the texts of a packed row begin and end, and which of their tokens are seen.
+    """The borders of the texts of a packed row, and which of their tokens are keys.
 
     `cu_seqlens` (int32 [N + 1] on the device) is set where the device has a kernel for texts of unequal length; else
-    attention goes run by run. `keys` has for every run the number of leading tokens that are seen, int32 [texts], or
+    attention goes run by run. `keys` has for every run the number of leading tokens that are keys, int32 [texts], or
     None where all are.
     """
 
@@ -58,19 +58,18 @@ class Packing:
     keys: tuple[NDArray[np.int32] | None, ...]
     max_seqlen: int
     cu_seqlens: Tensor | None
-    seen: VisibleKeys | None = None
+    visible: VisibleKeys | None = None
     _masks: dict[tuple[int | Run, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PackedBatch, cu_seqlens: Tensor | None) -> Packing:
-        """The packing of `batch`."""
         keys = tuple(batch.keys_of(run) for run in batch.runs)
         if cu_seqlens is None or batch.keys is None:
             return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens)
         return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, VisibleKeys.of(batch, batch.keys, cu_seqlens.device))
 
     def window(self, length: int, reach: int, causal: bool, device: torch.device) -> Tensor | None:
-        """The mask of a text of `length` tokens that see `reach` tokens to each side; None where they see all."""
+        """The mask of a sliding window of `reach` tokens to each side; None where it covers all `length` tokens."""
         if length <= reach + 1:
             return None
         key = (length, reach, causal)
@@ -82,9 +81,9 @@ class Packing:
         return self._masks[key]
 
     def mask(self, index: int, reach: int | None, causal: bool, device: torch.device) -> Tensor | None:
-        """The mask of run `index`: [length, length], or [texts, 1, 1 or length, length] where not all keys are seen.
+        """The mask of run `index`: [length, length], or [texts, 1, 1 or length, length] where not all keys are visible.
 
-        None stands for what needs no mask: all see all, or all before them where `causal`.
+        None where no mask is needed: full attention, or plain causal attention.
         """
         run, keys = self.runs[index], self.keys[index]
         window = None if reach is None else self.window(run.length, reach, causal, device)
@@ -116,21 +115,21 @@ def packed_attention(
     """Attention within each text of a packed row: [1, heads, T, d] in, [1, T, heads, d] out.
 
     Raises:
-        CannotPackError: the call carries a mask, a bias or a cap, or the model did not pass `packing` on.
+        CannotPackError: the call has a mask, a bias or a cap, or the model did not pass `packing` on.
     """
-    if packing is None or attention_mask is not None or any(kwargs.get(name) is not None for name in _UNSERVED):
+    if packing is None or attention_mask is not None or any(kwargs.get(name) is not None for name in _UNSUPPORTED):
         raise CannotPackError(f"{type(module).__name__} asks for more than packed attention does")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     reach = None if sliding_window is None else sliding_window - 1
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    # The kernel counts positions of keys from the end: with some left out, a window or causality would be shifted.
-    by_kernel = packing.seen is None or not (causal or reach is not None)
+    # The kernel aligns queries and keys at their ends: with keys left out, a window or causality would be shifted.
+    by_kernel = packing.visible is None or not (causal or reach is not None)
     if packing.cu_seqlens is not None and by_kernel:
         return _varlen(*rows, packing, packing.cu_seqlens, scaling, causal, reach).unsqueeze(0), None
     return _by_run(*rows, packing, scaling, causal, reach).unsqueeze(0), None
 
 
-_UNSERVED = ("softcap", "s_aux", "position_bias", "past_key_values", "head_mask")
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "past_key_values", "head_mask")
 
 
 def _varlen(
@@ -143,15 +142,15 @@ def _varlen(
     causal: bool,
     reach: int | None,
 ) -> Tensor:
-    """One kernel for all texts, [T, heads, d]. `num_splits=1` keeps a text's result free of its neighbours."""
+    """One kernel for all texts, [T, heads, d]. `num_splits=1` makes a text's result independent of the batch."""
     from torch.nn.attention.varlen import varlen_attn
 
     side = -1 if reach is None else reach
     longest = packing.max_seqlen
     keys_at, longest_keys = cu_seqlens, longest
-    if (seen := packing.seen) is not None:
-        key, value = key[seen.places], value[seen.places]
-        keys_at, longest_keys = seen.cu_seqlens, seen.longest
+    if (visible := packing.visible) is not None:
+        key, value = key[visible.positions], value[visible.positions]
+        keys_at, longest_keys = visible.cu_seqlens, visible.longest
     result = varlen_attn(
         query,
         key,

@@ -1,4 +1,4 @@
-"""A batch without padding: all its texts in one row of tokens, shortest first."""
+"""Packing: a batch without padding, all texts in one row of tokens, shortest first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Run(NamedTuple):
-    """Neighbours of equal length: `texts` × `length` tokens from token `start` on."""
+    """Consecutive texts of equal length: `texts` × `length` tokens from token `start` on."""
 
     start: int
     texts: int
@@ -19,17 +19,16 @@ class Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The token after the last one."""
         return self.start + self.texts * self.length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """One input as the model reads it: a text, or two that it reads together.
+    """One tokenized input: a text or a pair.
 
-    `ids` are int32 [length], never empty. `type_ids` (uint8 [length]) say which half of a pair a token is of, None for
-    models without such a thing. Where `keys` is set, every token of the input sees only the first `keys` ones. The
-    first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on late-interaction models.
+    `ids` are int32 [length], never empty. `type_ids` (uint8 [length]) are the token types of pairs, None for models
+    without them. Where `keys` is set, every token attends only to the first `keys` ones. The first `prompt_tokens`
+    belong to a prompt that pooling leaves out. `query` is the role on late-interaction models.
     """
 
     ids: NDArray[np.int32]
@@ -43,11 +42,11 @@ class Encoded:
 class PackedBatch:
     """N texts, T tokens, in ascending order of length.
 
-    `ids` and `position_ids` are int64 [T]; positions start again at 0 with every text. Text i of the batch is text
-    `order[i]` of what was packed, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
-    What is None concerns no text of the batch: `prompt_lens` (int32 [N]) where pooling takes every token, `type_ids`
-    (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens see) where all see all, and `queries`
-    (bool [N]) where no text has the role of a query.
+    `ids` and `position_ids` are int64 [T]; positions restart at 0 with every text. Text i of the batch is input
+    `order[i]` of `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
+    The others are None where no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
+    `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries`
+    (bool [N], the role on late-interaction models).
     """
 
     ids: NDArray[np.int64]
@@ -61,13 +60,13 @@ class PackedBatch:
     keys: NDArray[np.int32] | None = None
     queries: NDArray[np.bool_] | None = None
 
-    def filled(self) -> PackedBatch:
-        """The same texts with a few idle tokens behind them, so that rows of few different lengths occur.
+    def rounded_up(self) -> PackedBatch:
+        """The same texts with a few idle tokens behind them, so that rows have few different lengths.
 
-        A CPU kernel is made and kept for every length of row it meets; on average this costs one token in a hundred.
-        The idle tokens are a run of texts of one token; `cu_seqlens` and `order` do not mention them.
+        oneDNN creates and caches a kernel for every length of row; this costs one token in a hundred on average.
+        The idle tokens are a run of texts of one token; `cu_seqlens` and `order` leave them out.
         """
-        idle = -self.tokens % _row_step(self.tokens)
+        idle = -self.tokens % (8 if self.tokens <= 128 else 32)
         if idle == 0:
             return self
         nothing = np.zeros(idle, dtype=np.int64)
@@ -80,7 +79,7 @@ class PackedBatch:
         )
 
     def keys_of(self, run: Run) -> NDArray[np.int32] | None:
-        """The `keys` of the texts of one run, int32 [texts]; None where all their tokens see all."""
+        """The `keys` of the texts of one run, int32 [texts]; None where all tokens attend to all."""
         if self.keys is None or run.start >= self.tokens:
             return None
         first = int(np.searchsorted(self.cu_seqlens, run.start))
@@ -89,17 +88,16 @@ class PackedBatch:
 
     @property
     def texts(self) -> int:
-        """N."""
         return len(self.order)
 
     @property
     def tokens(self) -> int:
-        """T, idle ones not counted."""
+        """T, without idle tokens."""
         return int(self.cu_seqlens[-1])
 
 
 def pack(texts: Sequence[Encoded]) -> PackedBatch:
-    """Put one or more inputs into one row."""
+    """Pack one or more inputs into one row."""
     lengths = np.fromiter((len(text.ids) for text in texts), dtype=np.int32, count=len(texts))
     order = np.argsort(lengths, kind="stable")
     lengths = lengths[order]
@@ -121,12 +119,6 @@ def pack(texts: Sequence[Encoded]) -> PackedBatch:
     )
 
 
-def _row_step(tokens: int) -> int:
-    if tokens <= 128:
-        return 8
-    return 32
-
-
 def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:
     values, counts = np.unique(lengths, return_counts=True)
     start = 0
@@ -136,7 +128,7 @@ def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:
 
 
 def _prompt_lens(texts: Sequence[Encoded], lengths: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    """A prompt never leaves a text without a token to pool."""
+    # At least one token of a text is pooled.
     if not any(text.prompt_tokens for text in texts):
         return None
     return np.minimum(np.array([text.prompt_tokens for text in texts], dtype=np.int32), lengths - 1)

@@ -1,8 +1,7 @@
-"""The choices made at load, each by trying it: numeric type and way of batching.
+"""The choice of dtype and batching at load, each verified on known inputs.
 
-The truth is the library's own float32 forward of one input at a time. Packed batching is taken only where it gives the
-same results (T5 accepts a packed row and is silently wrong), and a faster type only where it stays close enough;
-`fingerprint` says what is compared, and how.
+The reference is the library's own float32 forward of one input at a time. Packed batching is taken only where it gives
+the same results (T5 accepts a packed row and is silently wrong), and a faster dtype only where it stays close enough.
 """
 
 from __future__ import annotations
@@ -29,104 +28,23 @@ from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files import Kind, Layout
 
-# Of one input, float32 [rows, width] for every output: a vector, the logits, all weights of a vocabulary, or a row for
-# each token.
-Fingerprint = dict[Output, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Closeness:
-    """How far results are from the truth.
-
-    `mean_cosine` and `min_cosine` are over the inputs; that of an input with several rows is their mean, since what
-    is made of them adds them up. Hidden states are left out of both: what is made of them counts. `difference` is the
-    largest of any two numbers of rows that are scaled to length 1, `score_difference` that of logits, in units of the
-    largest true one where that is above 1.
-    """
-
-    mean_cosine: float
-    min_cosine: float
-    difference: float
-    score_difference: float
-
-
-def plainly(model: Model, encoded: Encoded) -> Fingerprint:
-    """Of one input, through the library's own forward."""
-    return _taken_apart(model.run_reference(encoded), model.widths, 1)[0]
-
-
-def together(model: Model, inputs: Sequence[Encoded]) -> list[Fingerprint]:
-    """Of all inputs, in one batch."""
-    batch = pack(inputs)
-    found = _taken_apart(model.run(batch, model.outputs), model.widths, len(inputs))
-    at = {source: place for place, source in enumerate(batch.order.tolist())}
-    return [found[at[i]] for i in range(len(inputs))]
-
-
-def compare(results: Sequence[Fingerprint], truth: Sequence[Fingerprint]) -> Closeness:
-    """Results that are no numbers are as far off as can be.
-
-    Raises:
-        ValueError: an output has another number of rows than it truly has.
-    """
-    cosines: list[float] = [1.0]
-    differences, score_differences = [0.0], [0.0]
-    largest_score = max((float(t[Output.SCORES].abs().max()) for t in truth if Output.SCORES in t), default=1.0)
-    for ours, theirs in zip(results, truth, strict=True):
-        for output, there in theirs.items():
-            here = ours[output]
-            if here.shape != there.shape:
-                raise ValueError(f"{output.value}: {tuple(here.shape)} instead of {tuple(there.shape)}")
-            if output is Output.SCORES:
-                score_differences.append(_largest(here - there) / max(1.0, largest_score))
-            elif len(there):
-                unit, true_unit = functional.normalize(here), functional.normalize(there)
-                differences.append(_largest(unit - true_unit))
-                if output is not Output.TOKENS:
-                    cosine = functional.cosine_similarity(here.double(), there.double())
-                    cosine = cosine.masked_fill((here == there).all(dim=1), 1.0)  # two of zeros, too
-                    cosines.append(float(cosine.nan_to_num(-1.0).mean()))
-    known = cosines[1:] or cosines
-    return Closeness(sum(known) / len(known), min(known), max(differences), max(score_differences))
-
-
-def _largest(difference: Tensor) -> float:
-    return float(difference.abs().nan_to_num(torch.inf).max())
-
-
-def _taken_apart(rows: dict[Output, Rows], widths: dict[Output, int], inputs: int) -> list[Fingerprint]:
-    """A batch's results by input, in the batch's order."""
-    return [{output: _one(of, i, widths[output]) for output, of in rows.items()} for i in range(inputs)]
-
-
-def _one(rows: Rows, i: int, width: int) -> Tensor:
-    if rows.offsets is None:
-        return rows.values[i : i + 1].float()
-    begin, stop = int(rows.offsets[i]), int(rows.offsets[i + 1])
-    if rows.indices is None:
-        return rows.values[begin:stop].float()
-    weights = torch.zeros(1, width, device=rows.values.device)
-    weights[0, rows.indices[begin:stop]] = rows.values[begin:stop].float()
-    return weights
-
-
 log = logging.getLogger(__name__)
 
 MIN_COSINE = 0.9995
 _MAX_SCORE_DIFFERENCE = 1e-2
-_ASKED_FOR_COSINE = 0.99  # a type that the user chose is served unless it is plainly broken
-_ASKED_FOR_SCORE_DIFFERENCE = 0.1
+_REQUESTED_COSINE = 0.99  # a dtype that the user chose is refused only if it is plainly broken
+_REQUESTED_SCORE_DIFFERENCE = 0.1
 _EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
 _EXACT_SCORE_DIFFERENCE = 1e-5
-_TRIAL_TOKENS = 64
-_TRIALS = 8
-_WORTH_A_CHANGE = 1.15
+_TIMED_TOKENS = 64
+_TIMED_RUNS = 8
+_MIN_SPEEDUP = 1.15
 _LONG_TEXT_WORDS = 300
 _WIDEST_PROBED_WINDOW = 1024  # tokens; a text past a wider one would cost seconds of every load on a CPU
 _WINDOW_KEYS = ("sliding_window", "local_attention")
 
-# Lengths from one word to many, in several scripts: a wrong position or mask shows in one of them. The longest have
-# some 80 tokens; a model whose window could be wrong gets a longer one, by `probe_texts`.
+# Lengths from one word to many, in several scripts, to reveal wrong positions or masks. The longest have some 80
+# tokens; `probe_texts` adds a longer one for models with a sliding window.
 PROBE_TEXTS = (
     "yes",
     "The quick brown fox jumps over the lazy dog.",
@@ -139,12 +57,91 @@ PROBE_TEXTS = (
     "while the first of the fishermen argued about the price of diesel and the colour of the sky. " * 2,
 )
 
+# The results for one input, float32 [rows, width] by output: a vector, logits, all weights of a vocabulary, or rows
+# per token.
+ProbeResult = dict[Output, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """The deviation of results from the reference.
+
+    `mean_cosine` and `min_cosine` are over the inputs; that of an input with several rows is their mean, since late
+    interaction adds them up. Hidden states (TOKENS) do not count in either. `difference` is the largest between numbers
+    of rows scaled to length 1, `score_difference` that of logits, relative to the largest reference logit where that is
+    above 1.
+    """
+
+    mean_cosine: float
+    min_cosine: float
+    difference: float
+    score_difference: float
+
+
+def reference_of(model: Model, encoded: Encoded) -> ProbeResult:
+    """The results for one input, through the library's own forward."""
+    return _split(model.run_reference(encoded), model.widths, 1)[0]
+
+
+def batched(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResult]:
+    """The results for all inputs, in one batch."""
+    batch = pack(inputs)
+    found = _split(model.run(batch, model.outputs), model.widths, len(inputs))
+    at = {source: place for place, source in enumerate(batch.order.tolist())}
+    return [found[at[i]] for i in range(len(inputs))]
+
+
+def compare(results: Sequence[ProbeResult], reference: Sequence[ProbeResult]) -> Closeness:
+    """Measure the deviation; NaN counts as the largest possible.
+
+    Raises:
+        ValueError: an output has another number of rows than in the reference.
+    """
+    cosines: list[float] = [1.0]
+    differences, score_differences = [0.0], [0.0]
+    largest_score = max((float(t[Output.SCORES].abs().max()) for t in reference if Output.SCORES in t), default=1.0)
+    for ours, theirs in zip(results, reference, strict=True):
+        for output, there in theirs.items():
+            here = ours[output]
+            if here.shape != there.shape:
+                raise ValueError(f"{output.value}: {tuple(here.shape)} instead of {tuple(there.shape)}")
+            if output is Output.SCORES:
+                score_differences.append(_largest(here - there) / max(1.0, largest_score))
+            elif len(there):
+                unit, true_unit = functional.normalize(here), functional.normalize(there)
+                differences.append(_largest(unit - true_unit))
+                if output is not Output.TOKENS:
+                    cosine = functional.cosine_similarity(here.double(), there.double())
+                    cosine = cosine.masked_fill((here == there).all(dim=1), 1.0)  # of zero rows too
+                    cosines.append(float(cosine.nan_to_num(-1.0).mean()))
+    known = cosines[1:] or cosines
+    return Closeness(sum(known) / len(known), min(known), max(differences), max(score_differences))
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().nan_to_num(torch.inf).max())
+
+
+def _split(rows: dict[Output, Rows], widths: dict[Output, int], inputs: int) -> list[ProbeResult]:
+    return [{output: _result(of, i, widths[output]) for output, of in rows.items()} for i in range(inputs)]
+
+
+def _result(rows: Rows, i: int, width: int) -> Tensor:
+    if rows.offsets is None:
+        return rows.values[i : i + 1].float()
+    begin, stop = int(rows.offsets[i]), int(rows.offsets[i + 1])
+    if rows.indices is None:
+        return rows.values[begin:stop].float()
+    weights = torch.zeros(1, width, device=rows.values.device)
+    weights[0, rows.indices[begin:stop]] = rows.values[begin:stop].float()
+    return weights
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen and how close it is to the float32 truth over the known inputs.
+    """The chosen dtype and batching, and the deviation from the float32 reference over the known inputs.
 
-    Cosines are 1.0 where a model has scores only; `score_difference` is 0.0 where it has none.
+    Cosines are 1.0 for models with scores only; `score_difference` is 0.0 for those without.
     """
 
     dtype: torch.dtype
@@ -155,10 +152,10 @@ class Choice:
 
 
 def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
-    """The known texts for a model with this config.json.
+    """The probe texts for a model with this config.json.
 
     Where its attention has a window smaller than `max_length` tokens, one text is longer than the window; windows wider
-    than `_WIDEST_PROBED_WINDOW` are believed untried.
+    than `_WIDEST_PROBED_WINDOW` are not tested.
     """
     windows = [config[key] for key in _WINDOW_KEYS if isinstance(config.get(key), int)]
     window = max((w for w in windows if w < max_length and w <= _WIDEST_PROBED_WINDOW), default=None)
@@ -170,7 +167,7 @@ def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
 
 
 def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
-    """The known inputs of a model, as it will be used: pairs where it reads pairs, both roles where it has roles.
+    """The probe inputs of a model, as it will be used: pairs for rerankers, both roles for late interaction.
 
     Raises:
         ModelLoadFailed: the tokenizer fails on every one.
@@ -179,14 +176,14 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
     pairs: list[Input] = [Pair(text, texts[i - 3]) for i, text in enumerate(texts)]
     singles: list[Input] = list(texts)
     if layout.kind is Kind.RERANKER:
-        asked = [(pairs, TokenizeOptions()), (singles[:2], TokenizeOptions())]
+        probes = [(pairs, TokenizeOptions()), (singles[:2], TokenizeOptions())]
     elif layout.kind is Kind.CLASSIFIER:
-        asked = [(singles, TokenizeOptions()), (pairs[:2], TokenizeOptions())]
+        probes = [(singles, TokenizeOptions()), (pairs[:2], TokenizeOptions())]
     elif layout.late is not None:
-        asked = [(singles, TokenizeOptions()), (singles[:4], TokenizeOptions(query=True))]
+        probes = [(singles, TokenizeOptions()), (singles[:4], TokenizeOptions(query=True))]
     else:
-        asked = [(singles, TokenizeOptions())]
-    results = [result for inputs, reading in asked for result in tokenizer.encode(inputs, reading)]
+        probes = [(singles, TokenizeOptions())]
+    results = [result for inputs, options in probes for result in tokenizer.encode(inputs, options)]
     encoded = [result for result in results if isinstance(result, Encoded)]
     if not encoded:
         raise ModelLoadFailed("the tokenizer fails on every known text")
@@ -194,76 +191,72 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
 
 
 def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequence[Encoded]) -> tuple[Model, Choice]:
-    """Load a model and settle its type and batching; `wanted` None asks for the fastest type that is close enough.
+    """Load a model and choose its dtype and batching; `wanted` None is the fastest dtype that is close enough.
 
     Raises:
         ModelLoadFailed: no way of batching gives the library's own results.
     """
     model = load()
     device = model.backbone.device
-    truth = [plainly(model, encoded) for encoded in inputs]
-    types = _from(_fastest(model), device) if wanted is None else [wanted]
+    reference = [reference_of(model, encoded) for encoded in inputs]
+    types = _candidate_dtypes(_fastest(model), device) if wanted is None else [wanted]
     for i, dtype in enumerate(types):
         if i > 0:
             log.warning("%s strays too far from float32 for this model; %s is tried", types[i - 1], dtype)
             del model  # before the next is loaded: the device may have no room for two
-            _return_memory(device)
+            gc.collect()  # modules are in reference cycles
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             model = load()
         model.backbone.convert(dtype)
-        if (choice := _settle(model, dtype, inputs, truth, asked_for=wanted is not None)) is not None:
+        if (choice := _choose_batching(model, dtype, inputs, reference, requested=wanted is not None)) is not None:
             return model, choice
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
 
 
-def _from(fastest: torch.dtype, device: torch.device) -> list[torch.dtype]:
-    """The types to try, best first. On a GPU float16 is as fast as bfloat16, and finer."""
+def _candidate_dtypes(fastest: torch.dtype, device: torch.device) -> list[torch.dtype]:
+    """The dtypes to try, best first. On a GPU float16 is as fast as bfloat16, and more precise."""
     second = [torch.float16] if device.type == "cuda" else []
     return list(dict.fromkeys([fastest, *(second if fastest is not torch.float32 else []), torch.float32]))
 
 
-def _return_memory(device: torch.device) -> None:
-    gc.collect()  # modules hold one another in circles
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _settle(
-    model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], truth: Sequence[Fingerprint], asked_for: bool
+def _choose_batching(
+    model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
-    """The first way of batching whose results are the truth's; None where none is."""
-    for batching in _ways(model):
+    """The first batching whose results match the reference; None where none do."""
+    for batching in _candidate_batchings(model):
         try:
             model.backbone.use(batching)
-            close = compare(together(model, inputs), truth)
+            close = compare(batched(model, inputs), reference)
         except torch.OutOfMemoryError:
             raise
         except (CannotPackError, ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
             log.info("%s batching is not for this model: %s", batching.value, _first_line(refusal))
             continue
-        if _close_enough(close, dtype, asked_for):
+        if _close_enough(close, dtype, requested):
             return Choice(dtype, batching, close.mean_cosine, close.min_cosine, close.score_difference)
         log.info("%s batching in %s refused: %s", batching.value, dtype, close)
     return None
 
 
-def _ways(model: Model) -> list[Batching]:
+def _candidate_batchings(model: Model) -> list[Batching]:
     packed = model.backbone
     varlen = packed.device.type == "cuda" and packed.dtype in (torch.float16, torch.bfloat16)
     return [*([Batching.VARLEN] if varlen else []), Batching.BY_RUN, Batching.EQUAL_LENGTH]
 
 
-def _close_enough(close: Closeness, dtype: torch.dtype, asked_for: bool) -> bool:
+def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:
     if dtype is torch.float32:
         return close.difference <= _EXACT_DIFFERENCE and close.score_difference <= _EXACT_SCORE_DIFFERENCE
-    if asked_for:
-        return close.min_cosine >= _ASKED_FOR_COSINE and close.score_difference <= _ASKED_FOR_SCORE_DIFFERENCE
+    if requested:
+        return close.min_cosine >= _REQUESTED_COSINE and close.score_difference <= _REQUESTED_SCORE_DIFFERENCE
     return close.min_cosine >= MIN_COSINE and close.score_difference <= _MAX_SCORE_DIFFERENCE
 
 
 def _fastest(model: Model) -> torch.dtype:
-    """The type worth trying: a 16-bit one on a GPU, and on a CPU bfloat16 where layers run faster in it."""
+    """The dtype to try first: a 16-bit one on a GPU, and on a CPU bfloat16 where layers run faster in it."""
     transformer = model.backbone
-    if isinstance(transformer, StaticTable):  # looking up costs nothing
+    if isinstance(transformer, StaticTable):  # a look-up costs nothing
         return torch.float32
     if transformer.device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
@@ -271,20 +264,20 @@ def _fastest(model: Model) -> torch.dtype:
         return torch.float32
     slow, fast = _time_layers(int(getattr(transformer.config, "hidden_size", 512)))
     log.debug("a layer takes %.0f µs in float32 and %.0f µs in bfloat16", slow * 1e6, fast * 1e6)
-    return torch.bfloat16 if fast * _WORTH_A_CHANGE < slow else torch.float32
+    return torch.bfloat16 if fast * _MIN_SPEEDUP < slow else torch.float32
 
 
 @torch.inference_mode()
 def _time_layers(hidden: int) -> tuple[float, float]:
     """Seconds for a feed-forward layer of this width in float32 and in bfloat16.
 
-    Taken in turns and as the best of several, so that a busy machine disturbs neither or both.
+    Alternating, and the best of several, so that a busy machine disturbs both alike.
     """
     types = (torch.float32, torch.bfloat16)
     linear = nn.Linear(hidden, 4 * hidden)
-    trials = [(PackedLinear(linear, dtype), torch.zeros(_TRIAL_TOKENS, hidden, dtype=dtype)) for dtype in types]
+    trials = [(PackedLinear(linear, dtype), torch.zeros(_TIMED_TOKENS, hidden, dtype=dtype)) for dtype in types]
     best = [float("inf"), float("inf")]
-    for _ in range(_TRIALS):
+    for _ in range(_TIMED_RUNS):
         for i, (layer, x) in enumerate(trials):
             began = time.perf_counter()
             layer(x)

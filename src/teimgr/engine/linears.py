@@ -1,7 +1,7 @@
-"""Linear layers with their weights laid out once for oneDNN, where this machine's torch can do that.
+"""Linear layers with weights prepacked for oneDNN, where this machine's torch supports it.
 
-The two operators are private to torch (its compiler emits them), so they are tried before they are trusted, and
-`F.linear` remains. The point is speed: at the few tokens of a query a plain linear takes twice as long.
+The two operators are private to torch (its compiler emits them), so they are tested before use, with `F.linear` as the
+fallback. With the few tokens of a query a plain linear takes twice as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 log = logging.getLogger(__name__)
 
-# Where architectures keep a linear layer and the activation that follows it and nothing else.
+# Attribute names of a linear layer directly followed by its activation, in various architectures.
 _FUSABLE = (("dense", "intermediate_act_fn"), ("lin1", "activation"))
 _TYPICAL_TOKENS = 256
 
@@ -24,14 +24,16 @@ _TYPICAL_TOKENS = 256
 class PackedLinear(nn.Module):
     """y = activation(x Wᵀ + b) with a prepacked W; `activation` is "none" or "gelu", `form` is "none" or "tanh".
 
-    `weight` has the dtype and shape that model code may ask for, and no storage.
+    `weight` has the dtype and shape, for model code that reads them, but no storage.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, activation: str = "none", form: str = "none") -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._packed = _prepack(linear.weight.detach().to(dtype))
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(
+            linear.weight.detach().to(dtype), _TYPICAL_TOKENS
+        )
         self._bias = None if linear.bias is None else linear.bias.detach().to(dtype).clone()
         self._activation = activation
         self._form = form
@@ -39,18 +41,21 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in_features] → […, out_features], in the dtype of the weight."""
-        return _apply(x, self._packed, self._bias, self._activation, self._form)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._bias, self._activation, [], self._form
+        )
+        return result
 
 
 def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Let `model`, one of transformers', compute in `dtype` from now on, with prepacked linears on the CPU.
+    """Convert a transformers model to `dtype`, with prepacked linears on the CPU.
 
-    There its vocabulary's table stays as it is in the file, mapped and shared between workers; what is looked up in it
-    is converted. Buffers (rotary frequencies) keep their precision.
+    There the embedding table keeps the dtype of its file, memory-mapped and shared between workers; its outputs are
+    converted. Buffers (rotary frequencies) keep their precision.
     """
     mapped = None
     if device.type == "cpu":
-        mapped = _vocabulary_table(model)
+        mapped = _embedding_table(model)
         log.debug("prepacked %d linear layers in %s", convert_linears(model, dtype), dtype)
     if dtype is not torch.float32:
         for module in model.modules():
@@ -60,29 +65,29 @@ def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of the wider weights, which no batch could use otherwise
+        torch.cuda.empty_cache()  # free the wider weights
 
 
-def _vocabulary_table(model: Any) -> nn.Module | None:
+def _embedding_table(model: Any) -> nn.Module | None:
     try:
         return model.get_input_embeddings()  # type: ignore[no-any-return]
-    except NotImplementedError:  # a model of its own code; its tables are converted then
+    except NotImplementedError:  # custom model code; its table is converted
         return None
 
 
 def convert_linears(model: nn.Module, dtype: torch.dtype) -> int:
     """Replace every `nn.Linear` in `model`, on the CPU, by its prepacked form in `dtype`; fuse GELU where it follows.
 
-    A vocabulary decoder gets a copy of the table it shares its weight with: over 8 tokens and over 192 it is twice as
-    fast for it, and of the table itself only rows that occur come into memory. Returns how many layers were prepacked:
-    0 where the operators do not work here, and then only the dtype changes.
+    A decoder that shares its weight with the embedding table gets a copy: twice as fast, with 8 tokens or 192, and of
+    the memory-mapped table only the rows in use are resident. Returns the number of prepacked layers: 0 where the
+    operators do not work here, and then only the dtype changes.
     """
     if not prepacking_works(dtype):
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.to(dtype)
         return 0
-    made: dict[nn.Module, PackedLinear] = {}  # a layer may hang in two places
+    made: dict[nn.Module, PackedLinear] = {}  # a layer may have two parents
     fused = 0
     for parent in list(model.modules()):
         fused += _fuse(parent, dtype)
@@ -95,7 +100,7 @@ def convert_linears(model: nn.Module, dtype: torch.dtype) -> int:
 
 @functools.cache
 def prepacking_works(dtype: torch.dtype) -> bool:
-    """Whether the private operators are here and agree with `F.linear` in `dtype`."""
+    """Whether the private operators exist and agree with `F.linear` in `dtype`."""
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(32, 48).requires_grad_(False)
     linear.weight.copy_(torch.randn(48, 32, generator=generator))
@@ -109,7 +114,7 @@ def prepacking_works(dtype: torch.dtype) -> bool:
 
 
 def _fuse(parent: nn.Module, dtype: torch.dtype) -> int:
-    """Make one operator of a linear and its GELU, if `parent` is such a pair."""
+    """Fuse a linear and its GELU into one operator, if `parent` has such a pair; returns the number of pairs."""
     for linear_name, activation_name in _FUSABLE:
         linear, activation = getattr(parent, linear_name, None), getattr(parent, activation_name, None)
         form = _gelu_form(activation)
@@ -125,13 +130,3 @@ def _gelu_form(activation: Any) -> str | None:
     if isinstance(activation, nn.GELU):
         return activation.approximate
     return {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh"}.get(type(activation).__name__)
-
-
-def _prepack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_TOKENS)
-    return packed
-
-
-def _apply(x: Tensor, packed: Tensor, bias: Tensor | None, activation: str, form: str) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, activation, [], form)
-    return result

@@ -1,11 +1,10 @@
-"""Packed ids in, results out: what makes hidden states, and the heads that make something of them."""
+"""A model: a backbone and its heads; a packed batch in, results out."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ Heads = Mapping[Output, Head]
 
 
 class Model:
-    """A whole model on one device; one thread uses it at a time.
+    """A model on one device; one thread uses it at a time.
 
-    Where the heads are the library's, `whole` is the same model run by the library alone, with heads for its logits.
+    Where the head is the library's, `whole` is the same model run by the library alone, with heads for its logits.
     """
 
     def __init__(
@@ -46,17 +45,16 @@ class Model:
 
     @property
     def outputs(self) -> frozenset[Output]:
-        """What the model can give."""
         return frozenset(self._heads)
 
     @property
     def widths(self) -> dict[Output, int]:
-        """Of each output the size of a vector, of the vocabulary, or the number of labels."""
+        """The size of a vector or of the vocabulary, or the number of labels, by output."""
         return {output: head.width for output, head in self._heads.items()}
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
-        """Each of `outputs` for every text, in the batch's own order, from one forward; nothing that a request decides.
+        """Each of `outputs` for every text, in the batch's order, from one forward, independent of request options.
 
         Raises:
             KeyError: the model has no such output.
@@ -67,7 +65,7 @@ class Model:
 
     @torch.inference_mode()
     def run_reference(self, encoded: Encoded) -> dict[Output, Rows]:
-        """Every output for one input, through the library's own forward: the measure of every other way."""
+        """Every output for one input, through the library's own forward: the reference for all other ways."""
         model, heads = self._whole
         batch = pack([encoded])
         hidden = model.hidden_equal_length(
@@ -77,7 +75,7 @@ class Model:
 
 
 def load_model(layout: Layout, device: torch.device) -> Model:
-    """The model in float32.
+    """Load a model in float32.
 
     Raises:
         ModelLoadFailed: weights are missing, of another shape, or of an unknown architecture.
@@ -93,7 +91,7 @@ def load_model(layout: Layout, device: torch.device) -> Model:
 
 
 def _heads_of(layout: Layout, width: int, device: torch.device) -> dict[Output, Head]:
-    """The heads that work on hidden states of `width`, of the model's own making."""
+    """The heads of our own, for hidden states of size `width`."""
     if layout.late is not None:
         late = layout.late
         kept = MultiVectorHead(load_projections(late.projections, device), late, width_behind(late.projections, width))
@@ -113,7 +111,7 @@ def _heads_of(layout: Layout, width: int, device: torch.device) -> dict[Output, 
 
 
 def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Model:
-    """A model whose head is the library's: run by itself where that is the same, else with the whole model."""
+    """A model with the library's head: run separately where that gives the same logits, else as a whole."""
     if layout.scoring is not None and layout.scoring.causal is not None:
         keep_two_tokens(module, layout.scoring.causal)
     whole = WholeModel(module, layout.position_offset, device)
@@ -143,11 +141,11 @@ def _heads_over_logits(layout: Layout, module: Any) -> dict[Output, Head]:
 
 
 def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] | None:
-    """The heads that give the whole model's own logits; None where they do not."""
+    """Heads that give the whole model's logits; None where the head cannot be run separately."""
     if layout.backbone is Backbone.SEQUENCE_CLASSIFICATION:
         head = sequence_head(library)
         return None if head is None else {Output.SCORES: head}
-    if not HeadTrial.of(library).shows_a_head_of_tokens(library):
+    if not HeadTrial.of(library).is_token_wise(library):
         return None
     if layout.splade is not None:
         return _splade_heads(SpladeWeights(library.tokens, _vocabulary(library.module), layout.splade))
@@ -163,9 +161,6 @@ def _vocabulary(module: Any) -> int:
     return int(module.config.vocab_size if decoder is None else decoder.out_features)
 
 
-_OURS = "teimgr.engine"
-
-
 def tensor_bytes(root: object) -> int:
     """Bytes of all tensors that `root` holds, in our own objects, modules and containers; shared ones count once."""
     storages: dict[int, int] = {}
@@ -179,31 +174,17 @@ def tensor_bytes(root: object) -> int:
         if isinstance(item, Tensor):
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, nn.Module):  # our own modules may hold tensors that they did not register
+            waiting.extend([*item.parameters(), *item.buffers(), *_attributes(item)])
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
         else:
-            waiting.extend(_held(item))
+            waiting.extend(item if isinstance(item, (list, tuple, set, frozenset)) else _attributes(item))
     return sum(storages.values())
 
 
-def device_bytes(device: torch.device) -> tuple[int, int | None]:
-    """What the device's allocator holds for this process now, and the most it ever gave out; 0 and None on the CPU."""
-    if device.type != "cuda":
-        return 0, None
-    return torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
-
-
-def _held(item: object) -> Iterable[object]:
-    if isinstance(item, nn.Module):
-        # A head of ours that is a module may hold tensors that it did not register.
-        return chain(item.parameters(), item.buffers(), _attributes(item))
-    if isinstance(item, dict):
-        return item.values()
-    if isinstance(item, (list, tuple, set, frozenset)):
-        return item
-    return _attributes(item)
-
-
 def _attributes(item: object) -> Iterable[object]:
-    if not type(item).__module__.startswith(_OURS):
+    if not type(item).__module__.startswith("teimgr.engine"):
         return ()
     if is_dataclass(item):
         return [getattr(item, field.name) for field in fields(item)]

@@ -1,7 +1,7 @@
-"""The head of a transformers model, run by itself on hidden states.
+"""The head of a transformers model, run separately on hidden states.
 
-So no architecture's head is written again here: the model's own forward runs, with a stub in the place of its backbone
-that returns the states it is given. Whether that is the same is tried at load, against the model as a whole.
+No architecture's head is reimplemented: the model's own forward runs, with a stub in place of its backbone that returns
+the given states. A trial at load compares the result with that of the whole model.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 
 _TRIAL_LENGTHS = (3, 5, 5)
-_TOLERANCE = 1e-4  # of float32 logits against the largest of them; another token's row is far beyond it
-_ROW_STEP = 8  # a CPU kernel is made and kept for every number of rows it meets
+_TOLERANCE = 1e-4  # of float32 logits relative to the largest; the row of a wrong token differs far more
+_ROW_STEP = 8  # oneDNN creates and caches a kernel for every number of rows
 
 
 class LibraryHead:
-    """What a transformers `module` does behind its backbone; between calls `module` is whole.
+    """The part of a transformers `module` behind its backbone; between calls `module` is unchanged.
 
     Raises:
-        ValueError: the class does not keep its backbone where `base_model_prefix` says.
+        ValueError: the class does not keep its backbone under `base_model_prefix`.
     """
 
     def __init__(self, module: Any) -> None:
         self._prefix = module.base_model_prefix
         if self._prefix not in module._modules:
-            raise ValueError(f"{type(module).__name__} has no {self._prefix!r} that could stand aside")
+            raise ValueError(f"{type(module).__name__} has no {self._prefix!r} to replace")
         self.module = module
         self.backbone = module._modules[self._prefix]
-        self._stub = _Given(self.backbone)
+        self._stub = _StubBackbone(self.backbone)
         config = module.config.get_text_config()
         if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = -1  # no token's id: decoders refuse several texts while there is none at all
+            config.pad_token_id = -1  # no token has it: without any padding id decoders refuse batches
 
     def texts(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """[texts, length, H] of equal length, with their ids where a head looks at them → float32 [texts, labels]."""
+        """[texts, length, H] of equal length, with their ids for heads that use them → float32 [texts, labels]."""
         if ids is None:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        with self._standing_aside(hidden):
+        with self._stubbed_backbone(hidden):
             return self.module(input_ids=ids).logits.float()  # type: ignore[no-any-return]
 
     def rows(self, rows: Tensor) -> Tensor:
-        """[N, H], one row for each text → float32 [N, labels]."""
+        """[N, H], one row per text → float32 [N, labels]."""
         idle = -len(rows) % _ROW_STEP if rows.device.type == "cpu" else 0
         return self.texts(functional.pad(rows, (0, 0, 0, idle)).unsqueeze(1))[: len(rows)]
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """[T, H] → [T, vocabulary] in the model's type, each token by itself."""
+        """[T, H] → [T, vocabulary] in the model's dtype, each token by itself."""
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
-        with self._standing_aside(hidden.unsqueeze(0)):
+        with self._stubbed_backbone(hidden.unsqueeze(0)):
             return self.module(input_ids=ids).logits[0]  # type: ignore[no-any-return]
 
     @contextmanager
-    def _standing_aside(self, hidden: Tensor) -> Iterator[None]:
+    def _stubbed_backbone(self, hidden: Tensor) -> Iterator[None]:
         self._stub.hidden = hidden
         self.module._modules[self._prefix] = self._stub
         try:
@@ -71,8 +71,8 @@ class LibraryHead:
             self._stub.hidden = None
 
 
-class _Given(nn.Module):
-    """In the place of a backbone: whatever it is asked, it answers with `hidden`, and its own pooling of it."""
+class _StubBackbone(nn.Module):
+    """Replaces a backbone: returns `hidden` and the backbone's own pooling of it, whatever the inputs."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ class _Given(nn.Module):
 
 
 def _pooler(backbone: Any) -> Callable[[Tensor], Tensor] | None:
-    """What makes `pooler_output` of [texts, length, H]. ALBERT keeps its parts apart: the first token is ours to take.
+    """Computes `pooler_output` from [texts, length, H]. ALBERT's pooler is a bare linear layer for the first token.
 
-    The module is looked up with every call: its layers may be replaced after this.
+    The module is looked up with every call: its layers may be replaced later.
     """
     pooler = getattr(backbone, "pooler", None)
     if pooler is None:
@@ -101,7 +101,7 @@ def _pooler(backbone: Any) -> Callable[[Tensor], Tensor] | None:
 
 @dataclass(frozen=True, slots=True)
 class HeadTrial:
-    """A few short texts: their batch, their hidden states [T, H], and what the whole model says of them, one by one."""
+    """A few short texts: their batch, hidden states [T, H], and the logits of the whole model, one by one."""
 
     batch: PackedBatch
     hidden: Tensor
@@ -110,7 +110,7 @@ class HeadTrial:
     @classmethod
     @torch.inference_mode()
     def of(cls, head: LibraryHead) -> HeadTrial:
-        """Random ids through the library's own forward; one text ends in the padding token, which some heads skip."""
+        """Run random ids through the library's forward; one text ends in the padding token, which some heads skip."""
         batch = pack([Encoded(ids) for ids in _trial_ids(head.module)])
         device = head.module.device
         hidden, logits = [], []
@@ -120,15 +120,15 @@ class HeadTrial:
             logits.append(head.module(input_ids=ids).logits[0].float())
         return cls(batch, torch.cat(hidden), tuple(logits))
 
-    def shows_a_head_of_tokens(self, head: LibraryHead) -> bool:
-        """Whether the head judges each token by itself, so that a packed row of tokens will do."""
-        return self.confirms(head.tokens(self.hidden).float(), torch.cat(self.logits))
+    def is_token_wise(self, head: LibraryHead) -> bool:
+        """Whether the head maps each token by itself, so that it can run on a packed row."""
+        return self.matches(head.tokens(self.hidden).float(), torch.cat(self.logits))
 
-    def confirms(self, logits: Tensor, truth: Tensor) -> bool:
-        """Whether `logits` are `truth`, within rounding."""
-        if logits.shape != truth.shape:
+    def matches(self, logits: Tensor, reference: Tensor) -> bool:
+        """Whether both are equal within rounding."""
+        if logits.shape != reference.shape:
             return False
-        return bool((logits - truth).abs().max() <= _TOLERANCE * max(1.0, float(truth.abs().max())))
+        return bool((logits - reference).abs().max() <= _TOLERANCE * max(1.0, float(reference.abs().max())))
 
 
 def _trial_ids(module: Any) -> list[np.ndarray[Any, np.dtype[np.int32]]]:

@@ -1,4 +1,4 @@
-"""BGE-M3's two outputs beside its dense vector: weights of the tokens that occur, and a vector for each token."""
+"""Token vectors of late interaction, and BGE-M3's two outputs beside its dense vector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from teimgr.model_files import LateInteraction
 
 
 class MultiVectorHead:
-    """`projections` of the kept tokens, in float32, each of length 1 where the model says so."""
+    """`projections` of the kept tokens, in float32, normalised where the model does."""
 
     def __init__(self, projections: nn.Sequential, late: LateInteraction, width: int) -> None:
         self.width = width
@@ -28,7 +28,7 @@ class MultiVectorHead:
         self._skip_in_queries = late.skip_in_queries
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """MULTI_VECTOR rows; a text whose every token is skipped has none."""
+        """MULTI_VECTOR rows; a text of skipped tokens only has none."""
         kept = self._kept(batch)
         if kept is not None:
             hidden = hidden[moved(np.flatnonzero(kept), hidden.device)]
@@ -38,7 +38,7 @@ class MultiVectorHead:
         return Rows(vectors, moved(offsets(kept, batch), hidden.device))
 
     def _kept(self, batch: PackedBatch) -> NDArray[np.bool_] | None:
-        """Which tokens have a vector, [T]; None where all have."""
+        """Which tokens have a vector, bool [T]; None where all have."""
         if len(self._skipped) == 0:
             return None
         kept = ~np.isin(batch.ids, self._skipped)
@@ -48,7 +48,7 @@ class MultiVectorHead:
 
 
 def offsets(kept: NDArray[np.bool_] | None, batch: PackedBatch) -> NDArray[np.int64]:
-    """Where each text's kept tokens begin among all kept ones, [N + 1]."""
+    """The borders of the texts among the kept tokens, [N + 1]."""
     borders = batch.cu_seqlens.astype(np.int64)
     if kept is None:
         return borders
@@ -57,7 +57,7 @@ def offsets(kept: NDArray[np.bool_] | None, batch: PackedBatch) -> NDArray[np.in
 
 
 class M3SparseHead:
-    """A token's weight is relu(linear(hidden)), that of an id its heaviest token's. `unused_ids` have none."""
+    """A token's weight is relu(linear(hidden)), an id's the maximum of its tokens'. `unused_ids` have none."""
 
     def __init__(self, linear: nn.Linear, unused_ids: tuple[int, ...], vocabulary: int) -> None:
         self.width = vocabulary
@@ -65,7 +65,7 @@ class M3SparseHead:
         self._unused = np.array(unused_ids, dtype=np.int64)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """SPARSE rows. How many weights are zero is only known on the device, so this waits for it."""
+        """SPARSE rows. Synchronises: the number of non-zero weights is only known on the device."""
         tokens, places, texts, ids = self._entries(batch)
         of_token = self._linear(hidden.float()).relu().squeeze(1)[moved(tokens, hidden.device)]
         weights = torch.zeros(len(ids), device=hidden.device)
@@ -76,7 +76,7 @@ class M3SparseHead:
         return Rows(weights[kept], borders, moved(ids, hidden.device)[kept])
 
     def _entries(self, batch: PackedBatch) -> tuple[NDArray[np.int64], ...]:
-        """Tokens that count and the entry of each; the text and the id of each entry, by text and ascending."""
+        """Counted tokens and the entry of each; the text and the id of each entry, ascending."""
         tokens = np.flatnonzero(~np.isin(batch.ids, self._unused))
         text_of = np.repeat(np.arange(batch.texts, dtype=np.int64), np.diff(batch.cu_seqlens))
         keys, places = np.unique(text_of[tokens] * self.width + batch.ids[tokens], return_inverse=True)
@@ -84,24 +84,23 @@ class M3SparseHead:
 
 
 class M3MultiVectorHead:
-    """linear(hidden) of every token but the first, scaled to length 1."""
+    """linear(hidden) of every token but the first, normalised."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self.width = linear.out_features
         self._linear = linear
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """MULTI_VECTOR rows."""
         kept = batch.position_ids > 0
         vectors = self._linear(hidden[moved(np.flatnonzero(kept), hidden.device)].float())
         return Rows(functional.normalize(vectors, dim=-1), moved(offsets(kept, batch), hidden.device))
 
 
 def load_linear(path: Path, device: torch.device) -> nn.Linear:
-    """The float32 layer whose `weight` and `bias` are in a file of torch's.
+    """The float32 layer whose `weight` and `bias` are in a file of torch.save.
 
     Raises:
-        ModelLoadFailed: the file is no such thing.
+        ModelLoadFailed: the file cannot be read as such.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""From one vector per token to one per text, over a packed row; sums are float32 whatever the model's type."""
+"""Pooling of a packed row: one vector per text from one per token; sums are float32 in every dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from teimgr.engine.heads import Rows
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where each text's pooled tokens are: int64 [N] each, on the device. `begins` is where the text itself begins."""
+    """The pooled tokens of each text: int64 [N] each, on the device. `begins` is the start of the text itself."""
 
     begins: Tensor
     starts: Tensor
@@ -24,7 +24,7 @@ class Segments:
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> Segments:
-        """Those of `batch`; a prompt that is not to be pooled lies between `begins` and `starts`."""
+        """Those of `batch`; a prompt that is not pooled lies between `begins` and `starts`."""
         borders = torch.from_numpy(batch.cu_seqlens.astype("int64")).to(device, non_blocking=True)
         begins, stops = borders[:-1], borders[1:]
         if batch.prompt_lens is None:
@@ -39,7 +39,7 @@ class Segments:
     def reduce(self, values: Tensor, how: str) -> Tensor:
         """`sum` or `max` over the pooled tokens: [T, H] → [N, H].
 
-        The kernel takes borders without gaps, so a text is cut in two, its prompt and the rest.
+        The kernel takes segments without gaps, so prompt and rest of a text are two segments.
         """
         if self.starts is self.begins:
             borders = torch.cat([self.begins, self.stops[-1:]])
@@ -97,7 +97,7 @@ POOLINGS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
 
 
 class DenseHead:
-    """Pooling, then `projections`; float32 from the pooling on. Also a cross-encoder's score, where it is made so."""
+    """Pooling, then `projections`, in float32. Also the score of cross-encoders that are built from such modules."""
 
     def __init__(self, poolings: Sequence[str], projections: nn.Sequential, width: int) -> None:
         self.width = width
@@ -105,7 +105,7 @@ class DenseHead:
         self._projections = projections
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """Neither cut nor normalised by a request's wish."""
+        """Neither cut nor normalised by the request's options."""
         return Rows(self._projections(pool(hidden, batch, self._poolings)))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,10 +17,10 @@ from teimgr.model_files import Dense, LayerNorm, Projection
 
 
 def torch_activation(name: str) -> nn.Module:
-    """The module that `name` ("torch.nn.modules.activation.Tanh") says, made without arguments.
+    """The activation module of a dotted name ("torch.nn.modules.activation.Tanh").
 
     Raises:
-        ModelLoadFailed: it is no module of torch's, or needs arguments.
+        ModelLoadFailed: it is not one of torch's, or needs arguments.
     """
     kind = getattr(nn, name.rsplit(".", 1)[-1], None)
     if not name.startswith("torch.nn.") or not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -56,20 +58,18 @@ class LayerNormLayer(nn.Module):
         self.norm = nn.LayerNorm(norm.dimension)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """The shape stays."""
         return self.norm(vectors)  # type: ignore[no-any-return]
 
 
 class NormalizeLayer(nn.Module):
-    """One Normalize module: every vector to length 1; one of zeros stays."""
+    """One Normalize module: every vector to length 1; zero vectors stay zero."""
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """The shape stays."""
         return functional.normalize(vectors, dim=-1)
 
 
 def load_projections(projections: Sequence[Projection], device: torch.device) -> nn.Sequential:
-    """The modules in order, in float32, with their weights.
+    """The modules in order, in float32, with their weights loaded.
 
     Raises:
         ModelLoadFailed: weights are missing or have another shape, or an activation is not one of torch's.
@@ -95,18 +95,26 @@ def _load(projection: Projection) -> nn.Module:
 
 
 def _with_weights(layer: nn.Module, folder: Path) -> nn.Module:
-    """`layer` with its weights; the file may hold a whole transformer beside them, as Stanford's ColBERT has it."""
+    """Load the weights of `layer`; the file may hold those of a transformer too, as in Stanford's ColBERT."""
     names = tuple(f"{name}." for name, _ in layer.named_children())
     try:
-        layer.load_state_dict({key: value for key, value in _weights(folder).items() if key.startswith(names)})
+        layer.load_state_dict({key: value for key, value in read_weights(folder).items() if key.startswith(names)})
     except RuntimeError as error:
         raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: {error}") from error
     return layer
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    if (file := folder / "model.safetensors").is_file():
-        return load_file(file)
-    if (file := folder / "pytorch_model.bin").is_file():
-        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, else of pytorch_model.bin, on the CPU.
+
+    Raises:
+        ModelLoadFailed: there is neither file, or it cannot be read.
+    """
+    try:
+        if (file := folder / "model.safetensors").is_file():
+            return load_file(file)
+        if (file := folder / "pytorch_model.bin").is_file():
+            return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ModelLoadFailed(f"the weights of {folder.name} cannot be read: {error}") from error
     raise ModelLoadFailed(f"the module {folder.name} has no weights")

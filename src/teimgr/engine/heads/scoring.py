@@ -1,4 +1,4 @@
-"""Labels and cross-encoders: which hidden states the head of a model needs, and what a request makes of its logits."""
+"""Scoring heads: classifiers and cross-encoders, causal rerankers, and the activations of their logits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from teimgr.engine.heads.projections import torch_activation
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files import CausalRerank
 
+log = logging.getLogger(__name__)
+
+LogitsOf = Callable[[Tensor, PackedBatch], Tensor]
+
 
 class CausalHead:
-    """The log-odds of two tokens behind a text, or one token's logit; `decode` makes [n, 2] logits of [n, H]."""
+    """The log-odds of two tokens behind a text, or one token's logit; `decode` maps [n, H] to logits [n, 2]."""
 
     def __init__(self, decode: Callable[[Tensor], Tensor]) -> None:
         self.width = 1
@@ -33,69 +37,64 @@ class CausalHead:
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
 
 
-@torch.no_grad()  # tensors of the inference mode could not change their type later
+@torch.no_grad()  # not inference mode: its tensors could not change their dtype later
 def keep_two_tokens(module: Any, score: CausalRerank) -> None:
-    """Leave of a language model's output layer the rows of the tokens that `score` looks at: no other logit is made.
+    """Reduce a language model's output layer to the rows of the tokens that `score` uses, to compute no other logit.
 
     Raises:
-        ModelLoadFailed: the tokens are not in the vocabulary, or the model cannot do without the other rows.
+        ModelLoadFailed: the tokens are not in the vocabulary, or the model needs the other rows.
     """
     tokens = [score.true_token_id, *([] if score.false_token_id is None else [score.false_token_id])]
     whole = module.get_output_embeddings()
     if whole is None or max(tokens) >= len(whole.weight):
         raise ModelLoadFailed(f"the model has no output for the tokens {tokens}")
     ids = torch.arange(min(4, len(whole.weight)), device=module.device)[None]
-    truth = module(input_ids=ids).logits[0, :, tokens]
+    reference = module(input_ids=ids).logits[0, :, tokens]
     few = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None).requires_grad_(False)
     few.weight = nn.Parameter(whole.weight[tokens].clone(), requires_grad=False)
     if whole.bias is not None:
         few.bias = nn.Parameter(whole.bias[tokens].clone(), requires_grad=False)
     module.set_output_embeddings(few)
     logits = module(input_ids=ids).logits[0]
-    if logits.shape != truth.shape or not torch.allclose(logits, truth, rtol=1e-4, atol=1e-4):
+    if logits.shape != reference.shape or not torch.allclose(logits, reference, rtol=1e-4, atol=1e-4):
         raise ModelLoadFailed("the logits of two tokens cannot be had without those of all others")
 
 
-log = logging.getLogger(__name__)
-
-Reading = Callable[[Tensor, PackedBatch], Tensor]
-
-
 class SequenceHead:
-    """A library head for texts; `reading` makes its logits, float32 [N, labels]."""
+    """A library head for texts; `logits_of` maps hidden states and batch to float32 [N, labels]."""
 
-    def __init__(self, reading: Reading, width: int) -> None:
+    def __init__(self, logits_of: LogitsOf, width: int) -> None:
         self.width = width
-        self._reading = reading
+        self._logits_of = logits_of
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """Logits, no activation applied."""
-        return Rows(self._reading(hidden, batch))
+        return Rows(self._logits_of(hidden, batch))
 
 
 def sequence_head(library: LibraryHead) -> SequenceHead | None:
-    """The head with the cheapest reading that gives the whole model's own logits; None where none does.
+    """The library head on the fewest hidden states that still give the whole model's logits; None where none do.
 
-    One row for each text is enough for nearly all: the first, the last, or the mean of all. What remains sees all
-    tokens, run by run.
+    One row per text is enough for nearly all: the first, the last, or the mean of all. Others get all tokens, run by
+    run.
     """
     trial = HeadTrial.of(library)
-    truth = torch.stack(trial.logits)
-    for name, reading in _readings(library).items():
+    reference = torch.stack(trial.logits)
+    for name, logits_of in _candidates(library).items():
         try:
-            logits = reading(trial.hidden, trial.batch)
+            logits = logits_of(trial.hidden, trial.batch)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as refusal:
             log.debug("the head does not run on %s: %s", name, refusal)
             continue
-        if trial.confirms(logits, truth):
+        if trial.matches(logits, reference):
             log.debug("the head needs %s", name)
-            return SequenceHead(reading, truth.shape[1])
+            return SequenceHead(logits_of, reference.shape[1])
     return None
 
 
-def _readings(library: LibraryHead) -> dict[str, Reading]:
+def _candidates(library: LibraryHead) -> dict[str, LogitsOf]:
     pad = getattr(library.module.config.get_text_config(), "pad_token_id", -1)
 
     def first(hidden: Tensor, batch: PackedBatch) -> Tensor:
@@ -105,7 +104,7 @@ def _readings(library: LibraryHead) -> dict[str, Reading]:
         return library.rows(hidden[moved(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)])
 
     def last_but_padding(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(hidden[moved(_last_but(pad, batch), hidden.device)])
+        return library.rows(hidden[moved(_last_but_padding(pad, batch), hidden.device)])
 
     def mean(hidden: Tensor, batch: PackedBatch) -> Tensor:
         return library.rows(pool(hidden, batch, ["mean"]).to(hidden.dtype))
@@ -128,15 +127,15 @@ def _readings(library: LibraryHead) -> dict[str, Reading]:
     }
 
 
-def _last_but(pad: int, batch: PackedBatch) -> NDArray[np.int64]:
-    """Where each text's last token is whose id is not `pad`; its first where all are, as decoders do it."""
+def _last_but_padding(pad: int, batch: PackedBatch) -> NDArray[np.int64]:
+    """The position of each text's last token that is not `pad`; of its first where all are, as in decoders."""
     begins = batch.cu_seqlens[:-1].astype(np.int64)
     places = batch.position_ids * (batch.ids != pad)
     return begins + np.maximum.reduceat(places, begins)
 
 
 def activate(logits: NDArray[np.float32], activation: str) -> NDArray[np.float32]:
-    """Scores of logits [N, labels]: `sigmoid`, `softmax` over the labels, `identity`, or a class of torch by name.
+    """Scores from logits [N, labels]: `sigmoid`, `softmax` over the labels, `identity`, or a torch class by name.
 
     Raises:
         ModelLoadFailed: `activation` is none of these.

@@ -11,18 +11,18 @@ from teimgr.engine.batch import PackedBatch, Run
 from teimgr.engine.heads import Rows
 from teimgr.model_files import Splade
 
-# Logits that exist at one moment. On a CPU a larger temporary is mapped and unmapped by every operation.
+# The size of logits at one time. On a CPU larger temporaries are mapped and unmapped by every operation.
 _CPU_BYTES = 24_000_000
 _CUDA_BYTES = 512_000_000
-_ROW_STEP = 32  # a CPU kernel is made and kept for every number of rows it meets
+_ROW_STEP = 32  # oneDNN creates and caches a kernel for every number of rows
 
 Decode = Callable[[Tensor], Tensor]
 
 
 class SpladeWeights:
-    """Pooled weights of texts, a few at a time, so that no [T, vocabulary] is ever whole.
+    """Pooled weights of texts, computed in groups, so that [T, vocabulary] is never materialised.
 
-    `decode` makes logits [t, vocabulary] of hidden states [t, H].
+    `decode` maps hidden states [t, H] to logits [t, vocabulary].
     """
 
     def __init__(self, decode: Decode, width: int, splade: Splade) -> None:
@@ -32,7 +32,7 @@ class SpladeWeights:
         self._twice = splade.activation == "log1p_relu"
 
     def groups(self, hidden: Tensor, batch: PackedBatch) -> Iterator[Tensor]:
-        """Float32 [n, vocabulary] for the next n texts, until all texts of the batch had their turn."""
+        """Float32 [n, vocabulary] for n texts after n texts, until all of the batch are done."""
         room = max(1, (_CPU_BYTES if hidden.device.type == "cpu" else _CUDA_BYTES) // (4 * self.width))
         borders = batch.cu_seqlens.tolist()
         begin = 0
@@ -68,13 +68,13 @@ class SpladeWeights:
         return self._activated(pooled) if self._max else pooled
 
     def _logits(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """[stop - start, vocabulary]; a few tokens before them are decoded too, and dropped."""
+        """[stop - start, vocabulary]; decodes a few tokens before them too, to round up the number of rows."""
         rows = stop - start
         begin = max(0, stop - (rows + -rows % _ROW_STEP))
         return self._decode(hidden[begin:stop])[-rows:]
 
     def _pooled(self, logits: Tensor) -> Tensor:
-        """[n, length, vocabulary] → [n, vocabulary]; the activation grows with its input, so a maximum may go first."""
+        """[n, length, vocabulary] → [n, vocabulary]; the activation is monotonic, so the maximum may be taken first."""
         return logits.amax(dim=1).float() if self._max else self._activated(logits.float()).sum(dim=1)
 
     def _together(self, one: Tensor, other: Tensor) -> Tensor:
@@ -86,14 +86,14 @@ class SpladeWeights:
 
 
 class SpladeHead:
-    """The entries that are not zero. How many there are is only known on the device, so this waits for it."""
+    """SPLADE weights as sparse rows. Synchronises: the number of non-zero entries is only known on the device."""
 
     def __init__(self, weights: SpladeWeights) -> None:
         self.width = weights.width
         self._weights = weights
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """SPARSE rows; an entry that is no number is kept, so that it is noticed."""
+        """SPARSE rows; NaN entries are kept, so that they are detected."""
         values, indices, counts = [], [], [torch.zeros(1, dtype=torch.int64, device=hidden.device)]
         for weights in self._weights.groups(hidden, batch):
             kept = weights != 0.0
@@ -105,18 +105,17 @@ class SpladeHead:
 
 
 class SpladeVectorHead:
-    """The same weights as whole vectors, zeros included."""
+    """SPLADE weights as dense vectors."""
 
     def __init__(self, weights: SpladeWeights) -> None:
         self.width = weights.width
         self._weights = weights
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """DENSE rows, [N, vocabulary]."""
         return Rows(torch.cat(list(self._weights.groups(hidden, batch))))
 
 
 def _overlap(run: Run, start: int, stop: int) -> Run | None:
-    """The texts of `run` among the tokens `start` to `stop`, which are borders of texts."""
+    """The texts of `run` within the tokens `start` to `stop`, which are borders of texts."""
     first, last = max(run.start, start), min(run.stop, stop)
     return Run(first, (last - first) // run.length, run.length) if first < last else None
