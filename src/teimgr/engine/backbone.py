@@ -81,7 +81,6 @@ class Transformer:
         self.batching = batching
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert to `dtype`, the library's head included; see `linears.convert`."""
         convert(self._owner, dtype, self.device)
         self.dtype = dtype
 

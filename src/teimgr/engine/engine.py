@@ -186,11 +186,9 @@ class Engine:
             raise Unavailable(self._fault)
 
     def set_threads(self, threads: int) -> None:
-        """Use that many CPU threads from the next batch on."""
         self._runner.use_threads(threads)
 
     def stats(self) -> EngineStats:
-        """A snapshot for display."""
         counters = self._finisher.counters
         on_cuda = self._device.type == "cuda"
         return EngineStats(

@@ -49,13 +49,11 @@ class InFlightLimit:
             return not self._abandoned
 
     def enter(self, tokens: int) -> None:
-        """Count a batch that is about to start."""
         with self._changed:
             self._batches += 1
             self.tokens += tokens
 
     def leave(self, tokens: int) -> None:
-        """Uncount a batch that is finished or failed to start."""
         with self._changed:
             self._batches -= 1
             self.tokens -= tokens
@@ -91,7 +89,6 @@ class HostRows:
         return np.array(self.values[self.offsets[i] : self.offsets[i + 1]])
 
     def sparse_row(self, i: int) -> SparseRow:
-        """The non-zero entries of text i."""
         assert self.offsets is not None
         assert self.indices is not None
         begin, stop = self.offsets[i], self.offsets[i + 1]

@@ -180,7 +180,6 @@ class EntryQueue:
         self._abandoned = False
 
     def put(self, entries: Iterable[QueueEntry]) -> None:
-        """Add `entries`, each to the lane of its job."""
         with self._changed:
             for entry in entries:
                 self._lanes[entry.job.lane].put(entry)

@@ -37,7 +37,6 @@ class Role:
         return self.expand(np.concatenate([ids[:leading], self.prefix, ids[leading:]]), typed)
 
     def expand(self, ids: NDArray[np.int32], typed: bool) -> Encoded:
-        """Encode `ids` that have their prefix already."""
         real = len(ids)
         if self.expansion_id is not None and real < self.limit:
             ids = np.concatenate([ids, np.full(self.limit - real, self.expansion_id, dtype=np.int32)])
@@ -101,7 +100,6 @@ class CausalTemplate:
 
     @property
     def template_tokens(self) -> int:
-        """How many tokens the template has."""
         return len(self._encode([self._body_of(Pair("", ""))])[0].ids)
 
     def _encode(self, bodies: Sequence[str]) -> list[Encoding]:

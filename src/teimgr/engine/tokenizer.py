@@ -80,7 +80,6 @@ class Prompts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The prompt names that requests may use."""
         return tuple(self._texts)
 
     def tokenize_options(self, options: InferOptions) -> TokenizeOptions:
@@ -269,7 +268,6 @@ class TextTokenizer:
         return Encoded(ids, np.zeros(len(ids), dtype=np.uint8) if self._type_ids else None)
 
     def _encode(self, items: Sequence[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
-        """Texts, pairs, and ids behind a prompt."""
         try:
             if self._causal is None:
                 return self._encode_texts([self._with_prompt(item, options.prompt) for item in items], options)

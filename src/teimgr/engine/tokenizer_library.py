@@ -48,7 +48,6 @@ class TokenizerLibrary:
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
 
@@ -176,7 +175,6 @@ class Truncation(NamedTuple):
         return (less, room - less) if first <= second else (room - less, less)
 
     def room(self, half_of: NDArray[np.int8]) -> int:
-        """How many tokens may stay beside the special ones."""
         return max(0, self.limit - int((half_of < 0).sum()))
 
 
@@ -205,7 +203,6 @@ class Shortener:
         return text if first is text[0] and second is text[1] else (first, second)
 
     def short_text(self, text: str, left: bool) -> str:
-        """`short` for one text."""
         if not self._safe or len(text) <= self._characters:
             return text
         at = _space_after(text, len(text) - self._characters) if left else _space_before(text, self._characters)

@@ -1,7 +1,13 @@
-"""What a model directory says of itself: the files of transformers and sentence-transformers, read and judged.
+"""Model metadata: the files of transformers, sentence-transformers and PyLate in a model directory, read and validated.
 
-`parts` is what can be said, `reading` finds it out. Reads JSON only; nothing is loaded. What this engine cannot serve
-truthfully is refused here, with the reason.
+layout             `Layout`, the description of a servable model, and its parts
+reading            `read_layout`: from a model directory to its layout
+files, metadata    the JSON files: tokenizer, lengths, config.json; `ModelMetadata` holds them
+modules            modules.json and the configurations of its modules
+kinds              embedding, sparse, multi-vector, reranker or classifier
+late_interaction   ColBERT models; scoring: classifiers, cross-encoders and causal rerankers
+
+Reads JSON only; loads no weights. Models that cannot be served with correct results are refused here, with the reason.
 """
 
 from teimgr.model_files.layout import (

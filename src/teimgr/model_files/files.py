@@ -1,4 +1,4 @@
-"""The tokenizer's files: ids by token, the special ones, and whether pairs carry token types."""
+"""The JSON files of a model directory: tokenizer vocabulary, special tokens, token types, positions and lengths."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from teimgr.errors import ModelLoadFailed
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None where there is no such file.
+    """The object in a JSON file; None where there is no such file.
 
     Raises:
-        ModelLoadFailed: it is no JSON, or no object.
+        ModelLoadFailed: it is not valid JSON, or no object.
     """
     content = _parse(path)
     if content is not None and not isinstance(content, dict):
@@ -23,10 +23,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_list(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSON file, [] where there is no such file.
+    """The objects in a JSON file; [] where there is no such file.
 
     Raises:
-        ModelLoadFailed: it is no JSON, or no list of objects.
+        ModelLoadFailed: it is not valid JSON, or no list of objects.
     """
     content = _parse(path)
     if content is None:
@@ -50,20 +50,20 @@ def _parse(path: Path) -> Any:
         raise ModelLoadFailed(f"{path.name} is not valid JSON: {error}") from error
 
 
-# Tokenizer classes that give token types where tokenizer_config.json does not say what they give. Others do not.
+# Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names.
 _TYPED_CLASSES = {"Bert", "Electra", "MobileBert", "ConvBert", "Deberta", "DebertaV2", "Canine", "FNet", "Funnel"}
 _TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "deberta", "deberta-v2"}
 
 
 class TokenFiles:
-    """What tokenizer.json and tokenizer_config.json of a directory say; the first is read when it is first needed."""
+    """tokenizer.json and tokenizer_config.json of a directory; the former is read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.config = read_object(folder / "tokenizer_config.json") or {}
 
     def id(self, token: str) -> int | None:
-        """The id of a token, None where the vocabulary has no such entry."""
+        """The id of a token; None where it is not in the vocabulary."""
         return self._vocabulary.get(token)
 
     def special(self, role: str) -> int | None:
@@ -73,13 +73,13 @@ class TokenFiles:
         return self.id(text) if isinstance(text, str) else None
 
     def words(self, words: list[str]) -> tuple[int, ...]:
-        """The ids of those words that are one token; the others, and the unknown token, are left out."""
+        """The ids of those words that are a single known token."""
         unknown = self.special("unk_token")
         found = (self.id(word) for word in words)
         return tuple(sorted({id for id in found if id is not None and id != unknown}))
 
     def has_types(self, model: dict[str, Any]) -> bool:
-        """Whether a pair's second text has token type 1: both the tokenizer and the `model`'s config.json say so."""
+        """Whether a pair's second text has token type 1, by the tokenizer and by config.json (`model`)."""
         if int(model.get("type_vocab_size") or 0) < 2:
             return False
         names = self.config.get("model_input_names")
@@ -90,7 +90,7 @@ class TokenFiles:
 
     @property
     def drops_spaces(self) -> bool:
-        """Whether a space before a text makes no difference, as in BERT's vocabulary."""
+        """Whether a space before a text has no effect, as in BERT's vocabulary."""
         return (self._file.get("model") or {}).get("type") == "WordPiece"
 
     @cached_property
@@ -107,14 +107,14 @@ class TokenFiles:
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
         entries = (self._file.get("model") or {}).get("vocab") or {}
-        if isinstance(entries, list):  # Unigram: [token, score], whose place is the id
+        if isinstance(entries, list):  # Unigram: [token, score] at the index of its id
             entries = {entry[0]: index for index, entry in enumerate(entries)}
         added = {str(token["content"]): int(token["id"]) for token in self._file.get("added_tokens") or ()}
         return {**entries, **added}
 
 
 ENDLESS = 1_000_000
-# Positions of these model types start behind the padding token's id.
+# Model types whose position ids start behind the padding token's id.
 OFFSET_TYPES = {
     "roberta",
     "xlm-roberta",
@@ -132,7 +132,7 @@ _SETTINGS = tuple(
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """sentence_bert_config.json or an older file of its kind, {} where there is none."""
+    """sentence_bert_config.json or an older file of its kind; {} where there is none."""
     return first_object(folder, *_SETTINGS)
 
 
@@ -144,10 +144,10 @@ def position_offset(config: dict[str, Any]) -> int:
 
 
 def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict[str, Any]) -> int:
-    """What sentence-transformers' file says, else the tokenizer's own limit; never more than there are positions.
+    """The limit of sentence-transformers' settings, else of the tokenizer; at most the number of positions.
 
     Raises:
-        ModelLoadFailed: no file tells a limit.
+        ModelLoadFailed: no file has a limit.
     """
     positions = config.get("max_position_embeddings") or config.get("max_trained_positions")
     room = int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS

@@ -1,9 +1,9 @@
-"""Late interaction: the layouts of sentence-transformers 6, of PyLate, and of Stanford's ColBERT."""
+"""Late interaction (ColBERT) models, in the formats of sentence-transformers 6, PyLate and Stanford's ColBERT."""
 
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.modules import TOKENS, Module, read_projections
 
 ROLES = ("query", "document")
-_COLBERT_LENGTH = 32  # of a query, where the files of PyLate or Stanford name none
+_COLBERT_LENGTH = 32  # of a query, the default of PyLate and Stanford
 _PUNCTUATION = list(string.punctuation)
 # Keys of config_sentence_transformers.json that only PyLate writes; one of them turns query expansion on by default.
 _PYLATE_KEYS = {
@@ -30,34 +30,28 @@ _PYLATE_KEYS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """What goes before a text of each role: as text, by the name of the role, and as token ids."""
-
-    prompts: dict[str, str]
-    ids: dict[str, tuple[int, ...]]
-
-
-def read_late(facts: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]:
-    """The late interaction, and the prompts, which always name both roles.
+def read_late(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]:
+    """The late-interaction settings, and the prompts, with an entry for both roles.
 
     Raises:
-        ModelLoadFailed: the files describe something else, or something that is not served.
+        ModelLoadFailed: the files describe another or an unsupported kind of model.
     """
-    if not facts.chain.modules:
-        return _stanford(facts)
-    roles = _roles(facts, {role: facts.saved.get(f"{role}_prefix") for role in ROLES}, facts.prompts)
-    late = replace(
-        _with_mask(facts) if facts.chain.has("MultiVectorMask") else _without_mask(facts),
-        query_prefix_ids=roles.ids["query"],
-        document_prefix_ids=roles.ids["document"],
+    if not metadata.chain.modules:
+        return _stanford(metadata)
+    prompts, prefix_ids = _prefixes(
+        metadata, {role: metadata.saved.get(f"{role}_prefix") for role in ROLES}, metadata.prompts
     )
-    return _with_lengths(facts, late, {**facts.settings, **_pylate_lengths(facts.saved)}), roles.prompts
+    late = replace(
+        _with_mask(metadata) if metadata.chain.has("MultiVectorMask") else _without_mask(metadata),
+        query_prefix_ids=prefix_ids["query"],
+        document_prefix_ids=prefix_ids["document"],
+    )
+    return _with_lengths(metadata, late, {**metadata.settings, **_pylate_lengths(metadata.saved)}), prompts
 
 
-def _with_mask(facts: ModelMetadata) -> LateInteraction:
-    """sentence-transformers' own: projections and a mask in any order, and a Normalize at the end or none."""
-    before, mask, behind = facts.chain.split_at("MultiVectorMask")
+def _with_mask(metadata: ModelMetadata) -> LateInteraction:
+    """sentence-transformers: projections and a mask in any order, optionally a Normalize at the end."""
+    before, mask, behind = metadata.chain.split_at("MultiVectorMask")
     modules = (*before[1:], *behind)
     config = mask.config()
     tasks = config.get("skiplist_tasks") or ["document"]
@@ -66,18 +60,18 @@ def _with_mask(facts: ModelMetadata) -> LateInteraction:
     late = _projected(modules)
     return replace(
         late,
-        skip_ids=facts.tokens.words(config.get("skiplist_words") or []),
+        skip_ids=metadata.tokens.words(config.get("skiplist_words") or []),
         skip_in_queries="query" in tasks,
     )
 
 
-def _without_mask(facts: ModelMetadata) -> LateInteraction:
-    """PyLate's: it projects, normalises and skips punctuation without saying so."""
-    if facts.saved.get("model_type") != "ColBERT":
-        raise ModelLoadFailed(f"a multi-vector model needs a MultiVectorMask, and has: {facts.chain}")
-    words = facts.saved.get("skiplist_words")
-    late = _projected(facts.chain.behind)
-    skip_ids = facts.tokens.words(_PUNCTUATION if words is None else words)
+def _without_mask(metadata: ModelMetadata) -> LateInteraction:
+    """PyLate: normalising and skipping punctuation are implicit."""
+    if metadata.saved.get("model_type") != "ColBERT":
+        raise ModelLoadFailed(f"a multi-vector model needs a MultiVectorMask, and has: {metadata.chain}")
+    words = metadata.saved.get("skiplist_words")
+    late = _projected(metadata.chain.behind)
+    skip_ids = metadata.tokens.words(_PUNCTUATION if words is None else words)
     return replace(late, skip_ids=skip_ids, normalize=True)
 
 
@@ -89,7 +83,7 @@ def _projected(modules: tuple[Module, ...]) -> LateInteraction:
 
 
 def _pylate_lengths(saved: dict[str, Any]) -> dict[str, Any]:
-    """PyLate's keys in the words of sentence-transformers 6."""
+    """PyLate's keys translated to those of sentence-transformers 6."""
     if not _PYLATE_KEYS & saved.keys():
         return {}
     lengths = {key: saved[key] for key in ("query_length", "document_length") if saved.get(key) is not None}
@@ -102,7 +96,7 @@ def _pylate_lengths(saved: dict[str, Any]) -> dict[str, Any]:
     return lengths | {"query_expansion": expansion}
 
 
-def _with_lengths(facts: ModelMetadata, late: LateInteraction, lengths: dict[str, Any]) -> LateInteraction:
+def _with_lengths(metadata: ModelMetadata, late: LateInteraction, lengths: dict[str, Any]) -> LateInteraction:
     late = replace(late, query_length=lengths.get("query_length"), document_length=lengths.get("document_length"))
     expansion = lengths.get("query_expansion")
     if expansion is None:
@@ -113,13 +107,13 @@ def _with_lengths(facts: ModelMetadata, late: LateInteraction, lengths: dict[str
         late,
         query_length=expansion["length"],
         expand_queries=True,
-        expansion_token_id=_expansion_id(facts, expansion.get("token")),
+        expansion_token_id=_expansion_id(metadata, expansion.get("token")),
         attend_to_expansion=bool(expansion.get("attend")),
     )
 
 
-def _expansion_id(facts: ModelMetadata, token: str | None) -> int:
-    tokens = facts.tokens
+def _expansion_id(metadata: ModelMetadata, token: str | None) -> int:
+    tokens = metadata.tokens
     found = tokens.id(token) if token else tokens.special("mask_token")
     if found is None and token is None:
         found = tokens.special("eos_token")  # decoders have no mask
@@ -128,52 +122,54 @@ def _expansion_id(facts: ModelMetadata, token: str | None) -> int:
     return found
 
 
-def _roles(facts: ModelMetadata, prefixes: dict[str, Any], prompts: dict[str, str]) -> Roles:
-    """A prefix that is a token goes before the text as its id; any other is text, before the prompt there may be."""
+def _prefixes(
+    metadata: ModelMetadata, prefixes: dict[str, Any], prompts: dict[str, str]
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Prompts and prefix ids by role: a prefix that is a token becomes an id, any other goes before the prompt."""
     texts = {**prompts, **{role: prompts.get(role, "") for role in ROLES}}
     ids: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, ())
     for role in ROLES:
         prefix = prefixes[role] or ""
         rest = texts[role].removeprefix(prefix)
-        id, left = _as_token(facts, prefix)
+        id, left = _as_token(metadata, prefix)
         ids[role] = () if id is None else (id,)
         texts[role] = left + rest
-    return Roles(texts, ids)
+    return texts, ids
 
 
-def _as_token(facts: ModelMetadata, prefix: str) -> tuple[int | None, str]:
-    """The id of a prefix that is a token, or whose first word is one, and what is left of it as text."""
+def _as_token(metadata: ModelMetadata, prefix: str) -> tuple[int | None, str]:
+    """The id of a prefix that is, or starts with, a token, and the rest of it as text."""
     if not prefix.strip():
         return None, prefix
     word = prefix.split(None, 1)[0]
     for token in (prefix, word):
-        id = facts.tokens.id(token) if prefix.startswith(token) else None
+        id = metadata.tokens.id(token) if prefix.startswith(token) else None
         if id is not None:
             left = prefix[len(token) :]
-            return id, "" if left.isspace() and facts.tokens.drops_spaces else left
+            return id, "" if left.isspace() and metadata.tokens.drops_spaces else left
     return None, prefix
 
 
-def _stanford(facts: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]:
-    """Weights of encoder and projection in one file, and everything else in artifact.metadata."""
-    if "HF_ColBERT" not in facts.architectures:
+def _stanford(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]:
+    """Stanford: weights of encoder and projection in one file, settings in artifact.metadata."""
+    if "HF_ColBERT" not in metadata.architectures:
         raise ModelLoadFailed(
             "the model has neither the modules of a multi-vector model nor the HF_ColBERT architecture"
         )
-    artifact = read_object(facts.root / "artifact.metadata") or {}
+    artifact = read_object(metadata.root / "artifact.metadata") or {}
     marks = {
         "query": f"{artifact.get('query_token_id') or '[unused0]'} ",
         "document": f"{artifact.get('doc_token_id') or '[unused1]'} ",
     }
-    roles = _roles(facts, marks, facts.prompts)
+    prompts, prefix_ids = _prefixes(metadata, marks, metadata.prompts)
     words = _PUNCTUATION if artifact.get("mask_punctuation", True) else []
     late = LateInteraction(
-        projections=(_inline_dense(facts.root, facts.config, artifact),),
+        projections=(_inline_dense(metadata.root, metadata.config, artifact),),
         query_length=None,
         document_length=None,
-        skip_ids=facts.tokens.words(words),
-        query_prefix_ids=roles.ids["query"],
-        document_prefix_ids=roles.ids["document"],
+        skip_ids=metadata.tokens.words(words),
+        query_prefix_ids=prefix_ids["query"],
+        document_prefix_ids=prefix_ids["document"],
     )
     expansion = {
         "strategy": "fixed",
@@ -181,11 +177,11 @@ def _stanford(facts: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]:
         "length": artifact.get("query_maxlen") or _COLBERT_LENGTH,
     }
     lengths = {"document_length": artifact.get("doc_maxlen"), "query_expansion": expansion}
-    return _with_lengths(facts, late, lengths), roles.prompts
+    return _with_lengths(metadata, late, lengths), prompts
 
 
 def _inline_dense(root: Path, config: dict[str, Any], artifact: dict[str, Any]) -> Dense:
-    """`linear.weight` beside the encoder's weights; its width is 128 unless artifact.metadata says another."""
+    """`linear.weight` in the encoder's file; its width is in artifact.metadata, 128 by default."""
     return Dense(
         path=root,
         in_features=int(config["hidden_size"]),

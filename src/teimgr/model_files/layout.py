@@ -1,4 +1,4 @@
-"""The parts of a servable model, as its files describe them."""
+"""The layout of a servable model: everything needed to load and run it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Kind(str, Enum):
-    """What a model is for; the word is `LoadedModel.kind`."""
+    """The purpose of a model; the value of `LoadedModel.kind`."""
 
     EMBEDDING = "embedding"
     SPARSE = "sparse"
@@ -19,10 +19,10 @@ class Kind(str, Enum):
 
 
 class Backbone(Enum):
-    """What makes the hidden states, and which class of transformers holds it and the head.
+    """The class of transformers that computes hidden states, and logits where its head is used.
 
-    ENCODER: AutoModel, no head of the library's. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM: the Auto class of that
-    name, whose head is used. STATIC: a table of vectors by token id, no transformer at all.
+    ENCODER: AutoModel, without a head. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM: the Auto class of that name, with
+    its head. STATIC: a table of vectors by token id, no transformer.
     """
 
     ENCODER = "encoder"
@@ -54,7 +54,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """A Normalize module between others. One at the very end is left out: there the request decides."""
+    """A Normalize module between others. One at the end is left out: there the request decides."""
 
 
 Projection = Dense | LayerNorm | Normalize
@@ -72,10 +72,10 @@ class Splade:
 class LateInteraction:
     """ColBERT: every token's hidden state goes through `projections` and is normalised.
 
-    Lengths are tokens. A query is filled to `query_length` with `expansion_token_id` where `expand_queries`; other
-    tokens see the filling only where `attend_to_expansion`. Tokens in `skip_ids` have no vector in documents (nor in
-    queries where `skip_in_queries`). Prefixes that are text are prompts named "query" and "document"; prefix ids, where
-    there are any, go behind the first special token instead (Stanford's [Q] and [D]).
+    Lengths are in tokens. A query is expanded to `query_length` with `expansion_token_id` where `expand_queries`; other
+    tokens attend to the expansion only where `attend_to_expansion`. Tokens in `skip_ids` have no vector in documents
+    (nor in queries where `skip_in_queries`). Text prefixes are prompts named "query" and "document"; prefix ids go
+    behind the first special token instead (Stanford's [Q] and [D]).
     """
 
     projections: tuple[Projection, ...]
@@ -102,9 +102,9 @@ class M3:
 
 @dataclass(frozen=True, slots=True)
 class CausalRerank:
-    """A language model as reranker: the score is logit[true] - logit[false], or logit[true] alone.
+    """A causal LM as reranker: the score is logit[true] - logit[false], or logit[true] alone.
 
-    A pair is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is ever cut.
+    A pair is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated.
     """
 
     true_token_id: int
@@ -116,7 +116,7 @@ class CausalRerank:
 
 @dataclass(frozen=True, slots=True)
 class ScoringConfig:
-    """What a classifier or reranker says: labels by index, and sigmoid, softmax, identity or a dotted class name."""
+    """A classifier or reranker: labels by index, and sigmoid, softmax, identity or a dotted class name."""
 
     labels: tuple[str, ...]
     activation: str
@@ -127,11 +127,10 @@ class ScoringConfig:
 class Layout:
     """A servable model.
 
-    `transformer` holds config, weights and tokenizer. Several `poolings` are concatenated; `projections` come behind
-    them. `position_offset` is what a text's first position id is. `max_length` is tokens, special ones included. Which
-    of `splade`, `late`, `m3` and `scoring` are set follows from `kind` (an embedding model may have `m3`).
-    `type_ids` says whether pairs carry token types, `skips_unknown` that a token which is not in the vocabulary counts
-    for nothing.
+    `transformer_dir` has config, weights and tokenizer. Several `poolings` are concatenated; `projections` follow them.
+    `position_offset` is a text's first position id. `max_length` is in tokens, special ones included. `kind` determines
+    which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
+    token types. `skips_unknown`: unknown tokens are dropped. `notes` are warnings for the log.
     """
 
     root: Path
@@ -157,17 +156,12 @@ class Layout:
     notes: tuple[str, ...] = ()
 
     @property
-    def model_type(self) -> str:
-        """The architecture's name in transformers."""
-        return str(self.config["model_type"])
-
-    @property
     def vocabulary(self) -> int | None:
-        """How many token ids the model has weights for; None where config.json does not say."""
+        """The number of token ids with weights; None where config.json has none."""
         nested = self.config.get("text_config") or {}
         return self.config.get("vocab_size") or nested.get("vocab_size")
 
     @property
     def pooling(self) -> str:
-        """The pooling in a word, as TEI's /info says it."""
+        """The pooling as in TEI's /info."""
         return "splade" if self.splade is not None else "+".join(self.poolings)

@@ -1,4 +1,4 @@
-"""Everything that the kinds of model are told apart and read by, gathered once per model directory."""
+"""The metadata files of a model directory, read once; refuses models that need untrusted code."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from teimgr.model_files.modules import Chain, read_chain
 
 MODEL2VEC = "model2vec"
 _STATIC = (MODEL2VEC, "static")
-# What a class of a model's own repository must be called for transformers' class of that architecture to be the same.
+# Name parts after the model type by which a class of a model's repository is the same as that of transformers.
 _SAME_CLASS = ("model", "config", "for", "pretrainedmodel", "encodermodel")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """The files of a model directory.
+    """The metadata files of a model directory.
 
-    `transformer` is where the first module lies: its config.json is `config`, its sentence_bert_config.json `settings`.
-    `saved` is config_sentence_transformers.json.
+    `transformer_dir` is the directory of the first module: its config.json is `config`, its sentence_bert_config.json
+    `settings`. `saved` is config_sentence_transformers.json.
     """
 
     root: Path
@@ -36,21 +36,19 @@ class ModelMetadata:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """The class names in config.json."""
         return tuple(str(name) for name in self.config.get("architectures") or ())
 
     def has_head(self, ending: str) -> bool:
-        """Whether an architecture ends so, such as "ForMaskedLM"."""
+        """Whether an architecture has this suffix, such as "ForMaskedLM"."""
         return any(name.endswith(ending) for name in self.architectures)
 
     @property
     def prompts(self) -> dict[str, str]:
-        """The prompts by name, as the files have them."""
         return {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
 
 
 def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
-    """Read the directory `root`.
+    """Read the metadata files in `root`.
 
     Raises:
         ModelNotFound: there is no such directory, or no config.json in it.
@@ -86,7 +84,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
 
 
 def _refuse_remote_code(config: dict[str, Any]) -> None:
-    """See that a model which brings its own code is one that transformers has code for as well."""
+    """Refuse a model with its own code, unless transformers has code for its architecture too."""
     classes = [str(entry).rsplit(".", 1)[-1] for entry in (config.get("auto_map") or {}).values()]
     if not classes:
         return
@@ -100,23 +98,23 @@ def _refuse_remote_code(config: dict[str, Any]) -> None:
 
 
 def _transformers_has(model_type: str) -> bool:
-    """Whether transformers has a package of that name. Asked of its folders: the daemon never imports it."""
+    """Whether transformers has a package of that name. Looks at its folders: the daemon never imports transformers."""
     spec = importlib.util.find_spec("transformers")
     folder = model_type.replace("-", "_")
-    names = (folder, folder.removesuffix("_text"))  # gemma3_text lies in gemma3
+    names = (folder, folder.removesuffix("_text"))  # gemma3_text is in gemma3
     places = spec.submodule_search_locations if spec else None
     return any((Path(place) / "models" / name).is_dir() for place in places or () for name in names)
 
 
 def _is_same(name: str, model_type: str) -> bool:
-    """Whether a class is called as transformers calls its own: NomicBertModel is, JinaBertModel of type bert is not."""
+    """Whether a class has the name of transformers' own: NomicBertModel has, JinaBertModel of type bert has not."""
     squashed = model_type.replace("-", "").replace("_", "")
     lowered = name.lower()
     return lowered.startswith(squashed) and lowered.removeprefix(squashed).startswith(_SAME_CLASS)
 
 
 def _refuse_settings(settings: dict[str, Any]) -> None:
-    """sentence-transformers lets a model change its own configuration on the way; that is not done here."""
+    """Refuse settings by which sentence-transformers would override config.json."""
     for key in ("config_args", "config_kwargs"):
         changed = {name for name in settings.get(key) or {} if name not in ("trust_remote_code", "revision")}
         if changed:

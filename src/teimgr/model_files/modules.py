@@ -1,4 +1,4 @@
-"""The chain of modules that sentence-transformers and PyLate list in modules.json."""
+"""modules.json of sentence-transformers and PyLate: the chain of modules and their configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from teimgr.model_files.files import read_list, read_object
 from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
 from teimgr.spec import POOLINGS
 
-# Where a module's class may come from; anything else is code in the model's own repository.
+# The packages of supported module classes; any other class is code in the model's own repository.
 _PACKAGES = ("sentence_transformers.", "pylate.")
 _NOT_SERVED = {
     "Asym": "it sends queries and documents through different modules",
@@ -45,19 +45,18 @@ _SERVED = {
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One module: the last word of its class, and its directory."""
+    """One module: its class name without the package, and its directory."""
 
     name: str
     path: Path
 
     def config(self) -> dict[str, Any]:
-        """Its config.json, {} where it has none."""
         return read_object(self.path / "config.json") or {}
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The modules in order; none for a bare transformer. What does nothing at inference is left out."""
+    """The modules in order; none for a bare transformer. Dropout, without effect at inference, is left out."""
 
     modules: tuple[Module, ...]
 
@@ -68,11 +67,9 @@ class Chain:
 
     @property
     def behind(self) -> tuple[Module, ...]:
-        """All modules but the first."""
         return self.modules[1:]
 
     def has(self, name: str) -> bool:
-        """Whether there is a module of that name."""
         return any(module.name == name for module in self.modules)
 
     def split_at(self, name: str) -> tuple[tuple[Module, ...], Module, tuple[Module, ...]]:
@@ -95,7 +92,7 @@ def read_chain(root: Path) -> Chain:
     """Read modules.json.
 
     Raises:
-        ModelLoadFailed: it names a module that is not served, or does not start with one that reads text.
+        ModelLoadFailed: it has an unsupported module, or does not start with exactly one transformer.
     """
     modules = [_module(root, row) for row in read_list(root / "modules.json")]
     modules = [module for module in modules if module.name != "Dropout"]
@@ -122,15 +119,15 @@ def _module(root: Path, row: dict[str, Any]) -> Module:
 
 
 TEXT, TOKENS = "sentence_embedding", "token_embeddings"
-_TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' own, where a Dense module names none it may load
+_TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module
 _IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def read_projections(modules: Iterable[Module], works_on: str = TEXT) -> tuple[Projection, ...]:
-    """What the modules do, in order; all must read and write `works_on`, TEXT or TOKENS.
+    """The projections of the modules in order; all must read and write `works_on`, TEXT or TOKENS.
 
     Raises:
-        ModelLoadFailed: one is no projection, or works on something else.
+        ModelLoadFailed: one is no projection, or works on another input.
     """
     return tuple(_projection(module, works_on) for module in modules)
 
@@ -139,7 +136,7 @@ def _projection(module: Module, works_on: str) -> Projection:
     if module.name not in ("Dense", "LayerNorm", "Normalize"):
         raise ModelLoadFailed(f"a {module.name} module is not served in this place")
     config = module.config()
-    # Dense modules of PyLate and of early multi-vector models do not say that they work on tokens.
+    # Dense modules of PyLate and of early multi-vector models have no module_input_name.
     default = works_on if module.name == "Dense" else TEXT
     reads = str(config.get("module_input_name") or default)
     writes = str(config.get("module_output_name") or reads)
@@ -197,11 +194,7 @@ GUESSED_CLS = "no pooling configuration found; `cls` is used. Set the pooling to
 
 
 def check_pooling(chosen: str | None) -> None:
-    """Refuse what is no pooling at all.
-
-    Raises:
-        InvalidConfig: the message lists those there are.
-    """
+    """Raise InvalidConfig for an unknown pooling; the message lists the known ones."""
     if chosen is not None and chosen not in POOLINGS:
         raise InvalidConfig(f"pooling {chosen!r} is none of {', '.join(sorted(POOLINGS))}")
 
@@ -209,13 +202,13 @@ def check_pooling(chosen: str | None) -> None:
 def read_poolings(
     folder: Path, config: dict[str, Any], chosen: str | None
 ) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
-    """The poolings, whether prompts are pooled, and what the log should say of the choice.
+    """The poolings, whether prompts are pooled, and warnings for the log.
 
-    `folder` is the Pooling module's, `chosen` the user's own word.
+    `folder` is the Pooling module's, `chosen` the user's choice.
 
     Raises:
-        InvalidConfig: nothing says how to pool.
-        ModelLoadFailed: the files name a pooling that there is not.
+        InvalidConfig: neither files nor user name a pooling.
+        ModelLoadFailed: the files name an unknown pooling.
     """
     saved = read_object(folder / "config.json")
     include_prompt = (saved or {}).get("include_prompt", True) is not False

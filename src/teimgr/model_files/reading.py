@@ -1,4 +1,4 @@
-"""From the files of a model directory to its layout."""
+"""Read the layout of a model from its directory."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
 _UNUSED = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")
 
 
-def read_m3(facts: ModelMetadata) -> M3 | None:
-    """The two further layers, where both files lie beside the model."""
-    sparse, multi_vector = facts.root / _SPARSE, facts.root / _MULTI_VECTOR
+def read_m3(metadata: ModelMetadata) -> M3 | None:
+    """BGE-M3's two additional layers, where both files exist."""
+    sparse, multi_vector = metadata.root / _SPARSE, metadata.root / _MULTI_VECTOR
     if not sparse.is_file() or not multi_vector.is_file():
         return None
-    ids = {facts.tokens.special(role) for role in _UNUSED}
+    ids = {metadata.tokens.special(role) for role in _UNUSED}
     return M3(sparse, multi_vector, tuple(sorted(id for id in ids if id is not None)))
 
 
-def read_splade(facts: ModelMetadata) -> Splade:
-    """The SpladePooling module's choices, or SPLADE's own where there is no such module.
+def read_splade(metadata: ModelMetadata) -> Splade:
+    """The options of the SpladePooling module, or SPLADE's defaults where there is no such module.
 
     Raises:
-        ModelLoadFailed: the module asks for something that is not SPLADE, or more follows it.
+        ModelLoadFailed: its options are unsupported, or further modules follow it.
     """
-    if not facts.chain.has("SpladePooling"):
-        if not facts.has_head("ForMaskedLM"):
-            raise ModelLoadFailed(f"a sparse model needs a masked-LM head, and there is: {facts.chain}")
+    if not metadata.chain.has("SpladePooling"):
+        if not metadata.has_head("ForMaskedLM"):
+            raise ModelLoadFailed(f"a sparse model needs a masked-LM head, and there is: {metadata.chain}")
         return Splade()
-    before, module, behind = facts.chain.split_at("SpladePooling")
+    before, module, behind = metadata.chain.split_at("SpladePooling")
     if len(before) != 1 or behind:
-        raise ModelLoadFailed(f"a sparse model should be a transformer and its SpladePooling, and is: {facts.chain}")
+        raise ModelLoadFailed(f"a sparse model should be a transformer and its SpladePooling, and is: {metadata.chain}")
     config = module.config()
     strategy = config.get("pooling_strategy", "max")
     activation = config.get("activation_function", "relu")
@@ -61,14 +61,14 @@ def read_layout(
     trust_remote_code: bool = False,
     render: bool = True,
 ) -> Layout:
-    """Read the model directory `root`; `pooling` and `kind` are the user's own choice, over that of the files.
+    """Read the model directory `root`; `pooling` and `kind` are the user's choice, over that of the files.
 
-    With `render` off no chat template is run: enough to judge a model, not to serve a reranker that has one.
+    Without `render` no chat template is run: enough to validate a model, not to serve a reranker that has one.
 
     Raises:
         ModelNotFound: there is no such directory, or no config.json in it.
-        InvalidConfig: `pooling` or `kind` contradicts the files, or nothing says how to pool.
-        ModelLoadFailed: the files describe something that is not served.
+        InvalidConfig: `pooling` or `kind` contradicts the files, or there is no pooling.
+        ModelLoadFailed: the files describe an unsupported model.
     """
     check_pooling(pooling)
     try:
@@ -78,105 +78,106 @@ def read_layout(
 
 
 def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
-    facts = read_metadata(root, trust_remote_code)
-    chosen = choose_kind(facts, kind, pooling)
+    metadata = read_metadata(root, trust_remote_code)
+    chosen = choose_kind(metadata, kind, pooling)
     layout = Layout(
         root=root,
-        transformer_dir=facts.transformer_dir,
-        config=facts.config,
+        transformer_dir=metadata.transformer_dir,
+        config=metadata.config,
         poolings=(),
         include_prompt=True,
         projections=(),
-        max_length=ENDLESS if facts.static else max_length(facts.config, facts.settings, facts.tokens.config),
-        position_offset=position_offset(facts.config),
-        lower_case=bool(facts.settings.get("do_lower_case")),
+        max_length=ENDLESS
+        if metadata.static
+        else max_length(metadata.config, metadata.settings, metadata.tokens.config),
+        position_offset=position_offset(metadata.config),
+        lower_case=bool(metadata.settings.get("do_lower_case")),
         kind=chosen,
-        type_ids=facts.tokens.has_types(facts.config),
+        type_ids=metadata.tokens.has_types(metadata.config),
         trust_remote_code=trust_remote_code,
-        prompts=facts.prompts,
-        default_prompt_name=facts.saved.get("default_prompt_name"),
+        prompts=metadata.prompts,
+        default_prompt_name=metadata.saved.get("default_prompt_name"),
     )
     if chosen in (Kind.RERANKER, Kind.CLASSIFIER):
-        layout = _scoring(facts, layout, render)
+        layout = _scoring(metadata, layout, render)
     else:
-        layout = _READERS[chosen](facts, layout, pooling)
-    _check_task(facts, layout.backbone)
+        layout = _READERS[chosen](metadata, layout, pooling)
+    _check_task(metadata, layout.backbone)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
         layout = replace(layout, notes=(*layout.notes, _UNUSED_POOLING))
     return layout
 
 
-def _embedding(facts: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    if facts.static:
+def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+    if metadata.static:
         return replace(
             layout,
             backbone=Backbone.STATIC,
             poolings=("mean",),
-            projections=read_projections(_served(facts.chain.behind)),
-            skips_unknown=facts.config["model_type"] == MODEL2VEC,
+            projections=read_projections(_without_final_normalize(metadata.chain.behind)),
+            skips_unknown=metadata.config["model_type"] == MODEL2VEC,
         )
-    before, folder, behind = _around_pooling(facts)
+    before, folder, behind = _around_pooling(metadata)
     if before:
-        raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {facts.chain}")
-    poolings, include_prompt, notes = read_poolings(folder, facts.config, pooling)
+        raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {metadata.chain}")
+    poolings, include_prompt, notes = read_poolings(folder, metadata.config, pooling)
     return replace(
         layout,
         poolings=poolings,
         include_prompt=include_prompt,
-        projections=read_projections(_served(behind)),
-        m3=read_m3(facts),
+        projections=read_projections(_without_final_normalize(behind)),
+        m3=read_m3(metadata),
         notes=notes,
     )
 
 
-def _around_pooling(facts: ModelMetadata) -> tuple[tuple[Module, ...], Path, tuple[Module, ...]]:
+def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Path, tuple[Module, ...]]:
     """The modules before the Pooling (without the first), its directory, and the modules behind it."""
-    if not facts.chain.modules or _is_of_another_kind(facts):
-        return (), facts.root / "1_Pooling", ()
-    before, module, behind = facts.chain.split_at("Pooling")
+    if not metadata.chain.modules or _is_of_another_kind(metadata):
+        return (), metadata.root / "1_Pooling", ()
+    before, module, behind = metadata.chain.split_at("Pooling")
     return before[1:], module.path, behind
 
 
-def _is_of_another_kind(facts: ModelMetadata) -> bool:
-    """Whether the chain is that of a sparse model or a cross-encoder, of which only the encoder is wanted."""
-    return any(facts.chain.has(name) for name in ("SpladePooling", "LogitScore")) or (
-        facts.saved.get("model_type") == "CrossEncoder"
+def _is_of_another_kind(metadata: ModelMetadata) -> bool:
+    """Whether the modules are those of a sparse model or a cross-encoder, of which only the encoder is used."""
+    return any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore")) or (
+        metadata.saved.get("model_type") == "CrossEncoder"
     )
 
 
-def _served(modules: tuple[Module, ...]) -> tuple[Module, ...]:
-    """Without a Normalize at the end, where the request decides."""
+def _without_final_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:
     return modules[:-1] if modules and modules[-1].name == "Normalize" else modules
 
 
-def _sparse(facts: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    return replace(layout, backbone=Backbone.MASKED_LM, splade=read_splade(facts))
+def _sparse(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+    return replace(layout, backbone=Backbone.MASKED_LM, splade=read_splade(metadata))
 
 
-def _multi_vector(facts: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    late, prompts = read_late(facts)
+def _multi_vector(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+    late, prompts = read_late(metadata)
     named = layout.default_prompt_name
     return replace(layout, late=late, prompts=prompts, default_prompt_name=named if named in prompts else "document")
 
 
-def _scoring(facts: ModelMetadata, layout: Layout, render: bool) -> Layout:
-    if is_causal(facts):
-        return _causal(facts, layout, read_causal_rerank(facts, render=render))
-    return replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(facts))
+def _scoring(metadata: ModelMetadata, layout: Layout, render: bool) -> Layout:
+    if is_causal(metadata):
+        return _causal(metadata, layout, read_causal_rerank(metadata, render=render))
+    return replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
 
 
-def _causal(facts: ModelMetadata, layout: Layout, score: CausalRerank) -> Layout:
-    """A reranker whose prompts are part of its template: nothing goes before the query."""
-    scoring = ScoringConfig(("LABEL_0",), read_activation(facts, 1), score)
+def _causal(metadata: ModelMetadata, layout: Layout, score: CausalRerank) -> Layout:
+    """A causal reranker; its prompts are part of its template, so nothing goes before the query."""
+    scoring = ScoringConfig(("LABEL_0",), read_activation(metadata, 1), score)
     return replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
 
 
-def _check_task(facts: ModelMetadata, backbone: Backbone) -> None:
-    """See that sentence-transformers would take the same output of the transformer."""
-    named = facts.settings.get("transformer_task")
+def _check_task(metadata: ModelMetadata, backbone: Backbone) -> None:
+    """Check that sentence-transformers would use the same output of the transformer."""
+    named = metadata.settings.get("transformer_task")
     if named not in (None, *_TASKS):
         raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")
-    if backbone is not Backbone.CAUSAL_LM and "message" in (facts.settings.get("modality_config") or {}):
+    if backbone is not Backbone.CAUSAL_LM and "message" in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")
 
 

@@ -1,4 +1,4 @@
-"""Language models that judge a pair by their next word: the words, and the text that asks for one."""
+"""Scoring models: labels and activation of classifiers, label tokens and chat template of causal rerankers."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ _SHORT = {
 }
 
 
-def read_scoring(facts: ModelMetadata) -> ScoringConfig:
+def read_scoring(metadata: ModelMetadata) -> ScoringConfig:
     """The labels and the activation of a sequence classifier.
 
     Raises:
-        ModelLoadFailed: there is no such head, or config.json does not name its labels.
+        ModelLoadFailed: there is no such head, or config.json has no labels.
     """
-    if not facts.has_head("ForSequenceClassification"):
+    if not metadata.has_head("ForSequenceClassification"):
         raise ModelLoadFailed(
-            f"{', '.join(facts.architectures) or 'the model'} has no head that scores texts, and so no trained scores"
+            f"{', '.join(metadata.architectures) or 'the model'} has no head that scores texts, "
+            "and so no trained scores"
         )
-    if facts.chain.behind:
-        raise ModelLoadFailed(f"a cross-encoder of several modules is not served: {facts.chain}")
-    labels = _labels(facts.config)
-    return ScoringConfig(labels, read_activation(facts, len(labels)))
+    if metadata.chain.behind:
+        raise ModelLoadFailed(f"a cross-encoder of several modules is not served: {metadata.chain}")
+    labels = _labels(metadata.config)
+    return ScoringConfig(labels, read_activation(metadata, len(labels)))
 
 
-def read_activation(facts: ModelMetadata, labels: int) -> str:
-    """The activation that the authors chose, else sigmoid for one label or several at once, and softmax for others."""
-    own = facts.config.get("sentence_transformers")
+def read_activation(metadata: ModelMetadata, labels: int) -> str:
+    """The activation in the files, else sigmoid for one label or multi-label models, and softmax for others."""
+    own = metadata.config.get("sentence_transformers")
     written = (
-        facts.saved.get("activation_fn"),
+        metadata.saved.get("activation_fn"),
         own.get("activation_fn") if isinstance(own, dict) else None,
-        facts.config.get("sbert_ce_default_activation_function"),
+        metadata.config.get("sbert_ce_default_activation_function"),
     )
     for name in written:
-        if isinstance(name, str) and name.startswith("torch."):  # others are code of the model's own
+        if isinstance(name, str) and name.startswith("torch."):  # others are the model's own code
             return _SHORT.get(name, name)
-    several = facts.config.get("problem_type") == "multi_label_classification"
+    several = metadata.config.get("problem_type") == "multi_label_classification"
     return "sigmoid" if labels == 1 or several else "softmax"
 
 
@@ -56,7 +57,7 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(by_index[index] for index in range(len(named)))
 
 
-# As the card of Qwen3-Reranker writes it, with the instruction it gives where the user has none.
+# The prompt of Qwen3-Reranker's model card, with its default instruction.
 _QWEN3_PREFIX = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -66,79 +67,79 @@ _QWEN3_BODY = (
     "<Query>: {query}\n<Document>: {document}"
 )
 _QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-# Characters that no template contains, in the places of query and document.
+# Marks for query and document, of characters that no template contains.
 _QUERY, _DOCUMENT = "\ue000query\ue001", "\ue000document\ue001"
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
-def read_causal_rerank(facts: ModelMetadata, *, render: bool) -> CausalRerank:
-    """The token ids of the two answers, and the text around query and document.
+def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> CausalRerank:
+    """The ids of the two label tokens, and the template around query and document.
 
-    With `render` off the chat template, which is a program of the model's authors, is not run, and the text is empty.
+    Without `render` the chat template, which is a Jinja program of the model's authors, is not run, and the text is
+    empty.
 
     Raises:
-        ModelLoadFailed: the words are no tokens, or the template has no place for query and document.
+        ModelLoadFailed: the labels are no tokens, or the template has no place for query and document.
     """
-    if not facts.chain.modules:
-        return _as_qwen3(facts)
-    before, module, behind = facts.chain.split_at("LogitScore")
+    if not metadata.chain.modules:
+        return _as_qwen3(metadata)
+    before, module, behind = metadata.chain.split_at("LogitScore")
     config = module.config()
     if len(before) != 1 or behind or config.get("module_input_name", "causal_logits") != "causal_logits":
-        raise ModelLoadFailed(f"a language model as reranker should end in its LogitScore, and is: {facts.chain}")
+        raise ModelLoadFailed(f"a language model as reranker should end in its LogitScore, and is: {metadata.chain}")
     if not isinstance(config.get("true_token_id"), int):
         raise ModelLoadFailed("the config.json of the LogitScore module has no true_token_id")
-    if "message" not in (facts.settings.get("modality_config") or {}):
+    if "message" not in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the reranker scores pairs without a chat template, which is not served")
-    prefix, body, suffix = _around(_rendered(facts)) if render else ("", "{query}{document}", "")
+    prefix, body, suffix = _around(_rendered(metadata)) if render else ("", "{query}{document}", "")
     return CausalRerank(config["true_token_id"], config.get("false_token_id"), prefix, body, suffix)
 
 
-def _as_qwen3(facts: ModelMetadata) -> CausalRerank:
-    if facts.config["model_type"] != "qwen3":
+def _as_qwen3(metadata: ModelMetadata) -> CausalRerank:
+    if metadata.config["model_type"] != "qwen3":
         raise ModelLoadFailed(
-            f"a {facts.config['model_type']} language model says nothing of how it is asked for a score; "
+            f"a {metadata.config['model_type']} language model says nothing of how it is asked for a score; "
             "of those without sentence-transformers' files only Qwen3-Reranker is served"
         )
-    yes, no = facts.tokens.id("yes"), facts.tokens.id("no")
+    yes, no = metadata.tokens.id("yes"), metadata.tokens.id("no")
     if yes is None or no is None:
         raise ModelLoadFailed('the words "yes" and "no" are no tokens of this model, so it has no score to give')
     return CausalRerank(yes, no, _QWEN3_PREFIX, _QWEN3_BODY, _QWEN3_SUFFIX)
 
 
-def _rendered(facts: ModelMetadata) -> str:
-    """The chat template with the marks for query and document in it."""
+def _rendered(metadata: ModelMetadata) -> str:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    template = _template(facts)
+    template = _template(metadata)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    special = {role: _text(token) for role, token in facts.tokens.config.items() if role.endswith("_token")}
-    chosen = (facts.settings.get("processing_kwargs") or {}).get("chat_template") or {}
+    special = {role: _text(token) for role, token in metadata.tokens.config.items() if role.endswith("_token")}
+    chosen = (metadata.settings.get("processing_kwargs") or {}).get("chat_template") or {}
     try:
         return environment.from_string(template).render(
-            messages=_messages(facts, template), **({"add_generation_prompt": False} | special | chosen)
+            messages=_messages(metadata, template), **({"add_generation_prompt": False} | special | chosen)
         )
     except (TemplateError, TypeError) as error:
         raise ModelLoadFailed(f"the chat template cannot be used for query and document: {error}") from error
 
 
-def _template(facts: ModelMetadata) -> str:
-    file = facts.transformer_dir / "chat_template.jinja"
+def _template(metadata: ModelMetadata) -> str:
+    file = metadata.transformer_dir / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = facts.tokens.config.get("chat_template")
+    template = metadata.tokens.config.get("chat_template")
     if not isinstance(template, str):
         raise ModelLoadFailed("the reranker has no chat template to put query and document into")
     return template
 
 
-def _messages(facts: ModelMetadata, template: str) -> list[dict[str, Any]]:
-    """Query and document as sentence-transformers hands them over, behind the default prompt as system message."""
-    how = facts.settings["modality_config"]["message"].get("format", "auto")
+def _messages(metadata: ModelMetadata, template: str) -> list[dict[str, Any]]:
+    """Query and document as sentence-transformers passes them, after the default prompt as system message."""
+    how = metadata.settings["modality_config"]["message"].get("format", "auto")
     structured = how == "structured" or (how == "auto" and any(part in template for part in _STRUCTURED))
-    prompt = facts.prompts.get(str(facts.saved.get("default_prompt_name")), "")
+    prompt = metadata.prompts.get(str(metadata.saved.get("default_prompt_name")), "")
     roles = [("system", prompt)] if prompt else []
     roles += [("query", _QUERY), ("document", _DOCUMENT)]
     return [{"role": role, "content": [{"type": "text", "text": text}] if structured else text} for role, text in roles]

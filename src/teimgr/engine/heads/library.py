@@ -125,7 +125,6 @@ class HeadTrial:
         return self.matches(head.tokens(self.hidden).float(), torch.cat(self.logits))
 
     def matches(self, logits: Tensor, reference: Tensor) -> bool:
-        """Whether both are equal within rounding."""
         if logits.shape != reference.shape:
             return False
         return bool((logits - reference).abs().max() <= _TOLERANCE * max(1.0, float(reference.abs().max())))

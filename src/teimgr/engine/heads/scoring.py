@@ -68,7 +68,6 @@ class SequenceHead:
         self._logits_of = logits_of
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """Logits, no activation applied."""
         return Rows(self._logits_of(hidden, batch))
 
 
