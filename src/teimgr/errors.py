@@ -57,10 +57,18 @@ class Code(IntEnum):
     MODEL_DOWNLOAD_FAILED = 67
 
 
+_BY_CODE: dict[int, type[TeimgrError]] = {}
+
+
 class TeimgrError(Exception):
     """An error with a code and a message for the caller."""
 
     code: ClassVar[Code] = Code.INTERNAL_ERROR
+
+    def __init_subclass__(cls, code: Code | None = None) -> None:
+        if code is not None:
+            cls.code = code
+            _BY_CODE[code] = cls
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -79,275 +87,203 @@ class Broken(TeimgrError):
     """A failure on our side."""
 
 
-class ValidationError(Refused):
+class ValidationError(Refused, code=Code.VALIDATION_ERROR):
     """A field breaks a rule; the message names the field and the limit."""
-
-    code = Code.VALIDATION_ERROR
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Validation error: {message}")
 
 
-class EmptyInput(Refused):
+class EmptyInput(Refused, code=Code.EMPTY_INPUT):
     """The input has no text."""
-
-    code = Code.EMPTY_INPUT
 
     def __init__(self, message: str = "Input validation error: `inputs` cannot be empty") -> None:
         super().__init__(message)
 
 
-class InvalidInput(Refused):
+class InvalidInput(Refused, code=Code.INVALID_INPUT):
     """A text or option of an inference call exceeds a limit of the model."""
 
-    code = Code.INVALID_INPUT
 
-
-class TokenizerFailed(Refused):
+class TokenizerFailed(Refused, code=Code.TOKENIZER_ERROR):
     """The tokenizer library failed on the text."""
 
-    code = Code.TOKENIZER_ERROR
 
-
-class WrongModelKind(Refused):
+class WrongModelKind(Refused, code=Code.WRONG_MODEL_KIND):
     """The model does not support the called method."""
 
-    code = Code.WRONG_MODEL_KIND
 
-
-class InvalidConfig(Refused):
+class InvalidConfig(Refused, code=Code.INVALID_CONFIG):
     """A setting, a flag or a model file is invalid; the message names it."""
 
-    code = Code.INVALID_CONFIG
 
-
-class InvalidPort(Refused):
+class InvalidPort(Refused, code=Code.INVALID_PORT):
     """A port number out of range."""
 
-    code = Code.INVALID_PORT
 
-
-class InvalidInstanceName(Refused):
+class InvalidInstanceName(Refused, code=Code.INVALID_INSTANCE_NAME):
     """The name is not a letter or digit followed by up to 63 of `A-Z a-z 0-9 . _ -`."""
-
-    code = Code.INVALID_INSTANCE_NAME
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"Invalid instance name {name!r}: {reason}")
 
 
-class InvalidGpuId(Refused):
+class InvalidGpuId(Refused, code=Code.INVALID_GPU_ID):
     """The host has no such GPU."""
-
-    code = Code.INVALID_GPU_ID
 
     def __init__(self, gpu_id: int, available: list[int], reason: str = "") -> None:
         tail = f" ({reason})" if reason else ""
         super().__init__(f"Invalid GPU ID {gpu_id}: Available GPUs: {available}{tail}")
 
 
-class InstanceNotFound(Refused):
+class InstanceNotFound(Refused, code=Code.INSTANCE_NOT_FOUND):
     """No instance has this name."""
-
-    code = Code.INSTANCE_NOT_FOUND
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Instance '{name}' not found")
 
 
-class ModelNotFound(Refused):
+class ModelNotFound(Refused, code=Code.MODEL_NOT_FOUND):
     """The model is neither a local directory nor on the hub."""
 
-    code = Code.MODEL_NOT_FOUND
 
-
-class ModelGated(Refused):
+class ModelGated(Refused, code=Code.MODEL_GATED):
     """The hub requires an accepted licence, or a token of an account that accepted it."""
 
-    code = Code.MODEL_GATED
 
-
-class ModelBusy(Refused):
+class ModelBusy(Refused, code=Code.MODEL_BUSY):
     """A download or trial of the model is already running."""
-
-    code = Code.MODEL_BUSY
 
     def __init__(self, model_id: str, doing: str) -> None:
         super().__init__(f"Model '{model_id}' is already {doing}")
 
 
-class ModelInUse(Refused):
+class ModelInUse(Refused, code=Code.MODEL_IN_USE):
     """Instances use the model, so it cannot be deleted."""
-
-    code = Code.MODEL_IN_USE
 
     def __init__(self, model_id: str, names: Sequence[str]) -> None:
         super().__init__(f"Model '{model_id}' is used by {', '.join(names)}; delete these instances first")
 
 
-class InstanceExists(Refused):
+class InstanceExists(Refused, code=Code.INSTANCE_EXISTS):
     """An instance of this name exists."""
-
-    code = Code.INSTANCE_EXISTS
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Instance '{name}' already exists")
 
 
-class AlreadyRunning(Refused):
+class AlreadyRunning(Refused, code=Code.ALREADY_RUNNING):
     """Start of an instance that is running or starting."""
-
-    code = Code.ALREADY_RUNNING
 
     def __init__(self, name: str, status: str) -> None:
         super().__init__(f"Instance '{name}' is already {status}")
 
 
-class NotRunning(Refused):
+class NotRunning(Refused, code=Code.NOT_RUNNING):
     """Stop of an instance that is stopped."""
-
-    code = Code.NOT_RUNNING
 
     def __init__(self, name: str, status: str) -> None:
         super().__init__(f"Instance '{name}' is not running (status: {status})")
 
 
-class UpdateInProgress(Refused):
+class UpdateInProgress(Refused, code=Code.UPDATE_IN_PROGRESS):
     """Update of an instance whose previous update is still running."""
-
-    code = Code.UPDATE_IN_PROGRESS
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Instance '{name}' is being updated; ask again when that is done")
 
 
-class UpdateFailed(Refused):
+class UpdateFailed(Refused, code=Code.UPDATE_FAILED):
     """The workers of an update did not start; the instance was rolled back."""
 
-    code = Code.UPDATE_FAILED
 
-
-class PortConflict(Refused):
+class PortConflict(Refused, code=Code.PORT_CONFLICT):
     """An explicit port is used by another instance, the daemon, or another process."""
-
-    code = Code.PORT_CONFLICT
 
     def __init__(self, port: int, holder: str) -> None:
         super().__init__(f"Port {port} already in use by {holder}")
 
 
-class Unsupported(Refused):
+class Unsupported(Refused, code=Code.UNIMPLEMENTED):
     """The method or option is not implemented."""
 
-    code = Code.UNIMPLEMENTED
 
-
-class AmbiguousInstance(Refused):
+class AmbiguousInstance(Refused, code=Code.AMBIGUOUS_INSTANCE):
     """The call names no instance, and there is not exactly one."""
 
-    code = Code.AMBIGUOUS_INSTANCE
 
-
-class Unauthenticated(Refused):
+class Unauthenticated(Refused, code=Code.UNAUTHENTICATED):
     """Credentials are missing or invalid."""
-
-    code = Code.UNAUTHENTICATED
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"Authentication required: {reason}")
 
 
-class Forbidden(Refused):
+class Forbidden(Refused, code=Code.FORBIDDEN):
     """The authenticated caller lacks the right."""
 
-    code = Code.FORBIDDEN
 
-
-class MaxInstancesReached(TryLater):
+class MaxInstancesReached(TryLater, code=Code.MAX_INSTANCES_REACHED):
     """`max_instances` is reached."""
-
-    code = Code.MAX_INSTANCES_REACHED
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"Maximum instance count ({limit}) reached")
 
 
-class PortAllocationFailed(TryLater):
+class PortAllocationFailed(TryLater, code=Code.PORT_ALLOCATION_FAILED):
     """The configured range has no free port."""
-
-    code = Code.PORT_ALLOCATION_FAILED
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"Failed to allocate port: {reason}")
 
 
-class Overloaded(TryLater):
+class Overloaded(TryLater, code=Code.OVERLOADED):
     """A bounded queue is full."""
-
-    code = Code.OVERLOADED
 
     def __init__(self, message: str = "Model is overloaded") -> None:
         super().__init__(message)
 
 
-class TooLarge(TryLater):
+class TooLarge(TryLater, code=Code.MESSAGE_TOO_LARGE):
     """A message exceeds its size limit; the text has both sizes."""
 
-    code = Code.MESSAGE_TOO_LARGE
 
-
-class OutOfDeviceMemory(TryLater):
+class OutOfDeviceMemory(TryLater, code=Code.OUT_OF_DEVICE_MEMORY):
     """A single text does not fit into the device's free memory."""
 
-    code = Code.OUT_OF_DEVICE_MEMORY
 
-
-class Unavailable(TryLater):
+class Unavailable(TryLater, code=Code.BACKEND_UNAVAILABLE):
     """The instance exists but does not serve now."""
 
-    code = Code.BACKEND_UNAVAILABLE
 
-
-class DeadlineExceeded(TryLater):
+class DeadlineExceeded(TryLater, code=Code.TIMEOUT):
     """The caller's deadline passed before the reply."""
-
-    code = Code.TIMEOUT
 
     def __init__(self, message: str = "Request timeout") -> None:
         super().__init__(message)
 
 
-class Cancelled(TryLater):
+class Cancelled(TryLater, code=Code.CANCELLED):
     """The caller cancelled or disconnected."""
 
-    code = Code.CANCELLED
 
-
-class ModelLoadFailed(Broken):
+class ModelLoadFailed(Broken, code=Code.MODEL_LOAD_FAILED):
     """The model's files are present but cannot be loaded."""
 
-    code = Code.MODEL_LOAD_FAILED
 
-
-class ModelDownloadFailed(Broken):
+class ModelDownloadFailed(Broken, code=Code.MODEL_DOWNLOAD_FAILED):
     """The model's files could not be downloaded completely."""
-
-    code = Code.MODEL_DOWNLOAD_FAILED
 
     def __init__(self, model_id: str, reason: str) -> None:
         super().__init__(f"Failed to download model '{model_id}': {reason}")
 
 
-class InferenceFailed(Broken):
+class InferenceFailed(Broken, code=Code.INFERENCE_FAILED):
     """The forward pass failed, or its result has NaN or infinity."""
 
-    code = Code.INFERENCE_FAILED
 
-
-class Internal(Broken):
+class Internal(Broken, code=Code.INTERNAL_ERROR):
     """An unexpected error; details are in the log."""
-
-    code = Code.INTERNAL_ERROR
 
 
 def error_from_code(code: int, message: str) -> TeimgrError:
@@ -356,11 +292,3 @@ def error_from_code(code: int, message: str) -> TeimgrError:
     error = kind.__new__(kind)
     TeimgrError.__init__(error, message)
     return error
-
-
-def _leaves(kind: type[TeimgrError]) -> list[type[TeimgrError]]:
-    below = kind.__subclasses__()
-    return [kind] if not below else [leaf for sub in below for leaf in _leaves(sub)]
-
-
-_BY_CODE: dict[int, type[TeimgrError]] = {kind.code: kind for kind in _leaves(TeimgrError)}

@@ -57,7 +57,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse what is no string, and a string that has no UTF-8."""
+    """Require a string that can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise _not(name, "a string", value)
     try:
@@ -68,7 +68,7 @@ def check_text(name: str, value: object) -> None:
 
 
 def check_texts(name: str, values: object) -> None:
-    """Refuse what is no sequence, or the first of several that is no text, by its position."""
+    """Require a sequence of texts; the message has the position of the first other item."""
     check_sequence(name, values)
     assert isinstance(values, Iterable)  # it has a length and an order
     for position, value in enumerate(values):
@@ -76,25 +76,25 @@ def check_texts(name: str, values: object) -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no unsigned 32-bit integer."""
+    """Require an unsigned 32-bit integer."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= _MOST:
         raise _not(name, f"an integer from 0 to {_MOST}", value)
 
 
 def check_limit(name: str, value: object) -> None:
-    """Refuse what is no integer of at least 1."""
+    """Require an integer of at least 1."""
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
         raise _not(name, "at least 1", value)
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is not true or false."""
+    """Require a boolean."""
     if not isinstance(value, bool | np.bool_):
         raise _not(name, "true or false", value)
 
 
 def check_sequence(name: str, values: object) -> None:
-    """Refuse what has no length or no order, and one string, which would be taken for its letters."""
+    """Require a sequence; a string is refused, since it would be read as its letters."""
     if isinstance(values, str | bytes | Mapping | Set) or not (
         hasattr(values, "__len__") and hasattr(values, "__getitem__")
     ):
@@ -102,7 +102,7 @@ def check_sequence(name: str, values: object) -> None:
 
 
 def check_source(name: str, values: object) -> None:
-    """Refuse what cannot be iterated over, and one string."""
+    """Require an iterable or asynchronous iterable; a string is refused."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable | AsyncIterable):
         raise _not(name, "an iterable", values)
 
