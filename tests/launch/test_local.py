@@ -84,7 +84,7 @@ async def test_a_signal_is_told_as_a_negative_status(launcher: LocalLauncher) ->
     assert (await handle.wait()).status == -signal.SIGKILL
 
 
-async def test_last_words_are_read_and_nothing_is_left(launcher: LocalLauncher, folder: Path) -> None:
+async def test_an_exit_report_is_read_and_nothing_is_left(launcher: LocalLauncher, folder: Path) -> None:
     exit = await (await launcher.launch(spec("fail-permanent=11"))).wait()
 
     assert exit.report == ExitReport(Code.MODEL_NOT_FOUND, "scripted failure", permanent=True)
@@ -108,7 +108,7 @@ async def test_a_worker_that_ignores_the_terminate_signal_is_killed_when_the_gra
     assert left_over(folder) == set()
 
 
-async def test_a_second_stop_with_less_grace_hurries(launcher: LocalLauncher) -> None:
+async def test_a_second_stop_with_less_grace_cuts_the_first_short(launcher: LocalLauncher) -> None:
     handle = await launcher.launch(spec("ignore-term"))
     await identify(handle.socket, LIMIT_S)
     patient = asyncio.create_task(handle.stop(LIMIT_S * 10))

@@ -48,7 +48,7 @@ def pids(view: InstanceView) -> list[int | None]:
     return [worker.pid for worker in view.workers if worker.role == "serving"]
 
 
-async def crew(fleet: Fleet, replicas: int, flags: str = "", **values: Any) -> InstanceView:
+async def replicas_running(fleet: Fleet, replicas: int, flags: str = "", **values: Any) -> InstanceView:
     """An instance of so many replicas, all of which run."""
     await fleet.create(flags, replicas=replicas, **values)
     await fleet.until(lambda entry: len(entry.endpoints) == replicas)
@@ -192,7 +192,7 @@ async def test_other_commands_give_a_change_up(fleet: Fleet, verb: str) -> None:
 async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await crew(fleet, 2)
+    await replicas_running(fleet, 2)
     writing, go_on = threading.Event(), threading.Event()
     save = fleet.manager._store.save
 
@@ -274,7 +274,7 @@ async def test_recreate_ends_the_old_worker_first_and_brings_it_back_when_the_ne
 
 @pytest.mark.clause("D-replicas")
 async def test_replicas_serve_side_by_side_and_share_the_cores(fleet: Fleet) -> None:
-    view = await crew(fleet, 2)
+    view = await replicas_running(fleet, 2)
 
     assert [(worker.replica, worker.role) for worker in view.workers] == [(0, "serving"), (1, "serving")]
     assert len({worker.incarnation for worker in view.workers}) == 2
@@ -282,7 +282,7 @@ async def test_replicas_serve_side_by_side_and_share_the_cores(fleet: Fleet) -> 
 
 
 async def test_a_crash_of_one_replica_is_no_matter_of_the_other(fleet: Fleet) -> None:
-    before = pids(await crew(fleet, 2))
+    before = pids(await replicas_running(fleet, 2))
     watch = Watch(fleet)
     assert before[0] is not None
     os.kill(before[0], signal.SIGKILL)
@@ -315,7 +315,7 @@ async def test_replicas_come_and_go_while_the_others_stay(fleet: Fleet) -> None:
 
 
 async def test_a_change_replaces_every_replica_at_once(fleet: Fleet) -> None:
-    before = pids(await crew(fleet, 2))
+    before = pids(await replicas_running(fleet, 2))
     watch = Watch(fleet)
 
     view = await fleet.manager.update("a", {"model_id": "fake:busy", "replicas": 3}, wait=True)
@@ -329,7 +329,7 @@ async def test_a_change_replaces_every_replica_at_once(fleet: Fleet) -> None:
 
 
 async def test_stop_and_delete_end_every_replica(fleet: Fleet) -> None:
-    await crew(fleet, 3)
+    await replicas_running(fleet, 3)
 
     assert (await fleet.manager.stop("a")).state is State.STOPPED
     assert fleet.left_over() == set()

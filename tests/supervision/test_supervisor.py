@@ -434,7 +434,7 @@ async def test_shutdown_stops_all_in_parallel_and_keeps_what_is_wanted(fleets: F
         await after.running(f"n{number}")
 
 
-async def test_a_second_shutdown_without_grace_hurries_the_first(fleets: Fleets) -> None:
+async def test_a_second_shutdown_without_grace_cuts_the_first_short(fleets: Fleets) -> None:
     fleet = fleets(graceful_shutdown_timeout_secs=3600)
     await fleet.manager.boot()
     await fleet.create("ignore-term")
