@@ -23,7 +23,7 @@ from teimgr.spec import KEYS, InstanceSpec, key_of, updatable
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Line numbers, from 1, by the path of the key: `api_port`, `auth.mtls`, `instances[0].port`. `text` is good TOML.
+    """Line numbers, from 1, by the path of the key: `api_port`, `auth.mtls`, `instances[0].port`. `text` is valid TOML.
 
     A key inside an inline table or array of one statement has the line where that statement begins.
     """
@@ -42,14 +42,14 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def line_of(path: str, lines: Mapping[str, int]) -> int | None:
-    """The line of the key at `path`, or of what it should be in."""
+    """The line of the key at `path`, or of the table it belongs in."""
     while path and path not in lines:
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
     return lines.get(path)
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """The headers and the assignments, each with its first line: no part of either is good TOML by itself."""
+    """Headers and assignments, each with its first line; no proper prefix of either is valid TOML."""
     statement, start = "", 1
     for number, line in enumerate(text.split("\n"), 1):
         start = start if statement else number
@@ -63,7 +63,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _header(table: dict[str, Any], arrays: Counter[str]) -> str:
-    """The path of `[a.b]` or `[[a.b]]`, whose `table` is nothing but that; the items of `arrays` are counted."""
+    """The path of `[a.b]` or `[[a.b]]`, parsed as `table`; counts the items of `arrays`."""
     path, value = "", table
     while value:
         name, inner = next(iter(value.items()))

@@ -164,14 +164,14 @@ class RestartInstance(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    rolling: bool = Field(False, description="new workers start beside the old ones, and no call is lost")
+    rolling: bool = Field(False, description="new workers start beside the old ones; no call is lost")
 
 
 class WorkerFacts(BaseModel):
     """One worker of an instance; all of one instance take connections of its port."""
 
     replica: int
-    role: Literal["serving", "joining", "leaving"] = Field(description="joining and leaving in the midst of an update")
+    role: Literal["serving", "joining", "leaving"] = Field(description="joining and leaving occur during an update")
     state: State
     pid: int | None
     gpu: str | None = Field(description="UUID of its card")
@@ -184,17 +184,17 @@ class WorkerFacts(BaseModel):
 
 
 class Update(BaseModel):
-    """The last change of an instance. One that failed has left everything as it was."""
+    """The last change of an instance. A failed one was rolled back."""
 
     state: Literal["rolling", "done", "failed"]
-    changes: list[str] = Field(description="the keys that it is about; none for a rolling restart")
+    changes: list[str] = Field(description="the changed keys; none for a rolling restart")
     reason: str | None
     started_at: str
     finished_at: str | None
 
 
 class ModelFacts(BaseModel):
-    """What a running instance's model is. Lengths are tokens; classifiers and rerankers have labels, others none."""
+    """The model of a running instance. Lengths are tokens; only classifiers and rerankers have labels."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -212,17 +212,17 @@ class ModelFacts(BaseModel):
     activation: str | None
     prompts: list[str]
     default_prompt_name: str | None
-    commit: str | None = Field(description="the commit that the revision is")
+    commit: str | None = Field(description="the commit of the revision")
 
 
 class Card(BaseModel):
-    """A GPU, as the driver sees it now; null where it does not say."""
+    """A GPU, as the driver reports it now; null where it does not report."""
 
-    index: int = Field(description="what `gpu_id` may be")
+    index: int = Field(description="the value for `gpu_id`")
     uuid: str
     name: str
     memory_total_bytes: int | None
-    memory_used_bytes: int | None = Field(description="by whomever")
+    memory_used_bytes: int | None = Field(description="by all processes")
     memory_free_bytes: int
     utilization: float | None = Field(description="share of time with a kernel running, 0 to 1")
     temperature_c: int | None
@@ -232,7 +232,7 @@ class Card(BaseModel):
 class CardOfInstance(Card):
     """The GPU of an instance."""
 
-    instance_memory_bytes: int | None = Field(description="what the driver gave the instance")
+    instance_memory_bytes: int | None = Field(description="allocated to the instance, as the driver reports")
 
 
 class InstanceInfo(_Info):  # type: ignore[misc]
@@ -247,11 +247,11 @@ class InstanceInfo(_Info):  # type: ignore[misc]
     reason: str | None = Field(description="why it is not running, or what is wrong with it")
     dtype: str = Field(description="element type in use once the model is loaded, until then the one asked for")
     kind: str | None = Field(description="what the model is for once it is loaded, until then the one asked for")
-    extra_args: list[str] = Field(description="as they were given, but for the value of --api-key")
-    workers: list[WorkerFacts] = Field(description="one for each replica, in an update those of before or after too")
-    update: Update | None = Field(description="null while nothing was changed since the daemon started")
+    extra_args: list[str] = Field(description="as given, except the value of --api-key")
+    workers: list[WorkerFacts] = Field(description="one for each replica; during an update old and new ones")
+    update: Update | None = Field(description="null until the first change since the daemon started")
     model: ModelFacts | None = Field(description="null until the model is loaded")
-    gpu: CardOfInstance | None = Field(description="the card it is on; told by GET alone, null on the CPU")
+    gpu: CardOfInstance | None = Field(description="its card, in replies of GET only; null on the CPU")
 
 
 class LogSlice(BaseModel):
@@ -264,17 +264,17 @@ class LogSlice(BaseModel):
 
 
 class Health(BaseModel):
-    """The daemon is alive; `alarms` are sentences about what needs a person."""
+    """The daemon is alive; `alarms` are sentences about problems that need an operator."""
 
     status: Literal["healthy"]
     timestamp: str
     version: str
     alarms: list[str]
-    notices: list[str] = Field(description="what is worth knowing and needs nobody")
+    notices: list[str] = Field(description="sentences that need no action")
 
 
 class Waiting(BaseModel):
-    """An instance that should run and does not."""
+    """An instance that should run but does not."""
 
     name: str
     status: State
@@ -290,7 +290,7 @@ class Readiness(BaseModel):
 
 
 class Failure(BaseModel):
-    """Every failure of every route."""
+    """The body of every failure."""
 
     error: str
     code: str
@@ -298,7 +298,7 @@ class Failure(BaseModel):
 
 
 def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`InstanceInfo` of a view, as plain values; `gpu` is the card it is on, where that was looked up."""
+    """`InstanceInfo` of a view, as plain values; `gpu` is its card, where that was read."""
     spec, model = view.spec, view.model
     info = {name: getattr(spec, name) for name in KEYS} | {
         "status": view.state.value,
