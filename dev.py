@@ -69,7 +69,7 @@ def test(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    """Everything that can be said without running the program; all of it, then the verdict."""
+    """Static checks: format, lint, types, import layers, generated code. All run; the worst status is the result."""
     if status := install("test", "check"):
         return status
     steps = [
@@ -107,7 +107,7 @@ def gpu(arguments: list[str]) -> int:
 
 
 def proto(arguments: list[str]) -> int:
-    """Generate `src/teimgr/pb`; with --check, only say whether it is stale."""
+    """Generate `src/teimgr/pb`; with --check, only report whether it is stale."""
     target = ROOT / "src" / "teimgr" / "pb"
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
