@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 from tests.support.daemon_process import free_ports
+from tests.support.fork_server import ForkedProcess, fork_server
 
 from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
@@ -141,10 +142,17 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
 class WorkerProcess:
-    """`python -m teimgr.worker` with a listening socket, as the daemon hands it over."""
+    """A worker with a listening socket, as the daemon hands it over.
+
+    It is forked from the test process's fork server, or, where `how` or `environ` is given, a new interpreter.
+    """
 
     def __init__(
-        self, model: Path | str, how: tuple[str, str] = EXEC, environ: Mapping[str, str] = OFFLINE, **spec: Any
+        self,
+        model: Path | str,
+        how: tuple[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        **spec: Any,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
         self.socket = str(self.folder / "w.sock")
@@ -154,13 +162,20 @@ class WorkerProcess:
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as output:
             listener.bind(self.socket)
             listener.listen()
-            arguments = [str(listener.fileno()), "inc-1", str(self.folder), self.spec.to_json()]
+            spec_json = self.spec.to_json()
+            self.process: subprocess.Popen[bytes] | ForkedProcess
+            if how is None and environ is None:
+                self.process = fork_server().fork(
+                    listener.fileno(), output.fileno(), "inc-1", str(self.folder), spec_json
+                )
+                return
+            arguments = [str(listener.fileno()), "inc-1", str(self.folder), spec_json]
             self.process = subprocess.Popen(
-                [sys.executable, *how, *arguments],
+                [sys.executable, *(how or EXEC), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | dict(environ),
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | dict(environ or OFFLINE),
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )

@@ -1,0 +1,113 @@
+"""Worker processes forked from the product's own fork server, one per test process: torch is imported once."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_MESSAGE_BYTES = 128 * 1024
+_START_LIMIT_S = 120.0
+
+
+class ForkedProcess:
+    """A forked worker with the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, server: ForkServer, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._pidfd = pidfd
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; nothing happens once the process has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, as `subprocess` gives it.
+
+        Raises:
+            TimeoutError: it still runs.
+        """
+        if not select.select([self._pidfd], [], [], timeout)[0]:
+            raise TimeoutError(f"process {self.pid} runs after {timeout} s")
+        return self._server.status_of(self.pid)
+
+
+class ForkServer:
+    """`python -m teimgr.launch.nursery`, asked for workers over its control socket."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        self._statuses: dict[int, int] = {}
+        self._requests = 0
+        self._log = Path(tempfile.mkstemp(prefix="t")[1])
+        environ = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        with theirs, self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "teimgr.launch.nursery", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environ,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._control.settimeout(_START_LIMIT_S)
+        assert "threads" in json.loads(self._control.recv(_MESSAGE_BYTES))
+        atexit.register(self.close)
+
+    def fork(self, listener: int, log: int, incarnation: str, run_dir: str, spec: str) -> ForkedProcess:
+        """A new worker on the listening socket `listener`, with its output in `log`."""
+        with self._lock:
+            self._requests += 1
+            request = {"id": self._requests, "incarnation": incarnation, "run_dir": run_dir, "spec": spec, "ports": []}
+            socket.send_fds(self._control, [json.dumps(request).encode()], [listener, log])
+            while True:
+                message, descriptors = self._receive()
+                if message.get("id") == self._requests:
+                    assert "error" not in message, message
+                    return ForkedProcess(self, message["pid"], descriptors[0])
+
+    def status_of(self, pid: int) -> int:
+        """The exit status of a process that has ended."""
+        with self._lock:
+            while pid not in self._statuses:
+                self._receive()
+            return self._statuses[pid]
+
+    def close(self) -> None:
+        """End the server; its workers have ended."""
+        self._control.close()
+        self._process.wait(_START_LIMIT_S)
+        self._log.unlink()
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        payload, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+        assert payload, self._log.read_text()
+        message = json.loads(payload)
+        if "status" in message:
+            self._statuses[message["pid"]] = message["status"]
+        return message, list(descriptors)
+
+
+@cache
+def fork_server() -> ForkServer:
+    """The fork server of this test process."""
+    return ForkServer()
