@@ -79,7 +79,13 @@ def check(arguments: list[str]) -> int:
         (BIN / "lint-imports",),
         (PYTHON, __file__, "proto", "--check"),
     ]
-    return max(call(*step) for step in steps)
+    running = [subprocess.Popen([str(part) for part in step], cwd=ROOT, stdout=subprocess.PIPE) for step in steps]
+    statuses = []
+    for process in running:  # all at once, their output in order
+        output, _ = process.communicate()
+        print(output.decode(), end="", flush=True)
+        statuses.append(process.returncode)
+    return max(statuses)
 
 
 def fix(arguments: list[str]) -> int:
@@ -148,7 +154,9 @@ def install(*extras: str) -> int:
         venv.create(VENV, with_pip=True)
     print(f"Installing teimgr[{','.join(extras)}] into {VENV.name} …", flush=True)
     verbosity = [] if sys.stdout.isatty() else ["-qq"]  # people get pip's progress bars, logs get errors only
-    status = call(PYTHON, "-m", "pip", "install", *verbosity, "--editable", f"{ROOT}[{','.join(extras)}]")
+    # Most of what is installed is never imported: modules are compiled when they are, not beforehand.
+    packages = f"{ROOT}[{','.join(extras)}]"
+    status = call(PYTHON, "-m", "pip", "install", *verbosity, "--no-compile", "--editable", packages)
     if status == 0:
         stamp.write_text(wanted)
     return status
