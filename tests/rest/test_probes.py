@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.rest_listener import Front
 
 from teimgr import __version__
-from teimgr.mux.counters import CallCounters
+from teimgr.mux.forwarding import CallCounters
 from teimgr.spec import InstanceSpec
 
 

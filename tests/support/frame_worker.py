@@ -16,8 +16,7 @@ import numpy as np
 from teimgr.directory import WorkerEndpoint
 from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
-from teimgr.wire.stream import FrameProtocol
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error
 
 TIMINGS = Timings(
     chars=11, tokens=5, total_ns=9_000_000, tokenization_ns=1_000_000, queue_ns=2_000_000, inference_ns=6_999_999

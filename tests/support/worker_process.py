@@ -24,8 +24,17 @@ from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import WorkerSpec
-from teimgr.wire.frames import HEADER, Flag, FrameType, Header, Method, Timings, split_timings, unpack_error
-from teimgr.wire.stream import FrameProtocol
+from teimgr.wire.frames import (
+    HEADER,
+    Flag,
+    FrameProtocol,
+    FrameType,
+    Header,
+    Method,
+    Timings,
+    split_timings,
+    unpack_error,
+)
 
 LIMIT_S = 60.0
 EXEC = ("-m", "teimgr.worker")

@@ -12,8 +12,7 @@ from typing import Any, Self
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable
 from teimgr.spec import LoadedModel
-from teimgr.wire.frames import FrameType, Header, Method, unpack_error
-from teimgr.wire.stream import FrameProtocol
+from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, unpack_error
 
 CONNECT_LIMIT_S = 5.0
 _FRAME_LIMIT_BYTES = 1 << 20

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
 from teimgr.grpc_core.rpc_table import SERVICE, Rpc
 from teimgr.grpc_core.streams import PairCollector, StreamPump
-from teimgr.mux.counters import CallRecord
 from teimgr.routing.links import PendingCall, WorkerReply
 from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
@@ -212,3 +214,81 @@ def _check_arrow(rpc: Rpc, message: bytes) -> None:
         raise InvalidInput("No string column: expected `text` (a StringArray is needed)")
     if not outline.has_batch:
         raise InvalidInput("No RecordBatch in stream")
+
+
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class CallRecord:
+    """State of one call while it runs: its method, its instance once found, the messages it answered."""
+
+    __slots__ = ("began_s", "instance", "messages", "method")
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.instance = ""
+        self.messages = 0
+        self.began_s = time.perf_counter()
+
+
+class CallLatency:
+    """Histogram over `BOUNDS_S`, not cumulative, the last bucket for the rest; the sums of seconds and messages."""
+
+    __slots__ = ("buckets", "messages", "sum_s")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (len(BOUNDS_S) + 1)
+        self.messages = 0
+        self.sum_s = 0.0
+
+
+class CallCounters:
+    """Calls by method, instance and gRPC status; latency by method and instance.
+
+    Only instances of the directory become labels: a call whose target was not found counts under the empty name.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._calls: dict[tuple[str, str, str], int] = {}
+        self._latency: dict[tuple[str, str], CallLatency] = {}
+
+    def begin(self, method: str) -> CallRecord:
+        """Count a call as in flight; `end` must follow."""
+        self.in_flight += 1
+        return CallRecord(method)
+
+    def end(self, record: CallRecord, status: str) -> None:
+        """Count a finished call by the name of its gRPC status."""
+        self.in_flight -= 1
+        calls = (record.method, record.instance, status)
+        self._calls[calls] = self._calls.get(calls, 0) + 1
+        key = (record.method, record.instance)
+        latency = self._latency.get(key)
+        if latency is None:
+            latency = self._latency[key] = CallLatency()
+        duration_s = time.perf_counter() - record.began_s
+        latency.buckets[bisect_left(BOUNDS_S, duration_s)] += 1
+        latency.sum_s += duration_s
+        latency.messages += record.messages
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "in_flight": self.in_flight,
+            "calls": [
+                {"method": method, "instance": instance, "status": status, "count": count}
+                for (method, instance, status), count in self._calls.items()
+            ],
+            "latency": [
+                {
+                    "method": method,
+                    "instance": instance,
+                    "messages": latency.messages,
+                    "sum_s": round(latency.sum_s, 6),
+                    "buckets": latency.buckets,
+                }
+                for (method, instance), latency in self._latency.items()
+            ],
+            "bounds_s": BOUNDS_S,
+        }

@@ -14,8 +14,15 @@ from teimgr.auth.callers import authenticate_call
 from teimgr.auth.policy import PolicyInForce, Right
 from teimgr.errors import TeimgrError
 from teimgr.grpc_core.rpc_table import RPCS, SERVICES, Rpc, Shape
-from teimgr.mux.counters import CallCounters, CallRecord
-from teimgr.mux.forwarding import INSTANCE_KEY, StreamForwarder, forward_collected, forward_message, named_target
+from teimgr.mux.forwarding import (
+    INSTANCE_KEY,
+    CallCounters,
+    CallRecord,
+    StreamForwarder,
+    forward_collected,
+    forward_message,
+    named_target,
+)
 from teimgr.observability import telemetry
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext
 from teimgr.observability.telemetry import Telemetry

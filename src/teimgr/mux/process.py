@@ -22,15 +22,15 @@ import grpc.aio
 import uvloop
 
 from teimgr.auth.policy import Policy, PolicyInForce
+from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.config.mux import MuxConfig
 from teimgr.directory import RoutingSnapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.grpc_core.rpc_table import SERVICES
 from teimgr.mux.control import MuxControl
-from teimgr.mux.counters import CallCounters
+from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.services import MuxHealth, reflection_handlers
-from teimgr.mux.tls import GrpcCertificates
 from teimgr.observability import logs
 from teimgr.observability.memory import resident_bytes
 from teimgr.observability.telemetry import Telemetry
@@ -214,3 +214,37 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))
+
+
+class GrpcCertificates:
+    """Server credentials from files; new connections use the files as of the last `take`.
+
+    `watch`, while it runs, calls `take` when the files change.
+
+    Raises:
+        InvalidConfig: the files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._demand_client = files.ca is not None
+        self._first = _configuration(files)
+        self._fresh: Any = None
+        self.watch = TlsWatch(files, self.take)
+
+    def credentials(self) -> Any:
+        """For `grpc.aio.Server.add_secure_port`."""
+        return grpc.dynamic_ssl_server_credentials(self._first, self._fetch, self._demand_client)
+
+    async def take(self, files: TlsFiles) -> None:
+        """Use these for new connections. Raises as above, and then keeps the ones before."""
+        self._fresh = _configuration(files)
+
+    def _fetch(self) -> Any:
+        """Called on a thread of gRPC for each new connection; None keeps the current configuration."""
+        fresh, self._fresh = self._fresh, None
+        return fresh
+
+
+def _configuration(files: TlsFiles) -> Any:
+    pems = files.pems()
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)

@@ -9,8 +9,17 @@ from typing import NamedTuple, Protocol
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, TooLarge, Unavailable
 from teimgr.observability.request_context import CURRENT
-from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, split_timings, unpack_error
-from teimgr.wire.stream import FrameProtocol, Payload
+from teimgr.wire.frames import (
+    Flag,
+    FrameProtocol,
+    FrameType,
+    Header,
+    Method,
+    Payload,
+    Timings,
+    split_timings,
+    unpack_error,
+)
 
 
 class ByteBudget:

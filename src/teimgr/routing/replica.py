@@ -7,8 +7,7 @@ import asyncio
 from teimgr.directory import WorkerEndpoint
 from teimgr.errors import DeadlineExceeded, Overloaded, Unavailable
 from teimgr.routing.links import CALL_BYTES, LinkLimits, LinkStats, PendingCall, WorkerLink, too_large
-from teimgr.wire.frames import Flag, Method
-from teimgr.wire.stream import Payload
+from teimgr.wire.frames import Flag, Method, Payload
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0

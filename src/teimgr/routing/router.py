@@ -23,9 +23,8 @@ from teimgr.errors import (
 from teimgr.routing.links import LinkLimits, LinkStats, PendingCall, WorkerReply
 from teimgr.routing.replica import Replica
 from teimgr.spec import State
-from teimgr.wire.frames import Flag, Method
+from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
-from teimgr.wire.stream import Payload
 
 # Names in an error's text, which clients bound.
 _MAX_NAMES = 20

@@ -12,8 +12,7 @@ from teimgr.engine.job import Job, Lane
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.wire.frames import Flag, FrameType, Header, Timings, pack_error
-from teimgr.wire.stream import FrameProtocol
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Timings, pack_error
 
 MessageT = TypeVar("MessageT", bound=Message)
 

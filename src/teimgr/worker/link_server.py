@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from teimgr.errors import Cancelled, InvalidInput, TeimgrError
-from teimgr.wire.frames import Flag, FrameType, Header, Method, pack_error, pack_header
-from teimgr.wire.stream import FrameProtocol
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, pack_error, pack_header
 from teimgr.worker.calls import LinkCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle

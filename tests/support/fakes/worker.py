@@ -18,8 +18,7 @@ from pathlib import Path
 from teimgr.errors import Code, Internal, Unavailable
 from teimgr.launch.run_dir import WorkerPaths
 from teimgr.spec import LoadedModel, WorkerSpec
-from teimgr.wire.frames import Flag, FrameType, Header, Method, Timings, pack_error
-from teimgr.wire.stream import FrameProtocol
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error
 
 _FLAGS = {
     "first-only": "the other flags hold for the first worker of this instance alone",

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from teimgr.wire.frames import HEADER, Flag, FrameType, Header, Method, pack_header
-from teimgr.wire.stream import FrameProtocol
+from teimgr.wire.frames import HEADER, Flag, FrameProtocol, FrameType, Header, Method, pack_header
 
 LIMIT = 4 * 1024 * 1024
 
