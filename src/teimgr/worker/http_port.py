@@ -24,8 +24,7 @@ from teimgr.wire.status import STATUS
 from teimgr.worker.dialects import tei
 from teimgr.worker.dialects.openapi import instance_document
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.http.answers import to_json
-from teimgr.worker.http.bodies import BadRequest, check_content_type
+from teimgr.worker.http.bodies import BadRequest, check_content_type, to_json
 from teimgr.worker.http.inference import HttpHandler, HttpInference, json_reply
 from teimgr.worker.metrics import TeiMetrics
 

@@ -7,7 +7,7 @@ import orjson
 
 from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
 from teimgr.worker.dialects.tei_requests import per_token, ranks, similarities, sparse
-from teimgr.worker.http.answers import number_count
+from teimgr.worker.http.bodies import number_count
 
 
 def finished(inputs: int) -> Job:

@@ -14,8 +14,7 @@ from teimgr.errors import InvalidInput
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects import rerank
-from teimgr.worker.http.answers import encoded_vector, new_id, to_json
-from teimgr.worker.http.bodies import U32, BadRequest, Body, ModelName, text_of_parts
+from teimgr.worker.http.bodies import U32, BadRequest, Body, ModelName, encoded_vector, new_id, text_of_parts, to_json
 from teimgr.worker.http.inference import (
     DOCUMENT_PROMPTS,
     QUERY_PROMPTS,

@@ -10,8 +10,19 @@ from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.worker import scores
 from teimgr.worker.dialects import rerank
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat
-from teimgr.worker.http.answers import encoded_vector, new_id, to_json, unix_time, usage
-from teimgr.worker.http.bodies import U32, BadRequest, Input, ModelName, Texts, engine_inputs
+from teimgr.worker.http.bodies import (
+    U32,
+    BadRequest,
+    Input,
+    ModelName,
+    Texts,
+    encoded_vector,
+    engine_inputs,
+    new_id,
+    to_json,
+    unix_time,
+    usage,
+)
 from teimgr.worker.http.inference import (
     InferenceRequest,
     JobSpec,

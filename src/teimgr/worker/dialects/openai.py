@@ -10,8 +10,7 @@ from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import EmptyInput
-from teimgr.worker.http.answers import encoded_vector, to_json, usage
-from teimgr.worker.http.bodies import U32, Input, ModelName, engine_inputs
+from teimgr.worker.http.bodies import U32, Input, ModelName, encoded_vector, engine_inputs, to_json, usage
 from teimgr.worker.http.inference import InferenceRequest, JobSpec, RouteTable, ServedModel, single
 
 # What the official service takes in one request; its clients cut their batches accordingly.

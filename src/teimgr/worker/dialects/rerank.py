@@ -16,8 +16,18 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.worker.http.answers import best_first, new_id, to_json, unix_time, usage
-from teimgr.worker.http.bodies import U32, BadRequest, Body, ModelName, text_of_parts
+from teimgr.worker.http.bodies import (
+    U32,
+    BadRequest,
+    Body,
+    ModelName,
+    best_first,
+    new_id,
+    text_of_parts,
+    to_json,
+    unix_time,
+    usage,
+)
 from teimgr.worker.http.inference import HttpHandler, HttpInference, JobSpec, ServedModel, need_kind
 from teimgr.worker.scores import RERANKER
 

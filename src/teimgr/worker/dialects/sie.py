@@ -21,8 +21,7 @@ from teimgr.spec import LoadedModel
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.http.answers import best_first, to_json
-from teimgr.worker.http.bodies import JSON, JSON_BODY, BadRequest, Body, BodyFormat
+from teimgr.worker.http.bodies import JSON, JSON_BODY, BadRequest, Body, BodyFormat, best_first, to_json
 from teimgr.worker.http.inference import (
     DOCUMENT_PROMPTS,
     QUERY_PROMPTS,

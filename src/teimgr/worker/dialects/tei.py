@@ -15,8 +15,7 @@ from teimgr.errors import TeimgrError
 from teimgr.spec import LoadedModel
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects import tei_requests
-from teimgr.worker.http.answers import to_json
-from teimgr.worker.http.bodies import TEI_BODY
+from teimgr.worker.http.bodies import TEI_BODY, to_json
 from teimgr.worker.http.inference import (
     HttpHandler,
     HttpInference,

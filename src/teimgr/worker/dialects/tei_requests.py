@@ -15,7 +15,6 @@ from teimgr.errors import EmptyInput, InvalidInput
 from teimgr.spec import LoadedModel
 from teimgr.worker import scores
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
-from teimgr.worker.http.answers import to_json
 from teimgr.worker.http.bodies import (
     U32,
     Body,
@@ -26,6 +25,7 @@ from teimgr.worker.http.bodies import (
     TruncationDirection,
     engine_inputs,
     first_error,
+    to_json,
 )
 from teimgr.worker.http.inference import InferenceRequest, JobSpec, ServedModel
 from teimgr.worker.limits import over_limit

@@ -18,8 +18,19 @@ from teimgr.errors import InvalidInput
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.dialects import infinity, openai, rerank
 from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.http.answers import encoded_vector, new_id, to_json, unix_time, usage
-from teimgr.worker.http.bodies import BadRequest, Body, Input, ModelName, Texts, engine_inputs
+from teimgr.worker.http.bodies import (
+    BadRequest,
+    Body,
+    Input,
+    ModelName,
+    Texts,
+    encoded_vector,
+    engine_inputs,
+    new_id,
+    to_json,
+    unix_time,
+    usage,
+)
 from teimgr.worker.http.inference import (
     HttpInference,
     JobSpec,

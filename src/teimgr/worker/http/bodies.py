@@ -1,4 +1,4 @@
-"""HTTP request bodies: field types, the strict base model, and the one reader with its refusals.
+"""HTTP bodies: field types, the strict base model, the one reader with its refusals, and parts of JSON answers.
 
 Unions are tried from left to right and the first match wins, as TEI's own reader does: `[1, 2]` is one input of two
 ids, `[]` is one of none.
@@ -6,11 +6,15 @@ ids, `[]` is one of none.
 
 from __future__ import annotations
 
+import base64
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, WithJsonSchema
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
@@ -158,3 +162,43 @@ def _engine_input(one: str | Sequence[int]) -> job.Input:
         return one
     # No vocabulary reaches the upper half of what TEI allows; the engine's ids are signed.
     return np.minimum(np.array(one, dtype=np.int64), _I32_MAX).astype(np.int32)
+
+
+def to_json(value: object) -> bytes:
+    """`value` as JSON, with numpy arrays and scalars; 32-bit floats in the fewest digits that give them again."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def usage(tokens: int) -> dict[str, int]:
+    """OpenAI's usage object: every token that the model read, special ones and prompt included."""
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def new_id(prefix: str) -> str:
+    """A random id of an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def unix_time() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str:
+    """A vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
+    if not in_base64:
+        return np.ascontiguousarray(values)
+    return base64.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
+
+
+def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[int]:
+    """Rows by falling score (float32 [N]), equal ones in their order; the first `top_n` of them where it is given."""
+    order: list[int] = np.argsort(-scores, kind="stable").tolist()
+    return order[:top_n]
+
+
+def number_count(finished: job.Job) -> int:
+    """How many numbers the results of a job have, a measure of the time to write them."""
+    per_row = sum(0 if rows is None else rows.size for rows in (*finished.tokens_of, *finished.multi_vectors))
+    entries = sum(0 if vector is None else vector.values.size for vector in finished.sparse)
+    return int(finished.vectors.size + finished.scores.size + per_row + entries)

@@ -17,8 +17,7 @@ from teimgr.wire.error_bodies import JSON_TYPE
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker.calls import CallReply, Unwritten, WorkerCall, raise_first
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.http.answers import number_count
-from teimgr.worker.http.bodies import JSON_BODY, Body, BodyFormat, BodyT, check_content_type, parse
+from teimgr.worker.http.bodies import JSON_BODY, Body, BodyFormat, BodyT, check_content_type, number_count, parse
 from teimgr.worker.limits import over_limit
 
 # A call of more inputs than this is bulk work, whichever lane the request came in.
