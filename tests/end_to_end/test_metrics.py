@@ -32,7 +32,7 @@ from teimgr.placement import gpus
 from teimgr.placement.gpus import GpuInventory
 from teimgr.rest.gpus import GpuBoard
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
-from teimgr.worker.metrics import engine_page
+from teimgr.worker.worker_metrics import engine_page
 
 LIMIT_S = 100.0
 ROOT = Path(__file__).parents[2]

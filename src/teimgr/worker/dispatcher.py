@@ -18,7 +18,7 @@ from teimgr.observability.request_context import CURRENT, RequestContext, use_co
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import CallReply, Unwritten, WorkerCall
 from teimgr.worker.limits import FairLimiter, max_token_bytes
-from teimgr.worker.metrics import TeiMetrics
+from teimgr.worker.worker_metrics import TeiMetrics
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The routes of an instance's port: the tables say which, the methods how each shape of them is answered."""
+"""The HTTP application of an instance port: TEI's routes, CORS, the API key, health, metrics and documents."""
 
 from __future__ import annotations
 
@@ -26,28 +26,7 @@ from teimgr.worker.dialects.openapi import instance_document
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http.bodies import BadRequest, check_content_type, to_json
 from teimgr.worker.http.inference import HttpHandler, HttpInference, json_reply
-from teimgr.worker.metrics import TeiMetrics
-
-
-async def read(request: Request, limit_bytes: int) -> HttpRequest:
-    """The request with its whole body.
-
-    Raises:
-        BadRequest: it is not said to be JSON, or is over the limit (413).
-        ClientDisconnect: the client went away while it sent.
-    """
-    content_type = request.headers.get("content-type", "")
-    check_content_type(content_type)
-    body = await read_limited(request.stream(), limit_bytes)
-    if body is None:
-        raise BadRequest(413, "Failed to buffer the request body: length limit exceeded")
-    headers = {"content-type": content_type}
-    return HttpRequest(TEI, request.method, request.url.path, headers=headers, body=body)
-
-
-def response(reply: HttpReply) -> Response:
-    """A reply as Starlette sends it."""
-    return Response(reply.body, reply.status, dict(reply.headers))
+from teimgr.worker.worker_metrics import TeiMetrics
 
 
 class RequestContextMiddleware:
@@ -57,7 +36,6 @@ class RequestContextMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -80,11 +58,11 @@ _PUBLIC_FOLDERS = ("/docs/", "/api-doc/")
 _VARY = "origin, access-control-request-method, access-control-request-headers"
 
 
-class Cors:
-    """Tells browsers which pages may read the answers: those of `origins`, or of all where there is none or a `*`.
+class CorsMiddleware:
+    """CORS as TEI has it: replies are readable by pages of `origins`, or of all where there is none or a `*`.
 
-    GET and POST, and `content-type` as the only header, so that a page cannot send a key. A preflight is answered
-    here, before any key is asked for.
+    GET and POST, and `content-type` as the only header, so that a page cannot send a key. Preflight requests are
+    answered here, before authentication.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str] = ()) -> None:
@@ -93,7 +71,6 @@ class Cors:
         self._any = not origins or "*" in origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -119,24 +96,20 @@ class Cors:
         return {"vary": _VARY}
 
 
-class ApiKey:
-    """Lets a request through that says `Authorization: Bearer` and the key; 401 without a body otherwise.
-
-    What tells of the server and not of its model is public.
-    """
+class ApiKeyMiddleware:
+    """Require `Authorization: Bearer KEY`, else 401 without a body. Health, metrics and documents are public."""
 
     def __init__(self, app: ASGIApp, spec: WorkerSpec) -> None:
         self._app = app
         self._spec = spec
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http" or _is_public(scope) or self._is_right(scope):
+        if scope["type"] != "http" or _is_public(scope) or self._has_key(scope):
             await self._app(scope, receive, send)
         else:
             await Response(status_code=401)(scope, receive, send)
 
-    def _is_right(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         return self._spec.accepts(given)
 
@@ -148,76 +121,77 @@ def _is_public(scope: Scope) -> bool:
     return path in _PUBLIC or path.startswith(_PUBLIC_FOLDERS)
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 _HEALTH_TIMEOUT_S = 5.0
 _TEXT = "text/plain; charset=utf-8"
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 
-class Routes:
-    """What each route answers; `post` makes an endpoint of one of TEI's."""
 
-    def __init__(self, dispatcher: Dispatcher, exchange: HttpInference) -> None:
+class InstancePort:
+    """Endpoints of the instance port; `post` makes one of a route of TEI."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._exchange = exchange
+        self._inference = HttpInference(dispatcher)
 
     async def health(self, request: Request) -> Response:
-        """200 with an empty body once the known text went through the device."""
+        """200 with an empty body once the engine's self-test has passed."""
         try:
             await asyncio.to_thread(self._dispatcher.engine.self_test, _HEALTH_TIMEOUT_S)
         except Unavailable:
-            return response(failure(TEI, Unavailable("unhealthy")))
+            return _response(failure(TEI, Unavailable("unhealthy")))
         return Response()
 
     async def info(self, request: Request) -> Response:
-        """The model and the limits."""
-        return response(await tei.get_info(self._exchange, HttpRequest(TEI, "GET", "/info")))
+        return _response(await tei.get_info(self._inference, HttpRequest(TEI, "GET", "/info")))
 
     async def metrics(self, request: Request) -> Response:
-        """The `te_*` metrics."""
         return Response(self._dispatcher.metrics.render(), media_type=_TEXT)
 
     async def openapi(self, request: Request) -> Response:
-        """The OpenAPI document."""
-        return response(json_reply(to_json(instance_document())))
+        return _response(json_reply(to_json(instance_document())))
 
     async def docs(self, request: Request) -> Response:
-        """The same for readers."""
         return HTMLResponse(page(instance_document(), "/api-doc/openapi.json"), headers=HEADERS)
 
     def post(self, path: str, route: HttpHandler) -> Endpoint:
-        """`route`, and for each way in which it may fail the response that says so."""
+        """The endpoint of `route`, with a response for each way in which it may fail."""
         dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
 
         async def endpoint(request: Request) -> Response:
             try:
-                asked = await read(request, self._dispatcher.spec.payload_limit_bytes)
-                return response(await unless_hung_up(route(self._exchange, asked), request.receive))
+                content_type = request.headers.get("content-type", "")
+                check_content_type(content_type)
+                body = await read_limited(request.stream(), self._dispatcher.spec.payload_limit_bytes)
+                if body is None:
+                    raise BadRequest(413, "Failed to buffer the request body: length limit exceeded")
+                parsed = HttpRequest(TEI, request.method, path, headers={"content-type": content_type}, body=body)
+                return _response(await unless_hung_up(route(self._inference, parsed), request.receive))
             except TeimgrError as error:
-                return response(failure(dialect, error))
+                return _response(failure(dialect, error))
             except BadRequest as error:
-                return response(error.reply(dialect))
-            except ClientDisconnect:  # it still sent its body; uvicorn throws the answer away
+                return _response(error.reply(dialect))
+            except ClientDisconnect:  # while it sent its body; uvicorn discards the response
                 return Response(status_code=STATUS[Code.CANCELLED].http)
             except Exception as error:
-                return response(failure(dialect, masked(error)))
+                return _response(failure(dialect, masked(error)))
 
         return endpoint
 
 
 def create_app(dispatcher: Dispatcher) -> ASGIApp:
-    """The instance port of a dispatcher that has its engine."""
-    routes = Routes(dispatcher, HttpInference(dispatcher))
+    """The application of the instance port; the dispatcher must have its engine."""
+    port = InstancePort(dispatcher)
     app = Starlette(
         routes=[
-            *(Route(path, routes.health) for path in ("/", "/health", "/ping")),
-            Route("/info", routes.info),
-            Route("/metrics", routes.metrics),
-            Route("/docs", routes.docs),
-            Route("/docs/", routes.docs),
-            Route("/api-doc/openapi.json", routes.openapi),
+            *(Route(path, port.health) for path in ("/", "/health", "/ping")),
+            Route("/info", port.info),
+            Route("/metrics", port.metrics),
+            Route("/docs", port.docs),
+            Route("/docs/", port.docs),
+            Route("/api-doc/openapi.json", port.openapi),
             *(
-                Route(path, routes.post(path, route), methods=["POST"])
+                Route(path, port.post(path, route), methods=["POST"])
                 for (method, path), route in tei.ROUTES.items()
                 if method == "POST"
             ),
@@ -225,8 +199,8 @@ def create_app(dispatcher: Dispatcher) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    guarded = app if dispatcher.spec.api_key is None else ApiKey(app, dispatcher.spec)
-    return RequestContextMiddleware(Cors(guarded, dispatcher.spec.cors_allow_origin))
+    guarded = app if dispatcher.spec.api_key is None else ApiKeyMiddleware(app, dispatcher.spec)
+    return RequestContextMiddleware(CorsMiddleware(guarded, dispatcher.spec.cors_allow_origin))
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:
@@ -241,3 +215,7 @@ def metrics_app(metrics: TeiMetrics) -> ASGIApp:
 async def _without_a_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return Response(status_code=error.status_code, headers=error.headers)
+
+
+def _response(reply: HttpReply) -> Response:
+    return Response(reply.body, reply.status, dict(reply.headers))

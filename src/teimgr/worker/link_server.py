@@ -1,4 +1,4 @@
-"""The worker's end of its links: fronts send calls, the daemon watches."""
+"""The worker's link server: framed connections over which calls, control commands and watches of its state arrive."""
 
 from __future__ import annotations
 
@@ -18,65 +18,63 @@ from teimgr.worker.methods import handle
 
 log = logging.getLogger(__name__)
 
-# Frames carry a whole gRPC message; what frames add around it is well under this.
+# Beyond the largest gRPC message: more than the rest of a frame takes.
 FRAME_SLACK_BYTES = 64 * 1024
 
-# How long a command may take that came without a deadline.
+# Time limit of a control command without a deadline.
 CONTROL_LIMIT_S = 5.0
 
 Control = Callable[[bytes, float], Awaitable[bytes]]
 
 
-class Links:
-    """All links of one worker, the watchers among them, and the commands the daemon may give.
+class LinkServer:
+    """The link connections of one worker, the watchers among them, and its control commands.
 
-    `controls` maps a control method to what carries it out: JSON bytes and a limit in seconds in, JSON bytes out.
-    `ports` are the sockets that a worker of the same instance may have copies of, by number.
+    `controls` maps a control method to its handler: JSON bytes and a limit in seconds in, JSON bytes out.
+    `ports` are the listening sockets, by number, that other workers of the instance may get copies of.
     """
 
     def __init__(self, dispatcher: Dispatcher, controls: dict[Method, Control]) -> None:
         self.dispatcher = dispatcher
         self.controls = controls
         self.max_frame_bytes = dispatcher.spec.max_message_bytes + FRAME_SLACK_BYTES
-        self.open: set[Link] = set()
+        self.open: set[LinkConnection] = set()
         self.ports: dict[int, socket.socket] = {}
         self.has_shared_ports = False
         self.watched = asyncio.Event()
         self.unwatched = asyncio.Event()
         self.unwatched.set()
         self._none_open = asyncio.Event()
-        self._watchers: dict[Link, int] = {}
+        self._watchers: dict[LinkConnection, int] = {}
         self._announcement = b"{}"
 
-    def protocol(self) -> Link:
-        """A link for a connection that was accepted."""
-        return Link(self)
+    def protocol(self) -> LinkConnection:
+        """The protocol of an accepted connection."""
+        return LinkConnection(self)
 
     @property
     def is_watched(self) -> bool:
-        """Whether a daemon is looking."""
         return bool(self._watchers)
 
     @property
     def has_callers(self) -> bool:
-        """Whether anybody is connected who has sent calls; one that only looks does not count."""
+        """Whether a connection has sent calls, not only control commands or watches."""
         return any(link.is_callers for link in self.open)
 
     def announce(self, facts: dict[str, Any]) -> None:
-        """Tell every watcher, and each later one first thing."""
+        """Send the worker's state to every watcher, and to later ones as they arrive."""
         self._announcement = json.dumps(facts).encode()
         for link, id in self._watchers.items():
             link.send(FrameType.REPLY, Method.WATCH, id, self._announcement)
 
-    def watch(self, link: Link, id: int) -> None:
-        """From now on `link` hears of every change, starting with how things stand."""
+    def watch(self, link: LinkConnection, id: int) -> None:
+        """Send `link` the current state and every later one."""
         self._watchers[link] = id
         self.watched.set()
         self.unwatched.clear()
         link.send(FrameType.REPLY, Method.WATCH, id, self._announcement)
 
-    def forget(self, link: Link) -> None:
-        """The peer of `link` is gone."""
+    def forget(self, link: LinkConnection) -> None:
         self.open.discard(link)
         if not self.open:
             self._none_open.set()
@@ -85,7 +83,7 @@ class Links:
             self.unwatched.set()
 
     async def close(self, limit_s: float) -> None:
-        """Close every link, after what is queued for it, or after `limit_s`."""
+        """Close every connection once its queued frames are sent, at most after `limit_s`."""
         self._none_open.clear()
         for link in tuple(self.open):
             link.close()
@@ -98,52 +96,49 @@ class Links:
             log.warning("%d links were not read to their end", len(self.open))
 
 
-class Link(FrameProtocol):
-    """One accepted connection."""
+class LinkConnection(FrameProtocol):
+    """One accepted link connection: its open calls, and flow control in both directions."""
 
-    def __init__(self, links: Links) -> None:
-        super().__init__(links.max_frame_bytes)
+    def __init__(self, server: LinkServer) -> None:
+        super().__init__(server.max_frame_bytes)
         self.is_callers = False
-        self._links = links
+        self._server = server
         self._unanswered: dict[int, LinkCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Be counted."""
         super().connection_made(transport)
         assert self._transport is not None
-        self._transport.set_write_buffer_limits(high=self._links.max_frame_bytes)
-        self._links.open.add(self)
+        self._transport.set_write_buffer_limits(high=self._server.max_frame_bytes)
+        self._server.open.add(self)
 
     def pause_writing(self) -> None:
-        """The peer does not take its answers: read no more requests until it does."""
+        """Read no more requests while the peer does not read its replies."""
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def frame_received(self, header: Header, payload: bytes) -> None:
-        """Sort a frame by its type and method."""
         if header.type == FrameType.CANCEL:
             self._cancel(header.id)
         elif header.type != FrameType.REQUEST:
             log.warning("a peer sent a frame of type %d, which only workers send", header.type)
         elif header.method == Method.WATCH:
-            self._links.watch(self, header.id)
+            self._server.watch(self, header.id)
         elif header.method == Method.SHARE_PORTS:
             self._share_ports(header)
-        elif header.method in self._links.controls:
+        elif header.method in self._server.controls:
             self._control(header, payload)
         else:
             self.is_callers = True
-            handle(self._links.dispatcher, LinkCall(self, self._unanswered, header, payload))
+            handle(self._server.dispatcher, LinkCall(self, self._unanswered, header, payload))
 
     def link_lost(self, error: Exception | None) -> None:
-        """Nothing the peer asked for is wanted any more."""
-        self._links.forget(self)
+        """Cancel the open calls and commands of the peer."""
+        self._server.forget(self)
         for id in tuple(self._unanswered):
             self._cancel(id)
         for task in tuple(self._tasks):
@@ -152,30 +147,30 @@ class Link(FrameProtocol):
     def _cancel(self, id: int) -> None:
         call = self._unanswered.pop(id, None)
         if call is not None:
-            self._links.dispatcher.cancel(call)
+            self._server.dispatcher.cancel(call)
 
     def _share_ports(self, header: Header) -> None:
-        """Answer on the connection's own socket: descriptors travel beside bytes, and a transport sends bytes alone.
+        """Send the listening sockets over the connection's own socket, since an asyncio transport sends no descriptors.
 
-        Who asks does so first thing on a new connection, so nothing is on its way that this could come before.
+        The request is the first on its connection, so no queued frame is overtaken.
         """
         assert self._transport is not None
-        numbers = json.dumps([*self._links.ports]).encode()
+        numbers = json.dumps([*self._server.ports]).encode()
         frame = pack_header(len(numbers), FrameType.REPLY, header.method, header.id) + numbers
-        descriptors = [port.fileno() for port in self._links.ports.values()]
-        self._links.has_shared_ports |= bool(descriptors)
+        descriptors = [port.fileno() for port in self._server.ports.values()]
+        self._server.has_shared_ports |= bool(descriptors)
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as own:
             socket.send_fds(own, [frame], descriptors)
 
     def _control(self, header: Header, payload: bytes) -> None:
-        task = asyncio.get_running_loop().create_task(self._obey(header, payload))
+        task = asyncio.get_running_loop().create_task(self._run_control(header, payload))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _obey(self, header: Header, payload: bytes) -> None:
+    async def _run_control(self, header: Header, payload: bytes) -> None:
         try:
             limit_s = header.deadline_ms / 1000 or CONTROL_LIMIT_S
-            reply = await self._links.controls[Method(header.method)](payload, limit_s)
+            reply = await self._server.controls[Method(header.method)](payload, limit_s)
         except asyncio.CancelledError:
             self._fail(header, Cancelled("the worker is stopping"))
             raise

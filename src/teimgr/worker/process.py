@@ -1,14 +1,13 @@
-"""The life of a worker process: listen, load, prove, serve, drain.
+"""The worker process: listen, load the model, serve, drain.
 
-It is forked from the nursery (or exec'd as `python -m teimgr.worker`) with a listening unix socket and one line of
-JSON; from there on everything it hears and says goes over that socket, but for what the instance port serves.
-Workers of one instance share the sockets of its ports: each is given those of one that was there before it.
+It is forked from the nursery (or exec'd as `python -m teimgr.worker`) with a listening unix socket and its spec as one
+line of JSON. All control goes over that socket; inference also arrives at the instance port. Workers of one instance
+share the listening sockets of its ports: each gets those of a worker that was there before it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,85 +33,56 @@ from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http_port import create_app, metrics_app
-from teimgr.worker.link_server import Control, Links
-from teimgr.worker.metrics import engine_page, process_page
+from teimgr.worker.link_server import Control, LinkServer
+from teimgr.worker.worker_metrics import engine_page, process_page
 
 if TYPE_CHECKING:
-    from teimgr.worker.grpc_port.port import GrpcPort
-
-
-ResultT = TypeVar("ResultT")
-
-
-def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
-    """Start `work` on a thread of its own; the future has what it returned or raised.
-
-    `asyncio.to_thread` would not do for what may take minutes: the loop's end joins its threads.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[ResultT] = loop.create_future()
-
-    def finish(result: ResultT | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # of `work`, where there is no error
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as raised:  # a thread has nobody else to tell
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: the process is ending
-            loop.call_soon_threadsafe(finish, result, error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
+    pass
 
 log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 EXIT_DONE = 0
 EXIT_PERMANENT = 3
 EXIT_TRANSIENT = 4
 
-_DOWNLOADING_NEWS_S = 5.0
+# How often the state is announced during a download.
+_DOWNLOAD_REPORT_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
 _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
-# Routers hear in milliseconds that another worker took over; until then they may still open links to this one.
-_NEWS_TRAVEL_S = 1.0
-_LEFT_CHECK_S = 0.05
-# Failures to load that the same files and flags will meet again, and those among them that may pass by themselves.
-_LASTING = (Refused, Broken, OutOfDeviceMemory)
-_PASSING = (PortConflict, Internal)
+# Routers learn in milliseconds that another worker took over; until then they may still open links to this one.
+_HANDOVER_NOTICE_S = 1.0
+_LEFT_POLL_S = 0.05
+# Failures to load that the same files and flags will cause again, and those subclasses that may pass by themselves.
+_PERMANENT = (Refused, Broken, OutOfDeviceMemory)
+_TRANSIENT = (PortConflict, Internal)
 
 
 def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str = "{}") -> int:
-    """Serve one model until told to stop; the result is the exit status.
+    """Serve one model until stopped; the result is the exit status.
 
-    `ports` is a JSON object: number of a port → descriptor of its socket, bound by another worker of the instance.
-    The process has to end at once with it: a thread may still be loading a model that nobody wants any more.
+    `ports` is a JSON object: port number → descriptor of its listening socket, bound by another worker of the instance.
+    The process must exit immediately afterwards: a thread may still be loading a model.
     """
     spec = WorkerSpec.from_json(spec_json)
     logs.setup(spec.log_level, spec.log_format)
     listener = socket.socket(fileno=listener_fd)
     listener.setblocking(False)
     shared = {int(number): socket.socket(fileno=descriptor) for number, descriptor in json.loads(ports).items()}
-    return uvloop.run(_live(spec, incarnation, Path(run_dir), listener, shared))
 
+    async def run() -> int:
+        return await Worker(spec, incarnation, Path(run_dir), shared).run(listener)
 
-async def _live(
-    spec: WorkerSpec, incarnation: str, run_dir: Path, listener: socket.socket, shared: Mapping[int, socket.socket]
-) -> int:
-    return await Worker(spec, incarnation, run_dir, shared).run(listener)
+    return uvloop.run(run())
 
 
 class Worker:
-    """One process's worth of state. Everything happens on the loop's thread unless it says otherwise."""
+    """State and life of the worker process, on the loop's thread unless a method says otherwise.
+
+    `run` is the whole life; the stages follow in their order, then the control commands of the daemon.
+    """
 
     def __init__(self, spec: WorkerSpec, incarnation: str, run_dir: Path, shared: Mapping[int, socket.socket]) -> None:
         self.spec = spec
@@ -120,18 +90,19 @@ class Worker:
         self.run_dir = run_dir
         self._shared = shared
         self._dispatcher = Dispatcher(spec)
-        self._links = Links(self._dispatcher, self._controls())
+        self._links = LinkServer(self._dispatcher, self._controls())
         self._stop = asyncio.Event()
-        self._others_serve = False
+        self._force_stop = asyncio.Event()
         self._signalled = False
-        self._hurry = asyncio.Event()
+        self._handover = False  # another worker of the instance serves from now on
         self._grace_s = _DRAIN_ON_SIGNAL_S
         self._threads = spec.threads
         self._state = "loading"
         self._engine: Engine | None = None
+        self._log_fields = {"instance": spec.name}
 
     async def run(self, listener: socket.socket) -> int:
-        """The whole life, in order."""
+        """Listen, load and serve until stopped; the result is the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -142,31 +113,32 @@ class Worker:
         except TeimgrError as error:
             return self._give_up(error)
         except Exception as error:
-            log.exception("worker failed", extra=self._named)
+            log.exception("worker failed", extra=self._log_fields)
             return self._give_up(Internal(f"{type(error).__name__}: {error}"))
         finally:
             server.close()
             self._dispatcher.close()
-            await self._links.close(0.0 if self._hurry.is_set() else _LINKS_CLOSE_S)
+            await self._links.close(0.0 if self._force_stop.is_set() else _LINKS_CLOSE_S)
 
     async def _load_and_serve(self) -> int:
         spec = self.spec
-        async with contextlib.AsyncExitStack() as listening:
-            # The ports are taken before the slow part: a conflict shows early.
-            port = listening.enter_context(contextlib.closing(self._bound(spec.port)))
-            scraped = [
-                listening.enter_context(contextlib.closing(self._bound(number)))
-                for number in filter(None, (spec.prometheus_port,))
+        async with AsyncExitStack() as listening:
+            # The ports are bound before the slow part: a conflict shows early.
+            port = listening.enter_context(closing(self._bind(spec.port)))
+            metrics_ports = [
+                listening.enter_context(closing(self._bind(number))) for number in filter(None, (spec.prometheus_port,))
             ]
             engine = await self._load()
             if engine is None:
                 return EXIT_DONE
             metrics = metrics_app(self._dispatcher.metrics)
-            listeners = [await listening.enter_async_context(serving(metrics, sock)) for sock in scraped]
-            grpc = self._grpc_port()
+            listeners = [await listening.enter_async_context(serving(metrics, sock)) for sock in metrics_ports]
+            from teimgr.worker.grpc_port.port import GrpcPort  # here: the nursery imports this module and needs no gRPC
+
+            grpc = GrpcPort(self._dispatcher)
             async with serving(create_app(self._dispatcher), port, grpc.protocol) as instance_port:
                 self._announce("ready")
-                log.info("worker ready", extra=self._named | engine.info.to_dict())
+                log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
                 await self._until_stopped()
                 await self._leave_ports([instance_port, *listeners])
                 grpc.stop()
@@ -174,22 +146,22 @@ class Worker:
         await asyncio.to_thread(engine.close, _ENGINE_CLOSE_S)
         return EXIT_DONE
 
-    def _bound(self, number: int) -> socket.socket:
-        """The socket of a port: the one that all workers of the instance share, or the first of them."""
+    def _bind(self, number: int) -> socket.socket:
+        """The listening socket of a port: the one that all workers of the instance share, or the first of them."""
         sock = self._shared.get(number) or bind(self.spec.instance_host, number)
         self._links.ports[sock.getsockname()[1]] = sock
         return sock
 
-    def _grpc_port(self) -> GrpcPort:
-        """Imported here, so that the nursery does without it."""
-        from teimgr.worker.grpc_port.port import GrpcPort
-
-        return GrpcPort(self._dispatcher)
-
     async def _load(self) -> Engine | None:
-        """The engine, or None when the worker was told to stop meanwhile."""
-        fetching = in_background("fetching", lambda: hub.resolve(self.spec.model_id, self.spec.revision))
-        if not await self._fetched(fetching):
+        """The engine, or None when the worker was stopped meanwhile. A download may take hours and is reported."""
+        spec, began = self.spec, time.monotonic()
+        fetching = in_background("fetching", lambda: hub.resolve(spec.model_id, spec.revision))
+        while not fetching.done():
+            if await _any_of(self._stop.wait(), asyncio.shield(fetching), limit_s=_DOWNLOAD_REPORT_S):
+                break
+            waited_s = round(time.monotonic() - began)
+            self._announce("downloading", reason=f"fetching the model's files for {waited_s} s")
+        if not fetching.done():
             return None
         if self._state == "downloading":
             self._announce("loading")
@@ -198,19 +170,9 @@ class Worker:
         if loading.cancelled():
             return None
         self._engine = loading.result()
-        self._engine.set_threads(self._threads)  # it may have been told another number since
+        self._engine.set_threads(self._threads)  # the number may have changed since
         self._dispatcher.attach(self._engine)
         return self._engine
-
-    async def _fetched(self, fetching: asyncio.Future[hub.ModelSource]) -> bool:
-        """Whether the files came before a word to stop. A download may take hours; watchers hear that it gets on."""
-        began = time.monotonic()
-        while not fetching.done():
-            if await _any_of(self._stop.wait(), asyncio.shield(fetching), limit_s=_DOWNLOADING_NEWS_S):
-                break
-            waited_s = round(time.monotonic() - began)
-            self._announce("downloading", reason=f"fetching the model's files for {waited_s} s")
-        return fetching.done()
 
     def _load_blocking(self, source: hub.ModelSource) -> Engine:
         spec = self.spec
@@ -234,56 +196,56 @@ class Worker:
         return Engine.load(options, self._dispatcher.deliver)
 
     async def _until_stopped(self) -> None:
-        """Wait for a word to stop, or for the daemon to stay away for too long."""
+        """Wait for a signal or DRAIN, or until no daemon has been connected for `orphan_grace_s`."""
         while not self._stop.is_set():
             if self._links.is_watched:
                 await _any_of(self._stop.wait(), self._links.unwatched.wait())
             elif not await _any_of(self._stop.wait(), self._links.watched.wait(), limit_s=self.spec.orphan_grace_s):
-                log.warning("no daemon for %g s: stopping", self.spec.orphan_grace_s, extra=self._named)
+                log.warning("no daemon for %g s: stopping", self.spec.orphan_grace_s, extra=self._log_fields)
                 return
 
     async def _leave_ports(self, listeners: Sequence[Listener]) -> None:
-        """Accept nothing more where others do, and go on for those who have not heard yet that others serve now.
+        """Close the listening sockets where other workers listen on them; on a handover, wait until clients have moved.
 
-        Routers close their links once they have; clients of the ports are told with their next answer. Half of the
-        grace is for this, the other half for finishing the calls of those who stay.
+        Routers close their links then; HTTP and gRPC clients are disconnected after their next reply. Half of the
+        grace period is for this, the other half for the calls of clients that stay.
         """
         self._links.ports.clear()
         if self._shared or self._links.has_shared_ports:
             for listener in listeners:
                 listener.leave()
-        if self._others_serve:
-            await _any_of(self._all_left(listeners), self._hurry.wait(), limit_s=self._grace_s / 2)
+        if self._handover:
+            await _any_of(self._all_left(listeners), self._force_stop.wait(), limit_s=self._grace_s / 2)
 
     async def _all_left(self, listeners: Sequence[Listener]) -> None:
-        await asyncio.sleep(_NEWS_TRAVEL_S)
+        await asyncio.sleep(_HANDOVER_NOTICE_S)
         while self._links.has_callers or any(listener.connections for listener in listeners):  # noqa: ASYNC110
-            await asyncio.sleep(_LEFT_CHECK_S)
+            await asyncio.sleep(_LEFT_POLL_S)
 
     async def _drain_calls(self) -> None:
-        """Refuse new calls, finish those that came, at most for the grace, or until somebody insists."""
+        """Refuse new calls and finish the others, at most for the grace period or until a second signal."""
         self._dispatcher.stop_accepting()
         self._announce("draining")
-        await _any_of(self._dispatcher.drained(self._grace_s), self._hurry.wait())
+        await _any_of(self._dispatcher.drained(self._grace_s), self._force_stop.wait())
 
     def _on_signal(self) -> None:
-        """The first signal asks for an orderly end, a second one ends the waiting."""
+        """The first signal starts an orderly stop, a second one ends its waiting."""
         if self._signalled:
-            self._hurry.set()
+            self._force_stop.set()
         self._signalled = True
         self._stop.set()
 
     def _give_up(self, error: TeimgrError) -> int:
-        """Say why to whoever watches and to whoever looks later."""
-        permanent = isinstance(error, _LASTING) and not isinstance(error, _PASSING)
-        log.error("worker failed: %s", error.message, extra=self._named | {"code": error.code.name})
+        """Report a failure to the watchers and in the exit file; the result is the exit status."""
+        permanent = isinstance(error, _PERMANENT) and not isinstance(error, _TRANSIENT)
+        log.error("worker failed: %s", error.message, extra=self._log_fields | {"code": error.code.name})
         facts = self._announce("failed", reason=error.message, code=int(error.code), permanent=permanent)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             (self.run_dir / f"{self.incarnation}.exit").write_text(json.dumps(facts))
         return EXIT_PERMANENT if permanent else EXIT_TRANSIENT
 
     def _announce(self, state: str, **more: Any) -> dict[str, Any]:
-        """Tell the watchers how things stand; the result is what they are told."""
+        """Send the worker's state to the watchers, and return it."""
         self._state = state
         facts = {
             "state": state,
@@ -300,12 +262,7 @@ class Worker:
         self._links.announce(facts)
         return facts
 
-    @property
-    def _named(self) -> dict[str, Any]:
-        """For log lines."""
-        return {"instance": self.spec.name}
-
-    # What the daemon may ask of a worker.
+    # Control commands of the daemon.
 
     def _controls(self) -> dict[Method, Control]:
         return {
@@ -321,8 +278,8 @@ class Worker:
         return b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:
-        figures = asdict(self._engine.stats()) if self._engine else {}
-        return json.dumps({"calls": self._dispatcher.calls, **figures}).encode()
+        stats = asdict(self._engine.stats()) if self._engine else {}
+        return json.dumps({"calls": self._dispatcher.calls, **stats}).encode()
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
         page = self._dispatcher.metrics.page() | await asyncio.to_thread(process_page, self._dispatcher.calls)
@@ -338,17 +295,17 @@ class Worker:
         return b""
 
     async def _drain(self, payload: bytes, limit_s: float) -> bytes:
-        asked = json.loads(payload)
-        self._grace_s = float(asked["grace_s"])
-        self._others_serve = bool(asked.get("handover"))
-        if not self._others_serve:
-            self._dispatcher.stop_accepting()  # before the answer: who has it knows that nothing more is let in
+        message = json.loads(payload)
+        self._grace_s = float(message["grace_s"])
+        self._handover = bool(message.get("handover"))
+        if not self._handover:
+            self._dispatcher.stop_accepting()  # before the reply, which promises it
         self._stop.set()
         return b""
 
 
 async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bool:
-    """Wait for the first of `waits`, the others are cancelled; False when the time was over before."""
+    """Wait for the first of `waits` and cancel the others; False after `limit_s`."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     try:
         done, _ = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -356,3 +313,32 @@ async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bo
         for task in tasks:
             task.cancel()
     return bool(done)
+
+
+def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
+    """Run `work` on a daemon thread; the future gets its result or error.
+
+    Not `asyncio.to_thread`: the end of the loop joins those threads, and `work` may take minutes.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def finish(result: ResultT | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # of `work`, where there is no error
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,7 +1,4 @@
-"""What a call needs of the model, beyond the outputs that `engine.check` knows of; texts are TEI's.
-
-TEI's two surfaces refuse a rerank in different words: HTTP with one sentence for all, gRPC with two and no prefix.
-"""
+"""Ordering of scores, and checks of the model's kind with TEI's error texts, which differ between HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -16,29 +13,29 @@ from teimgr.errors import WrongModelKind
 from teimgr.spec import LoadedModel
 
 
-class Prediction(NamedTuple):
-    """A label and its score."""
+class ScoredLabel(NamedTuple):
+    """A label and its score; the field names are keys of JSON replies."""
 
     score: np.float32
     label: str
 
 
-class Rank(NamedTuple):
-    """A text, by its place in the request, and its score."""
+class ScoredRow(NamedTuple):
+    """A text, by its row in the request, and its score."""
 
     row: int
     score: np.float32
 
 
-def predictions(scores: NDArray[np.float32], labels: Sequence[str]) -> list[Prediction]:
-    """All labels of one input; `scores` is float32 [labels]."""
-    return [Prediction(scores[i], labels[i]) for i in _best_first(scores)]
+def predictions(scores: NDArray[np.float32], labels: Sequence[str]) -> list[ScoredLabel]:
+    """All labels of one input, best first; `scores` is float32 [labels]."""
+    return [ScoredLabel(scores[i], labels[i]) for i in _best_first(scores)]
 
 
-def ranks(scores: NDArray[np.float32]) -> list[Rank]:
-    """All texts of one rerank; `scores` is a row per text, float32 [N, 1]."""
+def ranks(scores: NDArray[np.float32]) -> list[ScoredRow]:
+    """All texts of one rerank, best first; `scores` is float32 [texts, 1]."""
     column = scores[:, 0]
-    return [Rank(i, column[i]) for i in _best_first(column)]
+    return [ScoredRow(i, column[i]) for i in _best_first(column)]
 
 
 def _best_first(scores: NDArray[np.float32]) -> list[int]:
@@ -51,20 +48,20 @@ _SCORING = ("classifier", RERANKER)
 
 
 def need_reranker_http(model: LoadedModel) -> None:
-    """Ranks, asked for over HTTP.
+    """Check that the model is a reranker, for a request over HTTP.
 
     Raises:
-        WrongModelKind: another kind.
+        WrongModelKind: it is not.
     """
     if model.kind != RERANKER:
         raise WrongModelKind("Backend error: model is not a re-ranker model")
 
 
 def need_reranker_grpc(model: LoadedModel) -> None:
-    """Ranks, asked for over gRPC.
+    """Check that the model is a reranker, for a request over gRPC.
 
     Raises:
-        WrongModelKind: another kind; a classifier hears another sentence than the rest.
+        WrongModelKind: it is not; classifiers have an error text of their own.
     """
     if model.kind in _SCORING and model.kind != RERANKER:
         raise WrongModelKind("model is not a re-ranker model")
@@ -73,5 +70,5 @@ def need_reranker_grpc(model: LoadedModel) -> None:
 
 
 def output_per_token(model: LoadedModel) -> Output:
-    """What "all embeddings" means: a late-interaction model's own vectors, elsewhere the last hidden states."""
+    """The output of "embed all": vectors of a late-interaction model, the last hidden states of any other."""
     return Output.MULTI_VECTOR if model.kind == "multi-vector" else Output.TOKENS

@@ -12,7 +12,7 @@ from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.errors import EmptyInput, InferenceFailed, InvalidInput, Overloaded
 from teimgr.worker.calls import WorkerCall
-from teimgr.worker.metrics import TeiMetrics
+from teimgr.worker.worker_metrics import TeiMetrics
 
 PARTS = ("", "_tokenization", "_queue", "_inference")
 

@@ -1,4 +1,4 @@
-"""The `te_*` metrics of Text Embeddings Inference, with its names, labels and buckets."""
+"""Metrics of a worker: the `te_*` metrics of Text Embeddings Inference (TEI), and pages of the engine and process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` over."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     @classmethod
     def of_powers(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
-        """Of values that were counted by the power of two they do not exceed, and add up to `total`."""
+        """From counts by power of two: `counts[k]` values in (2^(k-1), 2^k], which add up to `total`."""
         histogram = cls(bounds)
         histogram._counts = [*counts[: len(bounds)], sum(counts[len(bounds) :])]
         histogram._sum = float(total)
@@ -58,14 +57,30 @@ class Histogram:
         return [*exposition.histogram(self._bounds, self._counts, self._sum)] if any(self._counts) else []
 
 
-class Items:
+class DurationHistograms:
+    """Durations of calls: total, tokenization, queue and inference."""
+
+    def __init__(self, families: catalogue.DurationFamilies) -> None:
+        parts = (families.total, families.tokenization, families.queue, families.inference)
+        self._histograms = {family: Histogram(family.bounds) for family in parts}
+
+    def observe(self, timings: Timings, times: int = 1) -> None:
+        durations_ns = (timings.total_ns, timings.tokenization_ns, timings.queue_ns, timings.inference_ns)
+        for histogram, nanoseconds in zip(self._histograms.values(), durations_ns, strict=True):
+            histogram.observe(nanoseconds / 1e9, times)
+
+    def page(self) -> Page:
+        return {family: histogram.samples() for family, histogram in self._histograms.items()}
+
+
+class InputCounters:
     """The inputs of one family of calls, `te_embed_*` or `te_predict_*`."""
 
     def __init__(self, families: catalogue.ItemFamilies) -> None:
         self._families = families
         self._count = 0
         self._success = 0
-        self._durations = Durations(families.durations)
+        self._durations = DurationHistograms(families.durations)
 
     def finished(self, timings: Timings | None, count: int, served: int) -> None:
         """`served` of `count` inputs came out of the engine; `timings` where their call could be answered."""
@@ -75,56 +90,37 @@ class Items:
             self._durations.observe(timings, served)
 
     def page(self) -> Page:
-        """Its part of the page."""
         numbers = ((self._families.count, self._count), (self._families.success, self._success))
         return {family: _one(number) for family, number in numbers if number} | self._durations.page()
 
 
-class Durations:
-    """Where the time went: in all, and the three parts of it."""
-
-    def __init__(self, families: catalogue.DurationFamilies) -> None:
-        parts = (families.total, families.tokenization, families.queue, families.inference)
-        self._histograms = {family: Histogram(family.bounds) for family in parts}
-
-    def observe(self, timings: Timings, times: int = 1) -> None:
-        """Count `timings`, `times` over."""
-        spent_ns = (timings.total_ns, timings.tokenization_ns, timings.queue_ns, timings.inference_ns)
-        for histogram, nanoseconds in zip(self._histograms.values(), spent_ns, strict=True):
-            histogram.observe(nanoseconds / 1e9, times)
-
-    def page(self) -> Page:
-        """Its part of the page."""
-        return {family: histogram.samples() for family, histogram in self._histograms.items()}
-
-
 class TeiMetrics:
-    """Counts what callers were given. Loop thread only.
+    """TEI's counters of requests and inputs. Loop thread only.
 
-    A message of a stream is no request to TEI: it shows among the durations and the items alone.
+    TEI does not count a message of a stream as a request: only its duration and inputs are counted.
     """
 
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()
         self._successes: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
-        self._durations = Durations(catalogue.REQUEST_DURATIONS)
-        self._embeddings = Items(catalogue.EMBEDDINGS)
-        self._predictions = Items(catalogue.PREDICTIONS)
+        self._durations = DurationHistograms(catalogue.REQUEST_DURATIONS)
+        self._embeddings = InputCounters(catalogue.EMBEDDINGS)
+        self._predictions = InputCounters(catalogue.PREDICTIONS)
         self._lengths = Histogram(catalogue.LENGTH_BOUNDS)
         self._stats: Callable[[], EngineStats] | None = None
 
     def attach(self, stats: Callable[[], EngineStats], max_input_length: int) -> None:
-        """The model is known: inputs are at most `max_input_length` tokens, and `stats` tells of its queue."""
+        """Report the loaded engine, whose inputs are at most `max_input_length` tokens."""
         self._stats = stats
         self._lengths = Histogram([bound for bound in catalogue.LENGTH_BOUNDS if bound <= max_input_length])
 
     def received(self, inputs: int) -> None:
-        """A call about so many inputs came, and is no message of a stream."""
+        """Count a request with that many inputs, unless it is a message of a stream."""
         self._requests[_method(inputs)] += 1
 
     def finished(self, job: Job, call: WorkerCall, error: TeimgrError | None) -> None:
-        """A call's inputs came back from the engine; `error` is what the whole call is answered with, if anything."""
+        """Count a call whose job the engine finished; `error` is the reply of the whole call, if it failed."""
         count = len(job.inputs)
         served = count - len(job.errors)
         for failure in job.errors.values():
@@ -141,19 +137,19 @@ class TeiMetrics:
             self._lengths.observe(timings.tokens / served, served)
 
     def failed(self, error: TeimgrError) -> None:
-        """An input, or a call that did not get as far as the engine, came to nothing."""
+        """Count the failure of an input, or of a call before it reached the engine."""
         self._failures[_FAILURES.get(error.code, "inference")] += 1
 
     def dropped(self) -> None:
-        """A caller went away before its answer."""
+        """Count a call that its caller cancelled."""
         self._failures["dropped"] += 1
 
     def batch_too_large(self) -> None:
-        """A call had more inputs than a client may send at once."""
+        """Count a call with more inputs than a client may send at once."""
         self._failures["batch_size"] += 1
 
     def page(self) -> Page:
-        """Everything. A series appears once something was counted."""
+        """All metrics; a series appears with its first count."""
         page: Page = {
             catalogue.REQUESTS: _by("method", self._requests),
             catalogue.REQUEST_SUCCESS: _by("method", self._successes),
@@ -166,12 +162,12 @@ class TeiMetrics:
         return page
 
     def render(self) -> str:
-        """The text that TEI would give."""
+        """The page in Prometheus text format, as TEI renders it."""
         return exposition.text(self.page(), helps=False)
 
 
 def _engine_page(stats: EngineStats | None) -> Page:
-    """The queue and the batches formed of it; TEI counts a batch of 0 whenever it looks in vain, which is a defect."""
+    """Queue and batch sizes. TEI also counts a batch of 0 whenever its queue is empty, a defect not repeated here."""
     page: Page = {catalogue.QUEUE_SIZE: _one(stats.queued_texts if stats else 0)}
     if stats is not None:
         for family, counts, total in (
@@ -195,7 +191,7 @@ def _method(inputs: int) -> str:
 
 
 def engine_page(stats: EngineStats) -> Page:
-    """The engine's lanes, queue, device and memory."""
+    """Metrics of the engine: lanes, queue, device, memory."""
     page: Page = {
         catalogue.BATCHES: [Sample("", {"lane": lane}, of.batches) for lane, of in stats.lanes.items()],
         catalogue.TEXTS: [Sample("", {"lane": lane}, of.texts) for lane, of in stats.lanes.items()],
@@ -216,7 +212,7 @@ def engine_page(stats: EngineStats) -> Page:
 
 
 def process_page(calls: int) -> Page:
-    """The process: its unanswered calls, memory and processor time. Blocks while the kernel adds the memory up."""
+    """Metrics of the process: unanswered calls, memory, processor time. Blocks, while the kernel adds up its mappings."""
     sizes = proc_sizes("self", "smaps_rollup")
     return _singles(
         (catalogue.WORKER_CALLS, calls),
