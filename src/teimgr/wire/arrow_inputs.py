@@ -1,4 +1,4 @@
-"""What `teimgr.v1.Arrow` is given: inputs by the names of columns, and key columns that its answer repeats."""
+"""Reading inputs from Arrow IPC streams: texts, pairs or token ids by column name, and key columns to repeat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from teimgr.wire.arrow_tables import Keys
 
 @contextmanager
 def opened(ipc: bytes | memoryview, limit_bytes: int) -> Iterator[pa.RecordBatchStreamReader]:
-    """A reader of the stream. What Arrow says against it, in the block too, becomes `InvalidInput`.
+    """A reader of the stream. Arrow's errors, in the block too, become `InvalidInput`.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8.
@@ -39,19 +39,22 @@ def opened(ipc: bytes | memoryview, limit_bytes: int) -> Iterator[pa.RecordBatch
 
 
 def batches_of(reader: pa.RecordBatchStreamReader) -> list[pa.RecordBatch]:
-    """All batches, once their offsets and UTF-8 are known to be sound: IPC reading alone checks neither.
+    """All batches, with offsets and UTF-8 validated, which reading IPC alone does not do.
 
     Raises:
         InvalidInput: there is none.
     """
-    batches = [_checked(batch) for batch in reader]
+    batches = []
+    for batch in reader:
+        batch.validate(full=True)
+        batches.append(batch)
     if not batches:
         raise InvalidInput("No RecordBatch in stream")
     return batches
 
 
 def is_string(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds texts; a dictionary does when its values do."""
+    """Whether a column of this type holds texts, itself or as values of a dictionary."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
@@ -61,24 +64,19 @@ def texts_of(columns: list[pa.Array], limit_bytes: int) -> list[str | None]:
     """The rows of string columns in one list, None for a null.
 
     Raises:
-        TooLarge: they take more than `limit_bytes` once each has its own.
+        TooLarge: they take more than `limit_bytes` as separate strings.
     """
-    said = sum(map(_text_bytes, columns))
-    if said > limit_bytes:
-        raise TooLarge(f"Arrow batch says {said} bytes of text, the limit is {limit_bytes} bytes")
+    total = sum(map(_text_bytes, columns))
+    if total > limit_bytes:
+        raise TooLarge(f"Arrow batch says {total} bytes of text, the limit is {limit_bytes} bytes")
     texts: list[str | None] = []
     for column in columns:
         texts.extend(column.to_pylist())
     return texts
 
 
-def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    batch.validate(full=True)
-    return batch
-
-
 def _text_bytes(column: pa.Array) -> int:
-    """UTF-8 bytes of all rows. Rows of a dictionary or of views may share them, as Python strings they will not."""
+    """UTF-8 bytes of all rows as separate strings; rows of a dictionary or of views may share them in Arrow."""
     if pa.types.is_dictionary(column.type):
         lengths = _lengths(column.dictionary).take(column.indices)
     else:
@@ -87,10 +85,10 @@ def _text_bytes(column: pa.Array) -> int:
 
 
 def _lengths(column: pa.Array) -> pa.Array:
-    """Bytes of each row, null for a null row."""
+    """UTF-8 bytes of each row, null for a null row."""
     if not pa.types.is_string_view(column.type):
         return pc.binary_length(column)
-    # Arrow computes no lengths of views; each starts with its own as an int32 of the 16 bytes it takes.
+    # Arrow computes no lengths of views; each view is 16 bytes that start with its length as an int32.
     views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
     lengths = views[column.offset : column.offset + len(column), 0]
     return pa.array(lengths, pa.int64(), mask=~column.is_valid().to_numpy(zero_copy_only=False))
@@ -104,7 +102,7 @@ RowInput = str | tuple[str, str] | NDArray[np.int32] | None
 
 
 class InputKind(Enum):
-    """What the inputs are."""
+    """The kind of a table's inputs."""
 
     TEXT = "text"
     PAIR = "pair"
@@ -113,9 +111,9 @@ class InputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class InputBatches:
-    """The inputs of all batches in one list, and how many rows each batch had.
+    """The inputs of all batches in one list, and the number of rows of each batch.
 
-    `refused` tells by row why an input that is None there cannot be one.
+    `refused` has the error of each invalid input, by row; `inputs` has None there.
     """
 
     inputs: list[RowInput]
@@ -132,14 +130,14 @@ def read_inputs(
     key_columns: Sequence[str] = (),
     check_rows: Callable[[int], None] = lambda rows: None,
 ) -> InputBatches:
-    """Decode and fully validate a stream of inputs; without a `kind` the names of the columns decide.
+    """Decode and fully validate a stream of inputs; without a `kind`, the column names determine it.
 
-    `check_rows` is told how many there are before they become Python's, and may raise.
+    `check_rows` is called with their number before they become Python objects, and may raise.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or a column that is missing, there
             twice or of another type.
-        TooLarge: its buffers need more than `limit_bytes` once decompressed, or its texts do once each has its own.
+        TooLarge: its buffers once decompressed, or its texts as separate strings, need more than `limit_bytes`.
     """
     with opened(ipc, limit_bytes) as reader:
         schema = reader.schema
@@ -162,7 +160,7 @@ def _kind_by_names(names: list[str]) -> InputKind:
 
 
 def _names(names: list[str], kind: InputKind) -> tuple[str, ...]:
-    """The columns that inputs of this kind are made of."""
+    """The names of the columns that inputs of this kind consist of."""
     if kind is InputKind.IDS:
         return ("input_ids",)
     if kind is InputKind.TEXT:
@@ -190,7 +188,7 @@ def _source(schema: pa.Schema, name: str) -> int:
 
 
 def _is_ids(kind: pa.DataType) -> bool:
-    # Views of lists are left out: their rows may share items, and a few bytes would become gigabytes.
+    # Not views of lists: their rows may share items, and a few bytes would become gigabytes.
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return bool(is_list and kind.value_type in _ID_TYPES)
 
@@ -233,35 +231,27 @@ def _is_null(column: pa.Array) -> NDArray[np.bool_]:
 
 
 def _bad_id(item: pa.Scalar) -> InvalidInput:
-    said = item.as_py() if item.is_valid else "a null"
-    return InvalidInput(f"Input validation error: `input_ids` has {said}, and token ids are 0 to {_MAX_ID}")
-
-
-@dataclass(frozen=True, slots=True)
-class TextBatches:
-    """The texts of all batches in one list (None for a null), and how many rows each batch had."""
-
-    texts: list[str | None]
-    rows: list[int]
+    value = item.as_py() if item.is_valid else "a null"
+    return InvalidInput(f"Input validation error: `input_ids` has {value}, and token ids are 0 to {_MAX_ID}")
 
 
 def read_texts(
     ipc: bytes | memoryview, limit_bytes: int, check_rows: Callable[[int], None] = lambda rows: None
-) -> TextBatches:
-    """Decode and fully validate a stream of texts.
+) -> tuple[list[str | None], list[int]]:
+    """Decode and fully validate a stream of texts: those of all batches (None for a null), and the rows per batch.
 
-    `check_rows` is told how many there are while they are still Arrow's, and may raise: a row can be a single byte on
-    the way in, and is a Python string and a whole vector from here on.
+    `check_rows` is called with their number before they become Python objects, and may raise: a row may be a single
+    byte here, and a Python string and a whole vector later.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or no string column.
-        TooLarge: its buffers need more than `limit_bytes` once decompressed, or its texts do once each has its own.
+        TooLarge: its buffers once decompressed, or its texts as separate strings, need more than `limit_bytes`.
     """
     with opened(ipc, limit_bytes) as reader:
         position = _text_column(reader.schema)
         columns = [batch.column(position) for batch in batches_of(reader)]
     check_rows(sum(map(len, columns)))
-    return TextBatches(texts_of(columns, limit_bytes), [len(column) for column in columns])
+    return texts_of(columns, limit_bytes), [len(column) for column in columns]
 
 
 def _text_column(schema: pa.Schema) -> int:

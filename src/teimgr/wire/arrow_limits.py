@@ -1,7 +1,7 @@
-"""How much memory an Arrow IPC stream would take, read from its headers before anything is allocated.
+"""The decoded size of an Arrow IPC stream, from its headers, before anything is allocated.
 
-A body of a few bytes may declare that it decompresses to terabytes, and the reader allocates first. So the
-RecordBatch headers are walked here: every compressed buffer starts with its decoded length as an int64.
+A body of a few bytes may declare that it decompresses to terabytes, and Arrow's reader allocates first. So the
+RecordBatch headers are read here: every compressed buffer starts with its decoded length as an int64.
 Formats: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc and
 Message.fbs; flatbuffers are read by their vtables (https://flatbuffers.dev/internals).
 """
@@ -28,19 +28,19 @@ _DICTIONARY_DATA = 1
 _SCHEMA_FIELDS, _FIELD_TYPE = 1, 2
 _STRINGS = (5, 20, 24)
 
-# How many messages, and columns of the schema, an outline looks at.
+# Messages, and columns of the schema, that an outline inspects at most.
 _OUTLINE = 100
 
 
 class Outline(NamedTuple):
-    """What a stream has, or may have behind what was looked at: a column of strings, a batch."""
+    """Whether a stream has a string column and a batch, or may have them beyond the inspected part."""
 
     has_text: bool
     has_batch: bool
 
 
 def read_outline(stream: bytes | memoryview) -> Outline:
-    """What the first messages of an IPC stream are. Cheap whatever the size, and so not all that is wrong is found.
+    """Inspect the first messages of an IPC stream: cheap at any size, so not every fault is found.
 
     Raises:
         ValueError: it does not begin with a schema, or a header points outside the stream.
@@ -82,7 +82,8 @@ def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
         body = metadata + size
         if size < 0 or body > len(view):
             raise ValueError(f"a message claims {size} bytes of metadata, {len(view) - metadata} are there")
-        (length,) = struct.unpack_from("<q", view, at) if (at := _field(view, _root(view, metadata), 3)) else (0,)
+        length_at = _field(view, _follow(view, metadata), _MESSAGE_BODY_LENGTH)
+        (length,) = struct.unpack_from("<q", view, length_at) if length_at else (0,)
         if length < 0 or body + length > len(view):
             raise ValueError(f"a message claims a body of {length} bytes, {len(view) - body} are there")
         yield metadata, body, length
@@ -90,8 +91,8 @@ def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
 
 
 def _header(view: memoryview, metadata: int) -> tuple[int, int]:
-    """The kind of a message, 0 when it says none, and where its header table lies."""
-    message = _root(view, metadata)
+    """The type of a message, 0 when it has none, and the position of its header table."""
+    message = _follow(view, metadata)
     kind_at = _field(view, message, _MESSAGE_HEADER_TYPE)
     header_at = _field(view, message, _MESSAGE_HEADER)
     return (view[kind_at], _follow(view, header_at)) if kind_at and header_at else (0, 0)
@@ -150,17 +151,13 @@ def _buffers(view: memoryview, batch: int) -> list[tuple[int, int]]:
 # sizes, the 16-bit offset of each field in the table, 0 when absent.
 
 
-def _root(view: memoryview, start: int) -> int:
-    return _follow(view, start)
-
-
 def _follow(view: memoryview, at: int) -> int:
     (distance,) = struct.unpack_from("<I", view, at)
     return at + int(distance)
 
 
 def _field(view: memoryview, table: int, number: int) -> int:
-    """Where a field of a table lies, 0 when it is absent."""
+    """The position of a table's field, 0 when it is absent."""
     (back,) = struct.unpack_from("<i", view, table)
     vtable = table - back
     if vtable < 0:

@@ -1,4 +1,4 @@
-"""Results as typed columns, and columns as an Arrow IPC stream. A row that failed is null in every one of them."""
+"""Writing results as Arrow columns and IPC streams. A failed row is null in every result column."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Failed = NDArray[np.bool_] | None
 
 
 class Column(NamedTuple):
-    """A field and its values for all rows of a reply."""
+    """An Arrow field and its values for all rows of a reply."""
 
     field: pa.Field
     values: pa.Array
 
 
 class Keys(NamedTuple):
-    """Columns of a request that its reply repeats: their fields, and for every batch one array per field."""
+    """Key columns of a request, repeated in its reply: their fields, and for every batch one array per field."""
 
     fields: Sequence[pa.Field]
     batches: Sequence[Sequence[pa.Array]]
 
 
 def failed_rows(count: int, errors: Mapping[int, TeimgrError]) -> Failed:
-    """Which of `count` rows failed, bool [count]; None when none did."""
+    """A mask of the failed rows, bool [count]; None when none failed."""
     if not errors:
         return None
     failed = np.zeros(count, np.bool_)
@@ -92,15 +92,16 @@ def number_column(name: str, numbers: NDArray[np.float32], failed: Failed) -> Co
 
 
 def error_column(count: int, errors: Mapping[int, TeimgrError]) -> Column:
-    """Why a row failed, null where it did not."""
-    values = pa.array([_reason(errors.get(row)) for row in range(count)], pa.string()) if errors else None
-    return Column(pa.field("error", pa.string()), pa.nulls(count, pa.string()) if values is None else values)
+    """The error text of each failed row, null elsewhere."""
+    texts = [errors[row].message if row in errors else None for row in range(count)] if errors else None
+    values = pa.nulls(count, pa.string()) if texts is None else pa.array(texts, pa.string())
+    return Column(pa.field("error", pa.string()), values)
 
 
 def write_table(
     columns: Sequence[Column], rows: Sequence[int], keys: Keys | None = None, lz4: bool = False
 ) -> memoryview:
-    """The stream of `keys` and `columns`, cut into batches of `rows` rows; `lz4` compresses bodies."""
+    """The IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies."""
     fields, kept = keys or Keys([], [[]] * len(rows))
     schema = pa.schema([*fields, *(column.field for column in columns)])
     sink = pa.BufferOutputStream()
@@ -119,7 +120,7 @@ def _vector_type(precision: Precision, elements: int) -> pa.DataType:
 
 
 def _lists(kind: pa.DataType, flat: pa.Array, rows: Sequence[Sequence[Any] | NDArray[Any] | None]) -> pa.Array:
-    """`flat` cut into as many lists as `rows`, each of its row's length."""
+    """`flat` split into lists of the rows' lengths."""
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([0 if row is None else len(row) for row in rows], out=offsets[1:])
     failed = np.array([row is None for row in rows], np.bool_)
@@ -130,10 +131,6 @@ def _mask(failed: Failed) -> pa.Array | None:
     return pa.array(failed) if failed is not None and failed.any() else None
 
 
-def _reason(error: TeimgrError | None) -> str | None:
-    return error.message if error else None
-
-
 def write_vectors(
     vectors: NDArray[np.float32],
     errors: Mapping[int, TeimgrError],
@@ -142,9 +139,9 @@ def write_vectors(
     precision: Precision = Precision.FLOAT32,
     lz4: bool = False,
 ) -> memoryview:
-    """The reply stream for `vectors` (`[n, dim]`, C-contiguous), cut into batches of `rows` rows.
+    """The IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows.
 
-    `lz4` compresses bodies (which gains nothing on vectors and is there for clients that ask).
+    `lz4` compresses bodies, which gains nothing on vectors and is there because the contract has it.
     """
     failed = failed_rows(len(vectors), errors)
     columns = [vector_column("embeddings", vectors, failed, precision), error_column(len(vectors), errors)]
@@ -158,6 +155,6 @@ def write_sparse(
     *,
     lz4: bool = False,
 ) -> memoryview:
-    """The reply stream for `vectors` (indices ascending and values; None where the row failed)."""
+    """The IPC stream of sparse `vectors` (ascending indices, values; None where the row failed)."""
     columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]
     return write_table(columns, rows, lz4=lz4)

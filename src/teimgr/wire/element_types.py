@@ -1,7 +1,7 @@
-"""Vectors in fewer bits. Every number is converted by itself: a vector never depends on its neighbours.
+"""Quantisation of vectors to fewer bits, each number by itself, so a vector never depends on its batch.
 
-The definitions are those of sentence-transformers' `quantize_embeddings`. Where that takes the range of int8 and uint8
-from the batch or from a calibration set, here it is -1 to 1 in every dimension, which holds all vectors of length 1.
+Definitions of sentence-transformers' `quantize_embeddings`, except that int8 and uint8 always span -1 to 1, the range
+of unit vectors, instead of the range of the batch or of a calibration set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS = 8
 
 
 class Precision(str, Enum):
-    """How the numbers of a vector are written; the values are sentence-transformers' words."""
+    """Element type of a vector; the values are sentence-transformers' names."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -33,28 +33,27 @@ class Precision(str, Enum):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of one element."""
         return _DTYPES[self]
 
     @property
     def needs_unit_vectors(self) -> bool:
-        """Whether numbers beyond -1 and 1 would be lost."""
+        """Whether numbers beyond -1 and 1 are clipped."""
         return self in (Precision.INT8, Precision.UINT8)
 
     def elements(self, width: int) -> int:
-        """How many elements a vector of `width` numbers has."""
+        """Number of elements of a vector of `width` numbers."""
         return -(-width // _BITS) if self in (Precision.BINARY, Precision.UBINARY) else width
 
     def size_bytes(self, width: int) -> int:
-        """What a vector of `width` numbers takes."""
+        """Bytes of a vector of `width` numbers."""
         return self.elements(width) * self.dtype.itemsize
 
 
 def converted(vectors: NDArray[np.float32], precision: Precision) -> NDArray[Any]:
     """`vectors` (float32 [..., width]) as `precision.dtype` [..., elements], C-contiguous.
 
-    float32 is `vectors` itself. float16 holds numbers within ±65504, so none becomes infinite. int8 and uint8 give
-    one of 256 steps from -1 to 1; binary and ubinary a bit per number, set where it is positive, first number highest.
+    float32 returns `vectors` itself. float16 clips to ±65504, so no number becomes infinite. int8 and uint8 have 256
+    steps from -1 to 1; binary and ubinary a bit per number, set where it is positive, the first in the highest bit.
     """
     if precision is Precision.FLOAT32:
         return vectors
@@ -64,11 +63,9 @@ def converted(vectors: NDArray[np.float32], precision: Precision) -> NDArray[Any
         unsigned = np.packbits(vectors > 0, axis=-1)
     else:
         unsigned = np.clip(np.floor((vectors + np.float32(1.0)) / _STEP), 0, 255).astype(np.uint8)
-    return unsigned if precision.dtype == np.uint8 else _less_128(unsigned)
-
-
-def _less_128(unsigned: NDArray[np.uint8]) -> NDArray[np.int8]:
-    return (unsigned ^ np.uint8(0x80)).view(np.int8)
+    if precision.dtype == np.uint8:
+        return unsigned
+    return (unsigned ^ np.uint8(0x80)).view(np.int8)  # minus 128
 
 
 _DTYPES: dict[Precision, np.dtype[Any]] = {
@@ -80,7 +77,7 @@ _DTYPES: dict[Precision, np.dtype[Any]] = {
     Precision.UBINARY: np.dtype(np.uint8),
 }
 
-# Request metadata of EmbedArrow and EmbedArrowStream; its value is a word of `Precision`.
+# Request metadata of EmbedArrow and EmbedArrowStream; its value is one of `Precision`.
 OUTPUT_DTYPE_KEY = "x-teimgr-output-dtype"
 
 NUMBER_OF: dict[Precision, int] = {
@@ -96,10 +93,10 @@ _TAG = varint(multiplexer_pb2.EmbedArrowRequest.OUTPUT_DTYPE_FIELD_NUMBER << 3)
 
 
 def output_dtype_field(word: str) -> bytes:
-    """The field `output_dtype` for `word`, to stand behind a message: the last of several counts.
+    """The serialised field `output_dtype`, to append to a message: the last occurrence of a field counts.
 
     Raises:
-        InvalidInput: it is no word of `Precision`.
+        InvalidInput: `word` is not a value of `Precision`.
     """
     try:
         return _TAG + varint(NUMBER_OF[Precision(word)])

@@ -1,4 +1,4 @@
-"""`python -m teimgr.worker LISTENER_FD INCARNATION RUN_DIR SPEC_JSON`: a worker without a nursery."""
+"""`python -m teimgr.worker LISTENER_FD INCARNATION RUN_DIR SPEC_JSON`: a worker started without the nursery."""
 
 import os
 import sys
@@ -10,4 +10,4 @@ if __name__ == "__main__":
     status = main(int(listener_fd), incarnation, run_dir, spec_json)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # as the nursery's children do: a thread that still loads a model must not hold the process
+    os._exit(status)  # as in the nursery: a thread that still loads a model must not block the exit

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -323,22 +324,13 @@ def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[Resu
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
 
-    def finish(result: ResultT | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # of `work`, where there is no error
-
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except BaseException as raised:
-            error = raised
+            settle = partial(future.set_result, work())
+        except BaseException as error:
+            settle = partial(future.set_exception, error)
         with suppress(RuntimeError):  # the loop is closed: the process is ending
-            loop.call_soon_threadsafe(finish, result, error)
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -84,10 +84,9 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     )
 
     def read(limits: _Limits) -> ReadTable:
-        batches = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
+        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
         return ReadTable(
-            batches.texts,
-            lambda job: write_vectors(job.vectors, job.errors, batches.rows, precision=form.dense, lz4=form.lz4),
+            texts, lambda job: write_vectors(job.vectors, job.errors, rows, precision=form.dense, lz4=form.lz4)
         )
 
     _serve_table(dispatcher, call, options, form, read, noop=message.noop)
@@ -105,8 +104,8 @@ def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     )
 
     def read(limits: _Limits) -> ReadTable:
-        batches = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
-        return ReadTable(batches.texts, lambda job: write_sparse(job.sparse, job.errors, batches.rows, lz4=form.lz4))
+        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
+        return ReadTable(texts, lambda job: write_sparse(job.sparse, job.errors, rows, lz4=form.lz4))
 
     _serve_table(dispatcher, call, options, form, read, noop=message.noop)
 
