@@ -212,7 +212,7 @@ def engine_page(stats: EngineStats) -> Page:
 
 
 def process_page(calls: int) -> Page:
-    """Metrics of the process: unanswered calls, memory, processor time. Blocks, while the kernel adds up its mappings."""
+    """Metrics of the process: unanswered calls, memory, processor time. Blocks while the kernel adds up mappings."""
     sizes = proc_sizes("self", "smaps_rollup")
     return _singles(
         (catalogue.WORKER_CALLS, calls),
