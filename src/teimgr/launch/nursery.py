@@ -196,7 +196,7 @@ class Nursery:
             raise  # the daemon is gone; the next one finds the worker by its run file
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
-            self._send({"id": request["id"], "error": f"the worker cannot be recorded: {error}"})
+            self._send({"id": request["id"], "error": f"the worker cannot be made known: {error}"})
 
     def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
