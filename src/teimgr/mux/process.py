@@ -43,6 +43,40 @@ _EXIT_BAD_CONFIG = 2
 _EXIT_CANNOT_LISTEN = 4
 
 
+class GrpcCertificates:
+    """Server credentials from files; new connections use the files as of the last `take`.
+
+    `watch`, while it runs, calls `take` when the files change.
+
+    Raises:
+        InvalidConfig: the files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._demand_client = files.ca is not None
+        self._first = _configuration(files)
+        self._fresh: Any = None
+        self.watch = TlsWatch(files, self.take)
+
+    def credentials(self) -> Any:
+        """For `grpc.aio.Server.add_secure_port`."""
+        return grpc.dynamic_ssl_server_credentials(self._first, self._fetch, self._demand_client)
+
+    async def take(self, files: TlsFiles) -> None:
+        """Use these for new connections. Raises as above, and then keeps the ones before."""
+        self._fresh = _configuration(files)
+
+    def _fetch(self) -> Any:
+        """Called on a thread of gRPC for each new connection; None keeps the current configuration."""
+        fresh, self._fresh = self._fresh, None
+        return fresh
+
+
+def _configuration(files: TlsFiles) -> Any:
+    pems = files.pems()
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+
+
 class Mux:
     """The server of one process; `run` is its lifetime."""
 
@@ -214,37 +248,3 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))
-
-
-class GrpcCertificates:
-    """Server credentials from files; new connections use the files as of the last `take`.
-
-    `watch`, while it runs, calls `take` when the files change.
-
-    Raises:
-        InvalidConfig: the files cannot be used.
-    """
-
-    def __init__(self, files: TlsFiles) -> None:
-        self._demand_client = files.ca is not None
-        self._first = _configuration(files)
-        self._fresh: Any = None
-        self.watch = TlsWatch(files, self.take)
-
-    def credentials(self) -> Any:
-        """For `grpc.aio.Server.add_secure_port`."""
-        return grpc.dynamic_ssl_server_credentials(self._first, self._fetch, self._demand_client)
-
-    async def take(self, files: TlsFiles) -> None:
-        """Use these for new connections. Raises as above, and then keeps the ones before."""
-        self._fresh = _configuration(files)
-
-    def _fetch(self) -> Any:
-        """Called on a thread of gRPC for each new connection; None keeps the current configuration."""
-        fresh, self._fresh = self._fresh, None
-        return fresh
-
-
-def _configuration(files: TlsFiles) -> Any:
-    pems = files.pems()
-    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
