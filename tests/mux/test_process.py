@@ -7,17 +7,26 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.support.authority import Authority, needs_openssl, put
 from tests.support.frame_worker import FrameWorker, hold, lengths
-from tests.support.mux_process import Control, MuxProcess, client, embed, running, stub
+from tests.support.mux_process import Control, MuxProcess, client, embed, mux_pb2, running, stub
+from tests.support.polling import eventually
 
+from teimgr.auth.policy import CertificateRules, Key, Policy, digest
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig
+from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
 
 Status = grpc.StatusCode
 
@@ -229,3 +238,261 @@ def test_the_config_survives_the_way_through_its_file() -> None:
 def test_what_is_no_config_is_refused(text: str) -> None:
     with pytest.raises(InvalidConfig, match="mux config"):
         MuxConfig.from_json(text)
+
+
+LIMIT_S = 20
+ASKER, READER, ONLY_A = ("k" * 32 + name for name in ("asker", "reader", "only-a"))
+KEYS = (
+    Key("asker", digest(ASKER), ("inference",)),
+    Key("reader", digest(READER), ("admin", "read")),
+    Key("only-a", digest(ONLY_A), ("inference", "read"), ("a", "team-*")),
+)
+OK, UNAUTHENTICATED, DENIED = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
+
+
+@asynccontextmanager
+async def secure(port: int, ca: Path, authority: Authority | None = None, name: str = "client") -> AsyncIterator[Any]:
+    """A channel that trusts `ca` and shows this client's certificate."""
+    pair = [(authority.folder / f"{name}.{kind}").read_bytes() for kind in ("key", "pem")] if authority else []
+    credentials = grpc.ssl_channel_credentials(ca.read_bytes(), *pair)
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
+        yield channel
+
+
+async def code(port: int, *who: Any) -> grpc.StatusCode:
+    """What an Embed call over a new connection ends with."""
+    async with secure(port, *who) as channel:
+        ending: grpc.StatusCode = await stub(channel, "Embed")(embed("x"), timeout=LIMIT_S).code()
+        return ending
+
+
+def say(control: Control, policy: Policy) -> None:
+    control.say({"policy": json.loads(policy.to_json())})
+
+
+@pytest.mark.clause("M6-tls")
+@needs_openssl
+async def test_only_clients_with_a_certificate_of_the_authority_get_through(
+    tmp_path: Path, start_mux: Any, start_worker: Any
+) -> None:
+    ours, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "stranger", "stranger")
+    control = await Control.connect(start_mux(tls=ours.server()))
+    port = (await control.push(running("a", await start_worker())))["port"]
+    ours.sign("client")
+    ours.sign("late", days=0)
+    stranger.sign("client")
+
+    assert await code(port, ours.ca, ours) is OK
+    assert await code(port, ours.ca) is grpc.StatusCode.UNAVAILABLE
+    assert await code(port, ours.ca, stranger) is grpc.StatusCode.UNAVAILABLE
+    assert await code(port, ours.ca, ours, "late") is grpc.StatusCode.UNAVAILABLE
+    await control.close()
+
+
+@pytest.mark.clause("M6-subjects")
+@needs_openssl
+async def test_subjects_and_alternative_names_are_judged_as_on_rest(
+    tmp_path: Path, start_mux: Any, start_worker: Any
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    control = await Control.connect(start_mux(tls=ours.server()))
+    port = (await control.push(running("a", await start_worker())))["port"]
+    ours.sign("client", "/O=Search, Inc./OU=a+CN=zürich/CN=indexer", "DNS:indexer.local,URI:spiffe://x/i,IP:10.0.0.1")
+    async with secure(port, ours.ca, ours) as channel:
+
+        async def ending(subjects: tuple[str, ...] = (), sans: tuple[str, ...] = ()) -> grpc.StatusCode:
+            say(control, Policy(CertificateRules(subjects, sans), is_certified=True))
+            await control.stats()
+            found: grpc.StatusCode = await stub(channel, "Embed")(embed("x")).code()
+            return found
+
+        for subject in ("CN=indexer", "O=Search, Inc.", r"CN=indexer,O=Search\, Inc.", "indexer", "CN=zürich"):
+            assert await ending((subject,)) is OK, subject
+        for subject in ("CN=index", "CN=indexer,O=Other", ""):
+            assert await ending((subject,)) is UNAUTHENTICATED, subject
+        for name in ("indexer.local", "DNS:indexer.local", "spiffe://x/i", "URI:spiffe://x/i", "IP:10.0.0.1"):
+            assert await ending(sans=(name,)) is OK, name
+        for name in ("indexer", "URI:indexer.local", "DNS:10.0.0.1"):
+            assert await ending(sans=(name,)) is UNAUTHENTICATED, name
+        assert await ending(("CN=indexer",), ("other",)) is UNAUTHENTICATED
+    await control.close()
+
+
+@pytest.mark.clause("M6-renewal")
+@needs_openssl
+async def test_certificates_and_authority_are_renewed_under_live_traffic(
+    tmp_path: Path, start_mux: Any, start_worker: Any
+) -> None:
+    before, after = Authority(tmp_path / "before"), Authority(tmp_path / "after", "after")
+    files, new = before.server(), after.server()
+    old_ca = tmp_path / "old-ca.pem"
+    put(before.ca, old_ca)
+    for authority in (before, after):
+        authority.sign("client")
+    control = await Control.connect(start_mux(tls=files))
+    port = (await control.push(running("a", await start_worker())))["port"]
+    endings: list[grpc.StatusCode] = []
+    stop = asyncio.Event()
+
+    async def ask(channel: Any) -> None:
+        while not stop.is_set():
+            endings.append(await stub(channel, "Embed")(embed("x")).code())
+
+    async with secure(port, old_ca, before) as channel:
+        asking = [asyncio.create_task(ask(channel)) for _ in range(4)]
+        assert await code(port, old_ca, before) is OK
+        assert await code(port, after.ca, after) is grpc.StatusCode.UNAVAILABLE
+
+        assert files.ca
+        put(new.cert, files.cert)
+        await alarmed(control, False)  # half of a change is no change yet
+        for source, target in ((new.key, files.key), (after.ca, files.ca)):
+            put(source, target)
+        async with asyncio.timeout(LIMIT_S):
+            while await code(port, after.ca, after) is not OK:
+                pass
+        assert await code(port, old_ca, before) is grpc.StatusCode.UNAVAILABLE
+        assert await code(port, after.ca, before) is grpc.StatusCode.UNAVAILABLE
+        seen = len(endings)
+        async with asyncio.timeout(LIMIT_S):
+            while len(endings) < seen + 50:
+                await control.stats()
+        stop.set()
+        await asyncio.gather(*asking)
+    assert set(endings) == {OK}
+
+    put(after.sign("other")[1], files.key)
+    await alarmed(control, True)
+    assert await code(port, after.ca, after) is OK
+    await control.close()
+
+
+async def alarmed(control: Control, expected: bool) -> None:
+    """Return when the mux says, or does not say, that its files cannot be used."""
+
+    async def holds() -> bool:
+        return bool((await control.stats())["alarm"]) is expected
+
+    await eventually(holds)
+
+
+def test_a_mux_does_not_begin_with_files_that_cannot_be_used(tmp_path: Path, start_mux: Any) -> None:
+    for name in ("a.pem", "a.key"):
+        (tmp_path / name).write_text("nothing")
+    with pytest.raises(RuntimeError, match=r"mux cannot serve: .*no PEM") as caught:
+        start_mux(tls=TlsFiles(tmp_path / "a.pem", tmp_path / "a.key"))
+    assert "Traceback" not in caught.value.args[0]
+
+
+@pytest.fixture
+async def keyed(control: Control, start_worker: Any) -> AsyncIterator[Control]:
+    """The shared mux with keys, and two running instances, `a` and `b`."""
+    say(control, Policy(keys=KEYS))
+    await control.push(running("a", await start_worker()), running("b", await start_worker()))
+    yield control
+    say(control, Policy())
+    await control.stats()
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+async def ending_of(rpc: Rpc, channel: Any, metadata: Any) -> tuple[grpc.StatusCode, str]:
+    """What a call of this RPC with an empty message ends with."""
+    service = next(
+        file.services_by_name[name]
+        for file in FILES
+        for name in file.services_by_name
+        if file.services_by_name[name].full_name == rpc.service
+    )
+    message = GetMessageClass(service.methods_by_name[rpc.name].input_type)()
+    call = stub(channel, rpc.name, service)
+    if rpc.shape is Shape.UNARY:
+        answered = call(message, metadata=metadata, timeout=LIMIT_S)
+    else:
+        answered = call(metadata=metadata, timeout=LIMIT_S)
+        if metadata in (bearer(ASKER), (("x-api-key", ASKER),)):
+            await answered.done_writing()  # the others are refused before they say anything
+    return await answered.code(), await answered.details()
+
+
+@pytest.mark.clause("M6-keys")
+@pytest.mark.parametrize("rpc", RPCS, ids=lambda rpc: rpc.path)
+async def test_every_rpc_asks_for_a_key_with_the_right_of_inference(keyed: Control, channel: Any, rpc: Rpc) -> None:
+    for metadata in ((), bearer("x" * 40), (("authorization", ASKER),), bearer("")):
+        assert await ending_of(rpc, channel, metadata) == (UNAUTHENTICATED, "No valid auth token")
+    assert await ending_of(rpc, channel, bearer(READER)) == (DENIED, "The key 'reader' lacks the right inference")
+    for metadata in (bearer(ASKER), (("x-api-key", ASKER),)):
+        assert (await ending_of(rpc, channel, metadata))[0] not in (UNAUTHENTICATED, DENIED)
+
+
+async def test_a_key_for_some_instances_is_for_no_others(keyed: Control, channel: Any) -> None:
+    call = stub(channel, "Embed")
+
+    async def ending(**target: Any) -> grpc.StatusCode:
+        request = mux_pb2.EmbedRequest(target=mux_pb2.Target(**target), request=embed("x").request)
+        found: grpc.StatusCode = await call(request, metadata=bearer(ONLY_A)).code()
+        return found
+
+    assert await ending(instance_name="a") is OK
+    assert await ending(instance_name="team-x") is grpc.StatusCode.NOT_FOUND
+    assert await ending(instance_name="b") is DENIED
+    assert await ending(instance_name="nowhere") is DENIED  # what there is besides is not told
+    assert await ending(instance_index=0) is OK
+    assert await ending(instance_index=1) is DENIED
+    assert await ending(model_id="other") is DENIED
+    endings = {await ending(model_id="model") for _ in range(6)}
+    assert endings == {OK}  # never the other instance of that model
+
+    async def both() -> AsyncIterator[Any]:
+        yield embed("x", "a")
+        yield embed("x", "b")
+
+    stream = stub(channel, "EmbedStream")(both(), metadata=bearer(ONLY_A))
+    assert await stream.read()
+    assert await stream.code() is DENIED
+
+
+async def test_a_call_without_target_goes_to_the_only_instance_of_its_key(keyed: Control, channel: Any) -> None:
+    rpc = next(rpc for rpc in RPCS if rpc.service != SERVICE.full_name and rpc.name == "Embed")
+    status, _ = await ending_of(rpc, channel, bearer(ONLY_A))
+    assert status not in (grpc.StatusCode.FAILED_PRECONDITION, DENIED)
+    assert (await ending_of(rpc, channel, bearer(ASKER)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_health_and_reflection_are_open_but_a_list_of_names_is_not(keyed: Control, channel: Any) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    serving = health_pb2.HealthCheckResponse.SERVING
+    assert (await health.Check(health_pb2.HealthCheckRequest(service="b"))).status == serving
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health.List(health_pb2.HealthListRequest())
+    assert caught.value.code() is UNAUTHENTICATED
+    listed = await health.List(health_pb2.HealthListRequest(), metadata=bearer(ONLY_A))
+    assert "a" in listed.statuses
+    assert "b" not in listed.statuses
+    assert "b" in (await health.List(health_pb2.HealthListRequest(), metadata=bearer(READER))).statuses
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    answers = [answer async for answer in reflection.ServerReflectionInfo(iter([asked]))]
+    assert answers[0].list_services_response.service
+
+
+async def test_keys_are_swapped_under_a_running_mux_and_never_logged(start_mux: Any, start_worker: Any) -> None:
+    mux = start_mux(log_level="debug")
+    control = await Control.connect(mux)
+    say(control, Policy(keys=KEYS))
+    port = (await control.push(running("a", await start_worker())))["port"]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = stub(channel, "Embed")
+        assert await call(embed("x"), metadata=bearer(ASKER)).code() is OK
+        say(control, Policy(keys=KEYS[1:]))
+        await control.stats()
+        assert await call(embed("x"), metadata=bearer(ASKER)).code() is UNAUTHENTICATED
+    await control.close()
+    mux.process.terminate()  # the log is whole when the process has ended
+    mux.process.wait(LIMIT_S)
+    mux._emptying.join()
+    assert mux.log
+    assert not any(secret in line for line in mux.log for secret in (ASKER, KEYS[0].sha256))
