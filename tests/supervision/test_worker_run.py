@@ -12,7 +12,7 @@ from tests.support.fleet import LIMIT_S
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Exit, ExitReport, LaunchFailed
 from teimgr.spec import WorkerSpec
-from teimgr.supervision.lifecycle_events import Exited, News
+from teimgr.supervision.lifecycle import Exited, News
 from teimgr.supervision.worker_run import ProbePlan, WorkerRun
 
 SPEC = WorkerSpec(name="a", model_id="m")

@@ -26,7 +26,7 @@ from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
 from teimgr.spec import Change, InstanceSpec, InstanceView, State, UpdateView
-from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Retire, Start, Stop
+from teimgr.supervision.lifecycle import Command, Delete, Restart, Retire, Start, Stop
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 
 log = logging.getLogger(__name__)

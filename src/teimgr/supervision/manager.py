@@ -21,8 +21,7 @@ from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.planner import Planner, place, usable_cores, with_batch_tokens, worker_spec
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
 from teimgr.supervision.instance import ManagedInstance, with_changes
-from teimgr.supervision.lifecycle import Backoff, RestartPolicy
-from teimgr.supervision.lifecycle_events import Command, Delete, Restart, Start, Stop
+from teimgr.supervision.lifecycle import Backoff, Command, Delete, Restart, RestartPolicy, Start, Stop
 from teimgr.supervision.store import Store, wanted_at_boot
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext, alive_specs
 from teimgr.supervision.validation import InstanceValidator, check_model

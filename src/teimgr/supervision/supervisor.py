@@ -21,10 +21,10 @@ from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import Others, Planner
 from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView
-from teimgr.supervision.lifecycle import CommandRefused, Life, Phase, RestartPolicy
-from teimgr.supervision.lifecycle_events import (
+from teimgr.supervision.lifecycle import (
     Adopt,
     Command,
+    CommandRefused,
     Effect,
     Event,
     Exited,
@@ -32,9 +32,12 @@ from teimgr.supervision.lifecycle_events import (
     HandOver,
     Kill,
     Launch,
+    Life,
     News,
+    Phase,
     ProbeFailed,
     ProbeOk,
+    RestartPolicy,
     Stop,
     Terminate,
     Tick,

@@ -13,7 +13,7 @@ from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, Exit, ExitReport, Launcher, LaunchFailed, WorkerHandle
 from teimgr.spec import WorkerSpec
 from teimgr.supervision.health import Prober
-from teimgr.supervision.lifecycle_events import (
+from teimgr.supervision.lifecycle import (
     Exited,
     FailureCause,
     News,
