@@ -1,7 +1,7 @@
 """HTTP dialects: a module each, with its request classes, handlers and table of routes.
 
 `ROUTES` maps every dialect to its table; `handle_http` answers a frame of `Method.HTTP` from it. A new dialect needs a
-module here and a line in `ROUTES`, its name and error body in `wire/error_bodies.py`, its paths in `gateway/paths.py`,
+module here, a line in `ROUTES`, its name and error body in `wire/error_bodies.py`, its paths in `gateway/gateway.py`,
 and its requests in `openapi.py`.
 """
 
