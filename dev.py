@@ -164,7 +164,7 @@ def install(*extras: str) -> int:
 
 def clients() -> int:
     """Make .venv-clients, where outside clients live whose pins exclude ours; nothing where it is of today."""
-    requirements = ROOT / "tests" / "clients" / "requirements.txt"
+    requirements = ROOT / "tests" / "outside_clients" / "requirements.txt"
     stamp = CLIENTS / ".installed"
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:

@@ -154,11 +154,11 @@ CLAUSES: tuple[str, ...] = (
 ELSEWHERE: dict[str, str] = {
     "1.16 the `google` build": "a build of TEI's own, and AIP_* of its environment",
     "2.7": "TEI's protocol with its Python backend, which teimgr does not have",
-    "3": "flags: tests/unit/test_extra_args.py",
-    "4.1, 4.2, 4.7": "reading of model files: tests/layout; the numbers: tests/fidelity",
+    "3": "flags: tests/config/test_extra_args.py",
+    "4.1, 4.2, 4.7": "reading of model files: tests/model_files; the numbers: tests/fidelity",
     "5": "batching inside TEI; teimgr's own: tests/engine",
     "9.3, 9.6": "need weights or a vocabulary that no package index has",
     "11.6, 11.7": "TEI's other backends",
     "11.8": "TEI's internal channel; a full worker: 1.4 overloaded",
-    "11.10": "reading of model files: tests/layout",
+    "11.10": "reading of model files: tests/model_files",
 }
