@@ -30,10 +30,10 @@ from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.preflight import Preflight
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import create_app
-from teimgr.rest.gpus import GpuBoard
+from teimgr.rest.gpus import GpuReport
 from teimgr.rest.probes import Scraper
 from teimgr.rest.tls import RestTls
-from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.muxes import Muxes
 from teimgr.supervision.reload import Reloader
@@ -90,9 +90,9 @@ class Daemon:
         self.tls = RestTls(settings.tls_files)
         self.gateway = Gateway(settings, self.directory, self.metrics)
         self.webhooks = Webhooks(self.events)
-        self.board = GpuBoard(gpus, self.manager.list)
+        self.gpu_report = GpuReport(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)
-        self.metrics.sources += (self.scraper.page, self.board.page)
+        self.metrics.sources += (self.scraper.page, self.gpu_report.page)
         self.app = create_app(
             self.manager,
             settings,
@@ -101,10 +101,10 @@ class Daemon:
             self.manager.booted.is_set,
             registry=self.registry,
             gateway=self.gateway,
-            board=self.board,
+            gpu_report=self.gpu_report,
             policy=self.policy,
             event_log=self.events,
-            live_probe=LiveProbe(self.directory, float(settings.health_probe_timeout_secs)),
+            live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs)),
             reloader=self.reloader,
             telemetry=self.telemetry,
         )

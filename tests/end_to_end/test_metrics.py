@@ -30,7 +30,7 @@ from teimgr.observability.exposition import Page, Sample
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement import gpus
 from teimgr.placement.gpus import GpuInventory
-from teimgr.rest.gpus import GpuBoard
+from teimgr.rest.gpus import GpuReport
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 from teimgr.worker.worker_metrics import engine_page
 
@@ -192,7 +192,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return driver
 
 
-def board() -> GpuBoard:
+def board() -> GpuReport:
     """Of an instance with processes 77 and 78, one that has none yet, and one on another card."""
 
     def worker(pid: int | None, gpu: str = "GPU-1", replica: int = 0) -> WorkerView:
@@ -203,7 +203,7 @@ def board() -> GpuBoard:
         InstanceView(spec=InstanceSpec(name=name, model_id="m"), state=State.RUNNING, pid=crew[0].pid, workers=crew)
         for name, crew in crews.items()
     ]
-    return GpuBoard(GpuInventory(environ={}), lambda: views)
+    return GpuReport(GpuInventory(environ={}), lambda: views)
 
 
 @pytest.mark.clause("N-gpu-figures")

@@ -132,7 +132,7 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, quota: str, cores: 
 
 async def planner(inventory: Inventory) -> Planner:
     made = Planner(Settings(), GpuInventory({}, lambda: inventory), cores=8)
-    await made.look()
+    await made.refresh()
     return made
 
 

@@ -20,7 +20,7 @@ from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
 from teimgr.events.fleet_events import EventLog
 from teimgr.observability import logs
-from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.health import FleetProber
 from teimgr.supervision.reload import LIVE, Reloader, live_keys
 
 SEEDS = """
@@ -49,7 +49,7 @@ class Moving:
         self.reloader = Reloader(Source(file=self.file, environ={}), self.said, fleet, self.applied.append)
         self.events.note(fleet.list())
         fleet.on_views_changed = self.events.note
-        return {"event_log": self.events, "live_probe": LiveProbe(Directory(), 1.0), "reloader": self.reloader}
+        return {"event_log": self.events, "live_probe": FleetProber(Directory(), 1.0), "reloader": self.reloader}
 
     @property
     def said(self) -> Configuration:

@@ -61,7 +61,7 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
     settings = replace(settings, auth=AUTH)
     inference = Gateway(settings, Directory(), DaemonMetrics())
     behind: Any = Anything()
-    app = create_app(Fleet(settings), settings, DaemonMetrics(), registry=behind, gateway=inference, board=behind)
+    app = create_app(Fleet(settings), settings, DaemonMetrics(), registry=behind, gateway=inference, gpu_report=behind)
     sock = bind("127.0.0.1", 0)
     async with serving(app, sock):
         routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]

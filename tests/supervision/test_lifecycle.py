@@ -24,11 +24,11 @@ from teimgr.supervision.lifecycle import (
     HandOver,
     Kill,
     Launch,
-    Life,
-    News,
+    Observation,
     Phase,
     ProbeFailed,
     ProbeOk,
+    ReplicaState,
     Restart,
     RestartPolicy,
     Retire,
@@ -50,9 +50,9 @@ KILLED = Exited(Exit(-9))
 HOPELESS = Exited(Exit(3, ExitReport(11, "no such model", permanent=True)))
 
 
-def after(*events: Event | tuple[float, Event], life: Life | None = None) -> tuple[Life, list[Effect]]:
+def after(*events: Event | tuple[float, Event], life: ReplicaState | None = None) -> tuple[ReplicaState, list[Effect]]:
     """The life after the events, each at its time or at 0, and the effects of the last one."""
-    life, effects = life or Life(policy=POLICY), []
+    life, effects = life or ReplicaState(policy=POLICY), []
     for item in events:
         now, event = item if isinstance(item, tuple) else (0.0, item)
         life, effects = life.step(event, now)
@@ -275,7 +275,7 @@ def test_one_good_probe_clears_the_count() -> None:
 
 @pytest.mark.clause("M5.4-zero")
 def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
-    life, _ = after(Start(), WorkerReady(), life=Life(policy=RestartPolicy(max_probe_failures=0)))
+    life, _ = after(Start(), WorkerReady(), life=ReplicaState(policy=RestartPolicy(max_probe_failures=0)))
     life, effects = after(*[ProbeFailed("x")] * 50, life=life)
 
     assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 50, [])
@@ -286,7 +286,7 @@ def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
 
 @pytest.mark.clause("M5.1-states")
 def test_every_event_has_a_cell_for_every_phase() -> None:
-    assert set(TRANSITIONS) == {*Command.__args__, *News.__args__}
+    assert set(TRANSITIONS) == {*Command.__args__, *Observation.__args__}
     assert all(set(row) == set(Phase) for row in TRANSITIONS.values())
 
 
@@ -311,7 +311,7 @@ _NEWS: st.SearchStrategy[Event] = st.sampled_from(
 @given(st.lists(st.tuples(st.floats(0, 40), _COMMANDS | _NEWS), max_size=60))
 def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[float, Event]]) -> None:
     """At most one process at a time; one that ends was told to; every wait has an end."""
-    life, now, alive, told = Life(policy=POLICY), 0.0, False, False
+    life, now, alive, told = ReplicaState(policy=POLICY), 0.0, False, False
     for pause, event in history:
         now += pause
         if isinstance(event, Exited) and not alive:

@@ -12,7 +12,7 @@ from tests.support.fleet import LIMIT_S
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Exit, ExitReport, LaunchFailed
 from teimgr.spec import WorkerSpec
-from teimgr.supervision.lifecycle import Exited, News
+from teimgr.supervision.lifecycle import Exited, Observation
 from teimgr.supervision.worker_run import ProbePlan, WorkerRun
 
 SPEC = WorkerSpec(name="a", model_id="m")
@@ -69,14 +69,14 @@ async def plan() -> WorkerSpec:
     return SPEC
 
 
-async def exit_of(attempt: WorkerRun, news: list[News]) -> Exit:
+async def exit_of(attempt: WorkerRun, news: list[Observation]) -> Exit:
     await asyncio.wait_for(attempt.run(), LIMIT_S)
     assert isinstance(news[-1], Exited)
     return news[-1].exit
 
 
 async def test_a_process_that_nothing_ends_is_given_up_with_words() -> None:
-    news: list[News] = []
+    news: list[Observation] = []
     launcher = Launcher(Handle(immortal=True))
     launcher.allowed.set()
     attempt = WorkerRun(launcher, plan, ProbePlan(), news.append)
@@ -89,7 +89,7 @@ async def test_a_process_that_nothing_ends_is_given_up_with_words() -> None:
 
 
 async def test_a_launch_that_fails_may_be_tried_again() -> None:
-    news: list[News] = []
+    news: list[Observation] = []
     launcher = Launcher()
     launcher.allowed.set()
 
@@ -100,7 +100,7 @@ async def test_a_launch_that_fails_may_be_tried_again() -> None:
 
 @pytest.mark.parametrize(("error", "permanent"), [(InvalidGpuId(1, []), True), (Unavailable("driver is busy"), False)])
 async def test_a_plan_that_fails_is_permanent_when_it_would_fail_again(error: TeimgrError, permanent: bool) -> None:
-    news: list[News] = []
+    news: list[Observation] = []
 
     async def fail() -> WorkerSpec:
         raise error
@@ -112,7 +112,7 @@ async def test_a_plan_that_fails_is_permanent_when_it_would_fail_again(error: Te
 
 @pytest.mark.parametrize("early", [True, False])
 async def test_an_end_before_the_process_exists_cancels_the_launch(early: bool) -> None:
-    news: list[News] = []
+    news: list[Observation] = []
     attempt = WorkerRun(Launcher(Handle()), plan, ProbePlan(), news.append)
     if early:
         attempt.end(5.0)
@@ -126,7 +126,7 @@ async def test_an_end_before_the_process_exists_cancels_the_launch(early: bool) 
 
 
 async def test_an_end_after_the_process_is_gone_does_nothing() -> None:
-    news: list[News] = []
+    news: list[Observation] = []
     handle = Handle()
     launcher = Launcher(handle)
     launcher.allowed.set()
@@ -139,7 +139,7 @@ async def test_an_end_after_the_process_is_gone_does_nothing() -> None:
 
 
 async def test_a_defect_in_a_launch_ends_the_attempt_and_may_be_tried_again() -> None:
-    news: list[News] = []
+    news: list[Observation] = []
 
     async def fail() -> WorkerSpec:
         raise FileNotFoundError("run/nursery.log")
@@ -150,7 +150,7 @@ async def test_a_defect_in_a_launch_ends_the_attempt_and_may_be_tried_again() ->
 
 
 async def test_a_defect_beside_a_live_worker_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    news: list[News] = []
+    news: list[Observation] = []
     handle = Handle()
     launcher = Launcher(handle)
     launcher.allowed.set()
@@ -168,7 +168,7 @@ async def test_a_defect_beside_a_live_worker_ends_the_worker(monkeypatch: pytest
 
 
 async def test_a_cancelled_attempt_leaves_the_process_alone() -> None:
-    news: list[News] = []
+    news: list[Observation] = []
     handle = Handle()
     launcher = Launcher(handle)
     launcher.allowed.set()

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from teimgr.config.schema import ConfigFaults, convert, said, unknown
+from teimgr.config.schema import ConfigFaults, convert, quoted, unknown
 from teimgr.errors import ValidationError
 from teimgr.spec import KEYS, InstanceSpec
 
@@ -108,7 +108,7 @@ def check_source(name: str, values: object) -> None:
 
 
 def _not(name: str, wanted: str, value: object) -> ValidationError:
-    return ValidationError(f"{name} must be {wanted}, not {'None' if value is None else said(value)}")
+    return ValidationError(f"{name} must be {wanted}, not {'None' if value is None else quoted(value)}")
 
 
 _BY_TYPE: dict[Any, Callable[[str, object], None]] = {

@@ -12,7 +12,7 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from teimgr.client.checks import check_keywords, check_limit, check_sequence, check_source, check_text
 from teimgr.client.values import Embedded, Vectors
-from teimgr.config.schema import said
+from teimgr.config.schema import quoted
 from teimgr.errors import Internal, ValidationError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
@@ -172,7 +172,7 @@ def _enum_name(name: str, prefix: str, word: str | None, enum: EnumTypeWrapper) 
         return unspecified
     if (full := f"{prefix}{word.upper()}") not in names:
         choices = ", ".join(key.removeprefix(prefix).lower() for key in names)
-        raise ValidationError(f"{name} must be one of {choices}, not {said(word)}")
+        raise ValidationError(f"{name} must be one of {choices}, not {quoted(word)}")
     return full
 
 
@@ -235,7 +235,7 @@ def pack_table(table: pa.Table, compression: Compression | None) -> bytes:
         ValidationError: `compression` is no codec of Arrow IPC.
     """
     if compression not in _COMPRESSIONS:
-        raise ValidationError(f"compression must be 'lz4', 'zstd' or None, not {said(compression)}")
+        raise ValidationError(f"compression must be 'lz4', 'zstd' or None, not {quoted(compression)}")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_table(table)

@@ -20,7 +20,7 @@ from teimgr.client.payloads import (
     truncation,
 )
 from teimgr.client.values import Prediction, Rank
-from teimgr.config.schema import said
+from teimgr.config.schema import quoted
 from teimgr.errors import Internal, ValidationError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
@@ -194,7 +194,7 @@ def _sent(table: Table, options: InferOptions, name: str) -> pa.Table:
     if isinstance(table, pa.RecordBatch):
         table = pa.Table.from_batches([table])
     if not isinstance(table, pa.Table):
-        raise ValidationError(f"{name} must be a pyarrow Table or RecordBatch, not {said(table)}")
+        raise ValidationError(f"{name} must be a pyarrow Table or RecordBatch, not {quoted(table)}")
     keys = options.get("keys") or ()
     if missing := [key for key in keys if key not in table.column_names]:
         raise ValidationError(f"{name} has no column {missing[0]!r}")

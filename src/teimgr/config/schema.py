@@ -73,7 +73,7 @@ def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[s
         Faulty: Unknown keys, wrong types, numbers outside their limits.
     """
     if not isinstance(table, Mapping):
-        raise refused(path, f"must be a table (got {said(table)})")
+        raise refused(path, f"must be a table (got {quoted(table)})")
     hints = get_type_hints(kind)
     known = {field.name: field for field in fields(kind) if field.name not in hidden}
 
@@ -118,21 +118,21 @@ def convert(value: object, annotation: Any, path: str, key: DeclaredKey | None =
         return convert(value, (chosen or kinds)[0], path, key)
     if origin is Literal:
         if value not in arguments:
-            raise refused(path, f"must be one of {', '.join(map(repr, arguments))} (got {said(value)})")
+            raise refused(path, f"must be one of {', '.join(map(repr, arguments))} (got {quoted(value)})")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise refused(path, f"must be a list (got {said(value)})")
+            raise refused(path, f"must be a list (got {quoted(value)})")
         return tuple(each(enumerate(value), lambda i, item: convert(item, arguments[0], f"{path}[{i}]")).values())
     if origin is Mapping:
         if not isinstance(value, Mapping):
-            raise refused(path, f"must be a table (got {said(value)})")
+            raise refused(path, f"must be a table (got {quoted(value)})")
         return each(value.items(), lambda name, item: convert(item, arguments[1], join(path, name)))
     if is_dataclass(annotation):
         return build(annotation, value, path)  # type: ignore[arg-type]
     accepted, noun = _SCALARS[annotation]
     if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
-        raise refused(path, f"must be {noun} (got {said(value)})")
+        raise refused(path, f"must be {noun} (got {quoted(value)})")
     result = annotation(value)
     if key and (problem := key.out_of_range(result)):
         raise refused(path, problem)
@@ -195,7 +195,7 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def said(value: object) -> str:
+def quoted(value: object) -> str:
     """A value with its type, for a message: `text 'x'`, `a table`, `number 1.5`."""
     if isinstance(value, Mapping):
         return "a table"

@@ -212,7 +212,7 @@ def _from_file(table: dict[str, Any]) -> dict[str, Any]:
 
 def _templates(tables: object) -> dict[str, dict[str, Any]]:
     if not isinstance(tables, Mapping):
-        raise refused("templates", f"must be a table of tables, [templates.NAME] (got {schema.said(tables)})")
+        raise refused("templates", f"must be a table of tables, [templates.NAME] (got {schema.quoted(tables)})")
     hidden = [name for name in KEYS if not updatable(name)]
     return schema.each(
         tables.items(), lambda name, table: schema.read(InstanceSpec, table, f"templates.{name}", hidden=hidden)
@@ -221,7 +221,7 @@ def _templates(tables: object) -> dict[str, dict[str, Any]]:
 
 def _seeds(tables: object, templates: Mapping[str, Mapping[str, Any]]) -> tuple[InstanceSpec, ...]:
     if not isinstance(tables, list):
-        raise refused("instances", f"must be a list of tables, [[instances]] (got {schema.said(tables)})")
+        raise refused("instances", f"must be a list of tables, [[instances]] (got {schema.quoted(tables)})")
     hidden = [name for name, key in KEYS.items() if not key.in_config]
 
     def seed(index: int, table: object) -> InstanceSpec:

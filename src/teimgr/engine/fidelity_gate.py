@@ -202,7 +202,7 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
     types = _candidate_dtypes(_fastest(model), device) if wanted is None else [wanted]
     for i, dtype in enumerate(types):
         if i > 0:
-            log.warning("%s strays too far from float32 for this model; %s is tried", types[i - 1], dtype)
+            log.warning("%s deviates too much from float32 for this model; %s is tried", types[i - 1], dtype)
             del model  # before the next is loaded: the device may have no room for two
             gc.collect()  # modules are in reference cycles
             if device.type == "cuda":

@@ -88,7 +88,7 @@ _TEI = (
 
 
 def paths() -> Iterator[DialectPath]:
-    """All routes of inference."""
+    """Every route: shared paths, dialect-prefixed paths, SIE, TEI under /instances/{name}."""
     for path, (first, *others) in _SHARED.items():
         yield DialectPath(path, first, path, others=tuple(others))
         for dialect in (first, *others):

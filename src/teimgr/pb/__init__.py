@@ -1,1 +1,1 @@
-"""Generated from proto/; see `just proto`."""
+"""Protobuf messages, generated from `proto/` by `dev.py proto`."""

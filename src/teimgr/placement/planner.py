@@ -35,8 +35,10 @@ class Others:
 
 
 class Planner:
-    """Places workers on the cards of `inventory`, as last read. Only `look` waits, so a plan is never based on stale
-    knowledge of other plans."""
+    """Places workers on the cards of `inventory`, as last read.
+
+    Only `refresh` awaits; every other method is synchronous, so two plans cannot interleave.
+    """
 
     def __init__(self, settings: Settings, gpus: GpuInventory, cores: int) -> None:
         self.inventory = Inventory()
@@ -44,7 +46,7 @@ class Planner:
         self._gpus = gpus
         self._cores = cores
 
-    async def look(self) -> Inventory:
+    async def refresh(self) -> Inventory:
         """Read the cards and their free memory."""
         self.inventory = await self._gpus.read()
         return self.inventory

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelDownloadFailed, Refused, error_from_code
-from teimgr.registry.fetcher import Order
+from teimgr.registry.fetcher import FetchRequest
 from teimgr.registry.model_view import DownloadProgress
 from teimgr.registry.tasks import Observable
 
@@ -56,7 +56,7 @@ class Download:
 
     def __init__(
         self,
-        order: Order,
+        order: FetchRequest,
         cache_folder: Path,
         progress: Observable[DownloadProgress],
         environ: Mapping[str, str] = os.environ,

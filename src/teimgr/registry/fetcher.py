@@ -43,7 +43,7 @@ _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class FetchRequest:
     """The model to fetch."""
 
     model_id: str
@@ -63,7 +63,7 @@ class RemoteFile:
     sha256: str | None
 
 
-class Tally:
+class ProgressCounter:
     """Thread-safe counts of the bytes and files that are present."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Tally:
 class Meter:
     """Stands in for the progress bar (tqdm) that the hub's library makes per request."""
 
-    def __init__(self, tally: Tally, name: str, *_: object, initial: int = 0, **__: object) -> None:
+    def __init__(self, tally: ProgressCounter, name: str, *_: object, initial: int = 0, **__: object) -> None:
         self._tally = tally
         self._name = name
         tally.set(name, initial)
@@ -114,7 +114,7 @@ class Meter:
 class Fetch:
     """The download of one model."""
 
-    def __init__(self, order: Order, cache: HubCache, tally: Tally) -> None:
+    def __init__(self, order: FetchRequest, cache: HubCache, tally: ProgressCounter) -> None:
         self._order = order
         self._cache = cache
         self._tally = tally
@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> int:
 
     # Bytes are written and counted in pieces of this size; a smaller rest is lost when the process is killed.
     constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
-    order, tally, ended = Order(**json.loads(arguments[0])), Tally(), threading.Event()
+    order, tally, ended = FetchRequest(**json.loads(arguments[0])), ProgressCounter(), threading.Event()
 
     def keep_sending() -> None:
         while not ended.wait(MESSAGE_S):

@@ -20,7 +20,7 @@ from teimgr.placement.planner import place, usable_cores, worker_spec
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download
-from teimgr.registry.fetcher import Order
+from teimgr.registry.fetcher import FetchRequest
 from teimgr.registry.model_view import DownloadProgress, ModelStatus, ModelView, known_values
 from teimgr.registry.records import ModelRecords, records_path
 from teimgr.registry.tasks import ModelTask, ModelTasks, Observable
@@ -217,7 +217,7 @@ class Registry:
     async def _fetch(self, model_id: str, revision: str | None, progress: Observable[DownloadProgress]) -> None:
         wanted = self._revision_of(model_id, revision)
         async with self._download_slots:
-            download = Download(Order(model_id, wanted), self._cache.folder, progress, self._environ)
+            download = Download(FetchRequest(model_id, wanted), self._cache.folder, progress, self._environ)
             outcome = "failed"
             try:
                 fetched = await download.run()

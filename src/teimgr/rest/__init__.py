@@ -1,1 +1,1 @@
-"""What clients talk to: REST over FastAPI, the gRPC multiplexer."""
+"""REST API of the daemon on port 9000: routes, schemas, permissions, middleware."""

@@ -20,11 +20,11 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import config, events, fleet, gpus, instances, json_http, logs, models, probes
-from teimgr.rest.gpus import GpuBoard
-from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, WholeNames
+from teimgr.rest.gpus import GpuReport
+from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, RejectEncodedSeparators
 from teimgr.rest.probes import Alarms
 from teimgr.rest.schemas import Failure
-from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader
 
@@ -45,10 +45,10 @@ def create_app(
     *,
     registry: Registry | None = None,
     gateway: Gateway | None = None,
-    board: GpuBoard | None = None,
+    gpu_report: GpuReport | None = None,
     policy: PolicyInForce | None = None,
     event_log: EventLog | None = None,
-    live_probe: LiveProbe | None = None,
+    live_probe: FleetProber | None = None,
     reloader: Reloader | None = None,
     telemetry: Telemetry | None = None,
 ) -> FastAPI:
@@ -62,7 +62,7 @@ def create_app(
         booted: False until the manager knows all its instances; /ready is 503 until then.
         registry: Routes of /models.
         gateway: Inference routes of all dialects.
-        board: Routes of /gpus.
+        gpu_report: Routes of /gpus.
         policy: Who may call.
         event_log: Route of /events.
         live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
@@ -80,7 +80,7 @@ def create_app(
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted
-    app.state.registry, app.state.gpus = registry, board
+    app.state.registry, app.state.gpus = registry, gpu_report
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
     for router, is_there in (
         (instances.router, True),
@@ -91,7 +91,7 @@ def create_app(
         (events.router, event_log is not None),
         (config.router, reloader is not None),
         (models.router, registry is not None),
-        (gpus.router, board is not None),
+        (gpus.router, gpu_report is not None),
     ):
         if is_there:
             app.include_router(router)
@@ -101,7 +101,7 @@ def create_app(
     json_http.install(app)
     # Innermost first.
     app.add_middleware(HeadAsGet)
-    app.add_middleware(WholeNames)
+    app.add_middleware(RejectEncodedSeparators)
     policy = policy or PolicyInForce(policy_of(settings.auth))
     app.add_middleware(Authentication, policy=policy, routes=app.router.routes)
     app.add_middleware(

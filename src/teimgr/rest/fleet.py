@@ -13,11 +13,11 @@ from teimgr.clock import now_rfc3339
 from teimgr.config.provenance import plain
 from teimgr.config.settings import Settings
 from teimgr.errors import TeimgrError
-from teimgr.rest.instances import UNKNOWN, TheManager, chosen
+from teimgr.rest.instances import UNKNOWN, ManagerDep, chosen
 from teimgr.rest.json_http import answer, read_json
 from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
 from teimgr.spec import InstanceView, State
-from teimgr.supervision.health import LiveProbe
+from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
 
 router = APIRouter(tags=["fleet"])
@@ -103,7 +103,7 @@ class FleetHealth(BaseModel):
 
 
 @router.post("/instances/actions", response_model=BulkResult)
-async def act(request: Request, manager: TheManager) -> Response:
+async def act(request: Request, manager: ManagerDep) -> Response:
     """Apply an action to many instances concurrently; each has its own result, and the answer is always 200."""
     body = await read_json(request, BulkAction)
     tags = [f"{name}:{value}" for name, value in (body.tags or {}).items()]
@@ -121,13 +121,13 @@ async def templates(request: Request) -> Response:
 
 
 @router.get("/instances/{name}/health", response_model=InstanceHealth, responses=UNKNOWN)
-async def instance_health(request: Request, name: str, manager: TheManager, probe: Probing = False) -> Response:
+async def instance_health(request: Request, name: str, manager: ManagerDep, probe: Probing = False) -> Response:
     """Health of one instance, by its last self-test or by one run now. 200 also when it is unhealthy."""
     return answer(await _health(manager.get(name), request.app.state.live_probe if probe else None))
 
 
 @router.get("/health/all", response_model=FleetHealth)
-async def fleet_health(request: Request, manager: TheManager, probe: Probing = False) -> Response:
+async def fleet_health(request: Request, manager: ManagerDep, probe: Probing = False) -> Response:
     """Health of every instance. 200 also when some are unhealthy; /ready has another status then."""
     views = manager.list()
     prober = request.app.state.live_probe if probe else None
@@ -147,7 +147,7 @@ async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:
     return {"name": name, "ok": True, "instance": instance_info(view), "error": None, "code": None}
 
 
-async def _health(view: InstanceView, prober: LiveProbe | None) -> dict[str, Any]:
+async def _health(view: InstanceView, prober: FleetProber | None) -> dict[str, Any]:
     proofs = await prober.probe(view.spec.name) if prober is not None else []
     return {
         "name": view.spec.name,

@@ -48,7 +48,7 @@ class Gpus(BaseModel):
     reason: str
 
 
-class GpuBoard:
+class GpuReport:
     """GPUs together with the workers on them. `views` returns the current instances."""
 
     def __init__(self, inventory: GpuInventory, views: Callable[[], Iterable[InstanceView]]) -> None:
@@ -108,21 +108,21 @@ def _card(gpu: Gpu) -> dict[str, Any]:
     return {name: getattr(gpu, name) for name in Card.model_fields}
 
 
-def board_of(request: Request) -> GpuBoard | None:
-    board: GpuBoard | None = request.app.state.gpus
-    return board
+def gpu_report_of(request: Request) -> GpuReport | None:
+    report: GpuReport | None = request.app.state.gpus
+    return report
 
 
-TheBoard = Annotated[GpuBoard | None, Depends(board_of)]
+GpuReportDep = Annotated[GpuReport | None, Depends(gpu_report_of)]
 
 
-async def card_of(view: InstanceView, board: GpuBoard | None) -> dict[str, Any] | None:
-    """The GPU of an instance; None where GPUs are not watched."""
-    return None if board is None else await board.of(view)
+async def card_of(view: InstanceView, report: GpuReport | None) -> dict[str, Any] | None:
+    """The GPU of an instance; None where the app has no GPU report."""
+    return None if report is None else await report.of(view)
 
 
 @router.get("/gpus", response_model=Gpus)
-async def list_gpus(board: TheBoard) -> Response:
+async def list_gpus(gpus: GpuReportDep) -> Response:
     """The GPUs of this host that instances may use, with memory, load and workers."""
-    assert board is not None  # create_app adds this route only with a board
-    return answer(await board.to_dict())
+    assert gpus is not None  # create_app adds this route only with a report
+    return answer(await gpus.to_dict())

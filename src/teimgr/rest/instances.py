@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from teimgr.auth.callers import caller_of
-from teimgr.rest.gpus import TheBoard, card_of
+from teimgr.rest.gpus import GpuReportDep, card_of
 from teimgr.rest.json_http import answer, has_body, json_body, read_json
 from teimgr.rest.schemas import CreateInstance, Failure, InstanceInfo, RestartInstance, UpdateInstance, instance_info
 from teimgr.spec import InstanceView, State
@@ -42,7 +42,7 @@ def manager_of(request: Request) -> Manager:
     return manager
 
 
-TheManager = Annotated[Manager, Depends(manager_of)]
+ManagerDep = Annotated[Manager, Depends(manager_of)]
 
 
 Tags = Annotated[
@@ -56,8 +56,8 @@ ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="seve
 @router.get("/instances", response_model=list[InstanceInfo])
 async def list_instances(
     request: Request,
-    manager: TheManager,
-    board: TheBoard,
+    manager: ManagerDep,
+    gpus: GpuReportDep,
     tags: Tags = None,
     statuses: Statuses = None,
     models: ModelIds = None,
@@ -65,7 +65,7 @@ async def list_instances(
     """All instances that the caller may see and that match every filter, in order of creation."""
     covers = caller_of(request.scope).covers
     views = [view for view in chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
-    return answer([instance_info(view, await card_of(view, board)) for view in views])
+    return answer([instance_info(view, await card_of(view, gpus)) for view in views])
 
 
 @router.post(
@@ -75,7 +75,7 @@ async def list_instances(
     responses=REFUSED,
     openapi_extra=json_body(CreateInstance, required=True),
 )
-async def create_instance(request: Request, manager: TheManager) -> Response:
+async def create_instance(request: Request, manager: ManagerDep) -> Response:
     """Create an instance and start it; the answer does not wait for the model to load."""
     body = await read_json(request, CreateInstance)
     caller_of(request.scope).require_instance(body.name)
@@ -83,26 +83,26 @@ async def create_instance(request: Request, manager: TheManager) -> Response:
 
 
 @router.get("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
-async def get_instance(name: str, manager: TheManager, board: TheBoard) -> Response:
+async def get_instance(name: str, manager: ManagerDep, gpus: GpuReportDep) -> Response:
     """One instance."""
     view = manager.get(name)
-    return answer(instance_info(view, await card_of(view, board)))
+    return answer(instance_info(view, await card_of(view, gpus)))
 
 
 @router.delete("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
-async def delete_instance(name: str, manager: TheManager) -> Response:
+async def delete_instance(name: str, manager: ManagerDep) -> Response:
     """Stop and remove an instance; the answer is its last state. Its log stays."""
     return answer(instance_info(await manager.delete(name)))
 
 
 @router.post("/instances/{name}/start", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
-async def start_instance(name: str, manager: TheManager) -> Response:
+async def start_instance(name: str, manager: ManagerDep) -> Response:
     """Start a stopped or failed instance; the answer does not wait for the model to load."""
     return answer(instance_info(await manager.start(name)))
 
 
 @router.post("/instances/{name}/stop", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
-async def stop_instance(name: str, manager: TheManager) -> Response:
+async def stop_instance(name: str, manager: ManagerDep) -> Response:
     """Stop an instance; it stays stopped, also after a restart of the daemon."""
     return answer(instance_info(await manager.stop(name)))
 
@@ -114,7 +114,7 @@ async def stop_instance(name: str, manager: TheManager) -> Response:
     openapi_extra=json_body(RestartInstance, required=False),
 )
 async def restart_instance(
-    request: Request, name: str, manager: TheManager, rolling: bool = False, wait: bool = False
+    request: Request, name: str, manager: ManagerDep, rolling: bool = False, wait: bool = False
 ) -> Response:
     """Restart an instance; rolling: new workers start beside the old ones, without a gap."""
     if has_body(request):
@@ -128,7 +128,7 @@ async def restart_instance(
     responses=ROLLING | UNKNOWN | REFUSED,
     openapi_extra=json_body(UpdateInstance, required=True),
 )
-async def update_instance(request: Request, name: str, manager: TheManager, wait: bool = False) -> Response:
+async def update_instance(request: Request, name: str, manager: ManagerDep, wait: bool = False) -> Response:
     """Change an instance without a gap: new workers start beside the old ones, pass a self-test, and take over.
 
     The answer is 202 meanwhile, with the progress in the instance's `update`; with `wait` it comes at the end, and is

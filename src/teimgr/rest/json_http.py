@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from teimgr.clock import now_rfc3339
-from teimgr.config.schema import nearest, said
+from teimgr.config.schema import nearest, quoted
 from teimgr.errors import Broken, Code, Internal, TeimgrError, TooLarge
 from teimgr.http_server import is_json, read_limited
 from teimgr.wire.status import STATUS
@@ -82,7 +82,7 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
     """
     content_type = request.headers.get("content-type", "")
     if not is_json(content_type):
-        raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {said(content_type)})")
+        raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {quoted(content_type)})")
     text = await read_limited(request.stream(), limit_bytes)
     if text is None:
         raise TooLarge(f"Failed to buffer the request body: the limit is {limit_bytes} bytes")
@@ -120,7 +120,7 @@ def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
         return f"unknown field {path!r}; {nearest(path, kind.model_fields)}"
     if item["type"] == "missing":
         return f"missing field `{path}`"
-    return f"{path or 'body'}: {item['msg']} (got {said(item['input'])})"
+    return f"{path or 'body'}: {item['msg']} (got {quoted(item['input'])})"
 
 
 async def _on_domain_error(request: Request, error: Exception) -> Response:

@@ -93,7 +93,7 @@ class HeadAsGet:
             scope["route"] = as_get.get("route")
 
 
-class WholeNames:
+class RejectEncodedSeparators:
     """Rejects an encoded path separator in an instance's name, and a name that is not UTF-8.
 
     Routing works on the decoded path, where `a%2Flogs` would be the log of `a`, and every invalid byte is U+FFFD.

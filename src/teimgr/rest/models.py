@@ -130,12 +130,12 @@ def decoded(model_id: str) -> str:
     return found
 
 
-TheRegistry = Annotated[Registry, Depends(registry_of)]
+RegistryDep = Annotated[Registry, Depends(registry_of)]
 ModelIdModels = Annotated[str, Depends(decoded)]
 
 
 @router.get("/models", response_model=list[ModelInfo])
-async def list_models(models: TheRegistry) -> Response:
+async def list_models(models: RegistryDep) -> Response:
     """The models of the hub's cache, of the configuration and of the instances, and those added, sorted by id."""
     return answer([view.to_dict() for view in await models.list()])
 
@@ -149,7 +149,7 @@ async def list_models(models: TheRegistry) -> Response:
     | {200: {"model": ModelInfo, "description": "it was known"}},
     openapi_extra=json_body(AddModel, required=True),
 )
-async def add_model(request: Request, models: TheRegistry) -> Response:
+async def add_model(request: Request, models: RegistryDep) -> Response:
     """Add a model to the list; nothing is downloaded."""
     body = await read_json(request, AddModel)
     view, is_new = await models.add(body.model_id, body.revision)
@@ -157,7 +157,7 @@ async def add_model(request: Request, models: TheRegistry) -> Response:
 
 
 @router.get("/models/{model_id:path}/download/events", responses=EVENTS | UNKNOWN)
-async def download_events(model_id: ModelIdModels, models: TheRegistry) -> Response:
+async def download_events(model_id: ModelIdModels, models: RegistryDep) -> Response:
     """Follow the download of a model as server-sent events; one event `model` where there is none."""
     view, task = await models.get(model_id), models.task(model_id)
     if task is None or task.progress is None:
@@ -166,7 +166,7 @@ async def download_events(model_id: ModelIdModels, models: TheRegistry) -> Respo
 
 
 @router.get("/models/{model_id:path}", response_model=ModelInfo, responses=UNKNOWN)
-async def get_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
+async def get_model(model_id: ModelIdModels, models: RegistryDep) -> Response:
     """One model, with its files on the disk now."""
     return answer((await models.get(model_id)).to_dict())
 
@@ -180,7 +180,7 @@ async def get_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
     | {202: {"model": ModelInfo, "description": "with wait=false: it has begun"}},
     openapi_extra=json_body(DownloadModel, required=False),
 )
-async def download_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
+async def download_model(request: Request, model_id: ModelIdModels, models: RegistryDep, wait: Wait = True) -> Response:
     """Download a model from the hub and check its files; the answer comes at the end, or as server-sent events.
 
     A complete model is answered at once. A broken download is resumed; it continues when the client disconnects.
@@ -201,7 +201,7 @@ async def download_model(request: Request, model_id: ModelIdModels, models: TheR
     | {202: {"model": ModelInfo, "description": "with wait=false: it has begun"}},
     openapi_extra=json_body(LoadModel, required=False),
 )
-async def load_model(request: Request, model_id: ModelIdModels, models: TheRegistry, wait: Wait = True) -> Response:
+async def load_model(request: Request, model_id: ModelIdModels, models: RegistryDep, wait: Wait = True) -> Response:
     """Load a model in a temporary worker and measure it; the answer is 200 whether it passed or failed."""
     body = await _read_optional(request, LoadModel)
     return await _answer_to(models, model_id, await models.try_out(model_id, body.options()), wait)
@@ -212,7 +212,7 @@ async def load_model(request: Request, model_id: ModelIdModels, models: TheRegis
     response_model=ModelInfo,
     responses=UNKNOWN | _failures(_409="instances want it, or it is being downloaded or tried"),
 )
-async def delete_model(model_id: ModelIdModels, models: TheRegistry) -> Response:
+async def delete_model(model_id: ModelIdModels, models: RegistryDep) -> Response:
     """Remove a model from the hub's cache and the list; the answer is its last state. A directory is not deleted."""
     return answer((await models.delete(model_id)).to_dict())
 

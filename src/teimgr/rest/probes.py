@@ -19,7 +19,7 @@ from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.rest.instances import TheManager
+from teimgr.rest.instances import ManagerDep
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Health, Readiness
 from teimgr.routing.links import LinkLimits
@@ -43,7 +43,7 @@ _BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "a
 
 
 @router.get("/health", response_model=Health)
-async def health(request: Request, manager: TheManager) -> Response:
+async def health(request: Request, manager: ManagerDep) -> Response:
     """200 while the daemon is alive, whatever its instances do."""
     state = request.app.state
     return answer(
@@ -58,7 +58,7 @@ async def health(request: Request, manager: TheManager) -> Response:
 
 
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})
-async def ready(request: Request, manager: TheManager) -> Response:
+async def ready(request: Request, manager: ManagerDep) -> Response:
     """200 when every instance that should run does, else 503 with those that do not; while booting 503 too."""
     waiting = [
         {"name": view.spec.name, "status": view.state.value, "reason": view.reason}
@@ -70,7 +70,7 @@ async def ready(request: Request, manager: TheManager) -> Response:
 
 
 @router.get("/metrics", response_class=Response, responses=_BOTH)
-async def metrics(request: Request, manager: TheManager, form: Form = "text") -> Response:
+async def metrics(request: Request, manager: ManagerDep, form: Form = "text") -> Response:
     """Every metric of the daemon, its muxes, its workers and its GPUs."""
     registry: DaemonMetrics = request.app.state.metrics
     registry.fleet(manager.list())

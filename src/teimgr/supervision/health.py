@@ -53,7 +53,7 @@ class ProbeResult:
     problem: str | None
 
 
-class LiveProbe:
+class FleetProber:
     """Probes the workers that the directory lists, each over a control link of its own."""
 
     def __init__(self, directory: Directory, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ beside the first (a rolling update):
     join      the new workers start, while the old ones serve; if a new one fails, the update is rolled back
     commit    the state file gets the new spec
     switch    the directory lists the new workers and no others
-    leave     the old workers serve routers that have not heard yet, finish their calls, and end
+    leave     the old workers serve routers that still use the old snapshot, finish their calls, and end
 
 After a crash of the daemon before the commit, the next daemon keeps the old workers, after it the new ones; it ends the
 others.

@@ -3,9 +3,9 @@
 `Life.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects come
 out, which the supervisor carries out. It does not know which replica it is, nor of others.
 
-The drawing is the transition table. A command at `refused` raises; news at `-` is late news of a worker that is gone,
-and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING only), so there is no
-effect for it.
+`TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises; an observation at `-` concerns a worker
+that has ended, and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING only), so
+no effect exists for it.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Tick:
 
 
 Command = Start | Adopt | Stop | Restart | Delete | Retire
-News = WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
-Event = Command | News
+Observation = WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
+Event = Command | Observation
 
 # Effects: for the supervisor.
 
@@ -159,7 +159,7 @@ def explain(exit: Exit) -> FailureCause:
     return FailureCause(f"{how}; its log ends: {exit.log_tail}" if exit.log_tail else how)
 
 
-DRAWING = """
+TRANSITION_TABLE = """
                   STOPPED   STARTING          RUNNING            REPLACING                WAITING           STOPPING   FAILED
 Start             STARTING  refused           refused            refused                  refused           REPLACING  STARTING
 Adopt             STARTING  refused           refused            refused                  refused           refused    refused
@@ -225,7 +225,7 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class ReplicaState:
     """One replica's state. Times are those of the clock that is passed to `step`.
 
     `wake_at` is when a Tick is due. `verdict` is why the present worker has to end. `reason` is shown to users: why
@@ -244,7 +244,7 @@ class Life:
     wake_at: float | None = None
 
     @classmethod
-    def failed(cls, policy: RestartPolicy, reason: str) -> Life:
+    def failed(cls, policy: RestartPolicy, reason: str) -> ReplicaState:
         """A replica that cannot be started as it is; a user may start it once the cause is removed."""
         return cls(policy=policy, phase=Phase.FAILED, reason=reason)
 
@@ -258,7 +258,7 @@ class Life:
         """Whether a worker is wanted."""
         return self.phase not in (Phase.STOPPED, Phase.STOPPING)
 
-    def step(self, event: Event, now: float) -> tuple[Life, list[Effect]]:
+    def step(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
         """The state after `event`, and the effects to carry out.
 
         Raises:
@@ -272,7 +272,7 @@ class Life:
         assert not allowed or life.phase in allowed, (self.phase, event, life.phase)
         return life, effects
 
-    def _take(self, event: Event, now: float) -> tuple[Life, list[Effect]]:
+    def _take(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
         match event:
             case Start():
                 return self._start(now)
@@ -305,19 +305,19 @@ class Life:
             case _:
                 assert_never(event)
 
-    def _loading(self, now: float) -> Life:
+    def _loading(self, now: float) -> ReplicaState:
         deadline = now + self.policy.startup_timeout_s
         return replace(self, phase=Phase.STARTING, verdict=None, ready_at=None, probe_failures=0, wake_at=deadline)
 
-    def _launch(self, now: float, *, again: bool) -> tuple[Life, list[Effect]]:
+    def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
         return replace(self._loading(now), restarts=self.restarts + again), [Launch()]
 
-    def _start(self, now: float) -> tuple[Life, list[Effect]]:
+    def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return replace(self, phase=Phase.REPLACING, verdict=None), []
         return replace(self, streak=0, reason=None)._launch(now, again=False)
 
-    def _stop(self) -> tuple[Life, list[Effect]]:
+    def _stop(self) -> tuple[ReplicaState, list[Effect]]:
         cleared = replace(self, reason=None, wake_at=None)
         if self.is_ending:
             return replace(cleared, phase=Phase.STOPPING), []
@@ -325,11 +325,11 @@ class Life:
             return replace(cleared, phase=Phase.STOPPING), [Terminate()]
         return replace(cleared, phase=Phase.STOPPED), [Gone()] if self.deleted else []
 
-    def _retire(self) -> tuple[Life, list[Effect]]:
+    def _retire(self) -> tuple[ReplicaState, list[Effect]]:
         life, effects = self._stop()
         return life, [HandOver()] if self.phase is Phase.RUNNING else effects
 
-    def _restart(self, now: float) -> tuple[Life, list[Effect]]:
+    def _restart(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         fresh = replace(self, streak=0, reason=None, verdict=None)
         if self.is_ending:
             return replace(fresh, phase=Phase.REPLACING), []
@@ -337,12 +337,12 @@ class Life:
             return replace(fresh, phase=Phase.REPLACING, wake_at=None), [Terminate()]
         return fresh._launch(now, again=True)
 
-    def _ready(self, now: float) -> Life:
+    def _ready(self, now: float) -> ReplicaState:
         if self.phase is not Phase.STARTING or self.verdict is not None:
             return self
         return replace(self, phase=Phase.RUNNING, ready_at=now, wake_at=None, reason=None)
 
-    def _worker_failed(self, failure: FailureCause, now: float) -> tuple[Life, list[Effect]]:
+    def _worker_failed(self, failure: FailureCause, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return self, []
         life = replace(self, verdict=failure, reason=failure.message)
@@ -350,19 +350,19 @@ class Life:
             return replace(life, phase=Phase.REPLACING), [Kill()]
         return replace(life, wake_at=now + FAILED_EXIT_LIMIT_S), []
 
-    def _draining(self) -> tuple[Life, list[Effect]]:
+    def _draining(self) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return self, []
         verdict = FailureCause("the worker was asked to end by another process")
         life = replace(self, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message, wake_at=None)
         return life, [Terminate()]
 
-    def _downloading(self, now: float) -> Life:
+    def _downloading(self, now: float) -> ReplicaState:
         if self.phase is not Phase.STARTING or self.verdict is not None:
             return self
         return replace(self, wake_at=now + self.policy.startup_timeout_s)
 
-    def _probe_failed(self, reason: str) -> tuple[Life, list[Effect]]:
+    def _probe_failed(self, reason: str) -> tuple[ReplicaState, list[Effect]]:
         if self.phase is not Phase.RUNNING:
             return self, []
         life = replace(self, probe_failures=self.probe_failures + 1)
@@ -372,7 +372,7 @@ class Life:
         # No grace: a worker that does not answer probes will not finish calls either.
         return replace(life, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message), [Kill()]
 
-    def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[Life, list[Effect]]:
+    def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.phase is Phase.STOPPING:
             return replace(self, phase=Phase.STOPPED), [Gone()] if self.deleted else []
         if self.phase is Phase.REPLACING and self.verdict is None:
@@ -383,13 +383,13 @@ class Life:
             return replace(ended, phase=Phase.FAILED), []
         return ended._wait(jitter, now), []
 
-    def _wait(self, jitter: float, now: float) -> Life:
+    def _wait(self, jitter: float, now: float) -> ReplicaState:
         was_stable = self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
         streak = 0 if was_stable else self.streak + 1
         delay_s = 0.0 if was_stable else self.policy.backoff.delay_s(streak, jitter)
         return replace(self, phase=Phase.WAITING, streak=streak, ready_at=None, wake_at=now + delay_s)
 
-    def _tick(self, now: float) -> tuple[Life, list[Effect]]:
+    def _tick(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.wake_at is None or now < self.wake_at:
             return self, []
         if self.phase is Phase.WAITING:
@@ -398,11 +398,11 @@ class Life:
         return replace(self, verdict=verdict, reason=verdict.message, wake_at=None), [Kill()]
 
 
-def _read_drawing() -> dict[type[Event], dict[Phase, frozenset[Phase]]]:
+def _parse_table() -> dict[type[Event], dict[Phase, frozenset[Phase]]]:
     """Event → phase before → phases after; the empty set for `refused` and `-`."""
-    header, *rows = (line.split() for line in DRAWING.strip().splitlines())
+    header, *rows = (line.split() for line in TRANSITION_TABLE.strip().splitlines())
     columns = [Phase[name] for name in header]
-    events: dict[str, type[Event]] = {kind.__name__: kind for kind in (*Command.__args__, *News.__args__)}
+    events: dict[str, type[Event]] = {kind.__name__: kind for kind in (*Command.__args__, *Observation.__args__)}
     table = {events[name]: dict(zip(columns, map(_read_cell, cells), strict=True)) for name, *cells in rows}
     assert table.keys() == set(events.values())
     return table
@@ -412,4 +412,4 @@ def _read_cell(cell: str) -> frozenset[Phase]:
     return frozenset() if cell in ("refused", "-") else frozenset(Phase[name] for name in cell.split("|"))
 
 
-TRANSITIONS = _read_drawing()
+TRANSITIONS = _parse_table()

@@ -91,7 +91,7 @@ class Manager:
         wanted = await asyncio.to_thread(wanted_at_boot, self._settings, self._store)
         self._raise_alarm("load", wanted.alarm)
         if any(not spec.max_batch_tokens for spec in wanted.specs):
-            await self._planner.look()  # only then: slow drivers must not delay the listeners without need
+            await self._planner.refresh()  # only then: slow drivers must not delay the listeners without need
         for spec in wanted.specs:
             self._restore(spec)
         self._is_restored = True
@@ -106,7 +106,7 @@ class Manager:
         """
         if not self._is_restored:
             await self.restore()
-        await self._planner.look()
+        await self._planner.refresh()
         adopted: defaultdict[str, dict[int, Adopted]] = defaultdict(dict)
         for each in await self._launcher.adopt(self._accepts):
             adopted[each.handle.spec.name][each.handle.spec.replica] = each
@@ -165,7 +165,7 @@ class Manager:
         """
         await self.booted.wait()
         await self._check(request)
-        request = with_batch_tokens(request, await self._planner.look(), self.tokens_per_gib)
+        request = with_batch_tokens(request, await self._planner.refresh(), self.tokens_per_gib)
         place(request, self._planner.inventory)
         spec = self._validator.admit(request, self._specs())
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
@@ -194,7 +194,7 @@ class Manager:
         instance = self._find(name)
         wanted = with_changes(instance.spec, changes)
         await self._check(wanted)
-        place(wanted, await self._planner.look())
+        place(wanted, await self._planner.refresh())
         if not wanted.max_batch_tokens:
             chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
             changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
@@ -232,7 +232,7 @@ class Manager:
         instance = self._find(name)
         if not rolling or not instance.spec.wanted_running:
             return await self._command(name, Restart())
-        await self._planner.look()
+        await self._planner.refresh()
         await instance.update({}, restart=True)
         if wait:
             await instance.update_finished()

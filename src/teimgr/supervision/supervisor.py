@@ -32,11 +32,11 @@ from teimgr.supervision.lifecycle import (
     HandOver,
     Kill,
     Launch,
-    Life,
-    News,
+    Observation,
     Phase,
     ProbeFailed,
     ProbeOk,
+    ReplicaState,
     RestartPolicy,
     Stop,
     Terminate,
@@ -99,9 +99,9 @@ class Supervisor:
         self.started = asyncio.Event()
         self._context = context
         self._on_state_changed = on_state_changed
-        self._life = Life(policy=self._policy())
+        self._life = ReplicaState(policy=self._policy())
         # Without a bound: each event is handled at once, and few tasks send any.
-        self._mailbox: asyncio.Queue[_Request | News] = asyncio.Queue()
+        self._mailbox: asyncio.Queue[_Request | Observation] = asyncio.Queue()
         self._settled = asyncio.Condition()
         self._worker: WorkerRun | None = None
         self._worker_tasks: asyncio.TaskGroup | None = None
@@ -146,7 +146,7 @@ class Supervisor:
 
     def mark_failed(self, reason: str) -> None:
         """Before `run`: the replica cannot be started as it is."""
-        self._life = Life.failed(self._life.policy, reason)
+        self._life = ReplicaState.failed(self._life.policy, reason)
 
     # State
 
@@ -221,14 +221,14 @@ class Supervisor:
     def _is_gone(self) -> bool:
         return self._life.deleted and self._life.phase is Phase.STOPPED
 
-    async def _next(self) -> _Request | News:
+    async def _next(self) -> _Request | Observation:
         try:
             async with asyncio.timeout_at(self._life.wake_at):
                 return await self._mailbox.get()
         except TimeoutError:
             return Tick()
 
-    async def _handle(self, item: _Request | News) -> None:
+    async def _handle(self, item: _Request | Observation) -> None:
         if isinstance(item, _Request):
             self._answer(item)
         else:
@@ -256,9 +256,9 @@ class Supervisor:
             return InstanceNotFound(self.spec.name)
         return NotRunning(self.spec.name, state) if isinstance(command, Stop) else AlreadyRunning(self.spec.name, state)
 
-    def _record(self, news: News) -> None:
+    def _record(self, event: Observation) -> None:
         """Update what views and metrics show; no decision depends on it."""
-        match news:
+        match event:
             case ProbeOk():
                 self._probed_at = datetime.now(UTC)
             case ProbeFailed(reason):
@@ -317,7 +317,7 @@ class Supervisor:
     async def _plan(self) -> WorkerSpec:
         """Place the next worker beside those of the whole fleet; the result is the spec to launch it with."""
         planner = self._context.planner
-        await planner.look()
+        await planner.refresh()
         workers = self._context.fleet()
         mates = [each for each in workers if each.spec.name == self.spec.name and each.role == self.role]
         others = Others(

@@ -16,7 +16,7 @@ from teimgr.supervision.health import Prober
 from teimgr.supervision.lifecycle import (
     Exited,
     FailureCause,
-    News,
+    Observation,
     ProbeFailed,
     ProbeOk,
     WorkerDownloading,
@@ -52,7 +52,7 @@ class WorkerRun:
         launcher: Launcher,
         plan: Callable[[], Awaitable[WorkerSpec]],
         probes: ProbePlan,
-        post: Callable[[News], None],
+        post: Callable[[Observation], None],
         adopted: Adopted | None = None,
     ) -> None:
         self.handle = adopted.handle if adopted else None

@@ -1,1 +1,1 @@
-"""Bytes: frames between processes, Arrow batches, the status table. No torch, no FastAPI."""
+"""Byte formats between processes and with clients: frames, protobuf scanning, Arrow, error bodies. No torch."""

@@ -51,7 +51,7 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
 class Submission:
     """The engine jobs of one call, one per part. `complete` runs on the finisher thread, the rest on the loop's.
 
-    Several parts are supported for scores alone.
+    Several parts are supported only for the SCORES output.
     """
 
     __slots__ = ("_parts", "_unfinished", "call", "encode", "jobs")
@@ -108,7 +108,7 @@ class Dispatcher:
     4. Encoding (`deliver`): on the engine's finisher thread; very large replies on a codec thread (`_encode_late`).
     5. The reply (`_finish`, `answer`): everything the call holds is released first.
 
-    An error at any stage is the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
+    An error at any stage is sent as the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:

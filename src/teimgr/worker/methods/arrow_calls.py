@@ -164,7 +164,7 @@ def _serve_table(
             dispatcher.metrics.received(len(table.inputs))
             dispatcher.submit(call, [Part(range(len(table.inputs)), table.inputs, options)], encode)
         else:
-            job = arrow_results.answer_unrun(dispatcher.engine.info, Job(table.inputs, options, Lane.BULK))
+            job = arrow_results.with_placeholder_results(dispatcher.engine.info, Job(table.inputs, options, Lane.BULK))
             dispatcher.answer(call, await dispatcher.off_loop(encode, job))
 
     dispatcher.admit_async(call, run)

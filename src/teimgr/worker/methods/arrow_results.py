@@ -79,7 +79,7 @@ def columns(model: LoadedModel, form: ArrowReplyForm, job: Job, errors: Mapping[
     return [*made, error_column(len(job.inputs), errors)]
 
 
-def answer_unrun(model: LoadedModel, job: Job) -> Job:
+def with_placeholder_results(model: LoadedModel, job: Job) -> Job:
     """`job` with placeholder results, for `noop` and tables without rows: zeros, three sparse entries per row."""
     count = len(job.inputs)
     job.vectors = np.zeros((count, job.options.dimensions or model.dimension), np.float32)
