@@ -137,7 +137,7 @@ class Policy:
     """Which callers the listeners accept. `keys` is None where no key is required; an empty tuple accepts no caller.
 
     With both certificate rules and keys, both must hold: the certificate identifies the machine, the key its rights.
-    `is_certified` says that the handshake requires a certificate of our authority.
+    `is_certified` is true where the handshake requires a certificate of our authority.
     """
 
     certificates: CertificateRules = CertificateRules()

@@ -1,6 +1,6 @@
 """Settings of the daemon: name, default, meaning and limits of every key.
 
-`sources.py` reads them, `rules.py` has the rules between them. Times are seconds, sizes bytes unless the name says
+`sources.py` reads them, `rules.py` has the rules between them. Times are seconds, sizes bytes unless the name states
 otherwise; relative paths are taken from the working directory.
 """
 
