@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 TOGETHER = ("outside_clients", "conformance", "contract", "worker/dialects", "fuzz")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist's own hook, which reads the marks
+@pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put each test in the group of its file, or of its folder where the files share something."""
     for item in items:
