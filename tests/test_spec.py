@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -22,7 +23,7 @@ from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.planner import Planner
 from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
-from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, updatable
+from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, now_rfc3339, rfc3339, updatable
 from teimgr.supervision.store import parse as parse_state
 from teimgr.supervision.store import render
 from tests.support.rest_listener import listening
@@ -235,3 +236,13 @@ def test_adding_a_key_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-c", USE, str(tmp_path / "t.toml")]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_time_is_utc_with_microseconds() -> None:
+    noon = datetime(2026, 3, 4, 12, tzinfo=UTC)
+    assert rfc3339(noon) == "2026-03-04T12:00:00.000000Z"
+    assert rfc3339(noon, "auto") == "2026-03-04T12:00:00Z"
+
+
+def test_now_can_be_read_back() -> None:
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(now_rfc3339())).total_seconds()) < 60

@@ -29,10 +29,9 @@ from teimgr.observability.telemetry import Telemetry, exporting
 from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.preflight import Preflight
 from teimgr.registry.registry import Registry
-from teimgr.rest.app import create_app
+from teimgr.rest.app import RestTls, create_app
 from teimgr.rest.gpus import GpuReport
 from teimgr.rest.probes import Scraper
-from teimgr.rest.tls import RestTls
 from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.muxes import Muxes
@@ -134,7 +133,10 @@ class Daemon:
                     await self.manager.boot()
                     # Only after the adoption: until then a mux of an earlier daemon uses the last snapshot it got.
                     async with self.muxes.running():
-                        log.info("daemon ready", extra={"version": __version__, **self._addresses()})
+                        addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
+                        if self.settings.grpc_enabled:
+                            addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
+                        log.info("daemon ready", extra={"version": __version__, **addresses})
                         await self.stopping.wait()
                         self.events.close()  # ends the long requests that follow events or wait for a download
                         await self.registry.close()
@@ -164,11 +166,6 @@ class Daemon:
         """The alarms of all parts except the manager, which has its own."""
         parts = (self.tls, self.muxes, self.registry, self.preflight, self.webhooks, self.reloader)
         return [alarm for part in parts for alarm in part.alarms()]
-
-    def _addresses(self) -> dict[str, str]:
-        rest = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
-        grpc = {"grpc": f"{self.settings.grpc_host}:{self.settings.grpc_port}"}
-        return rest | grpc if self.settings.grpc_enabled else rest
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

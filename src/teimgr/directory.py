@@ -39,12 +39,10 @@ class RoutingSnapshot:
     entries: tuple[RouteEntry, ...] = ()
 
     def to_json(self) -> str:
-        """One line of JSON."""
         return json.dumps([asdict(entry) for entry in self.entries])
 
     @classmethod
     def from_json(cls, text: str) -> RoutingSnapshot:
-        """The inverse of `to_json`."""
         return cls(
             tuple(
                 RouteEntry(

@@ -75,7 +75,6 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        """How many clients are connected."""
         return len(self._server.server_state.connections)
 
     async def secure(self, context: ssl.SSLContext) -> None:
@@ -120,7 +119,7 @@ async def serving(
     """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
 
     The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
-    without it HTTP/2 is not served. `tls` are arguments of uvicorn (`rest/tls.py`).
+    without it HTTP/2 is not served. `tls` are arguments of uvicorn (`rest/app.py`).
 
     Raises:
         PortConflict: another process began to listen on the address since it was bound.

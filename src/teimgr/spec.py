@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Any, Literal
@@ -60,6 +61,15 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidInstanceName(name, "use a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -")
     return name
+
+
+def rfc3339(moment: datetime, timespec: str = "microseconds") -> str:
+    """A moment in UTC, such as 2026-03-04T12:00:00.123456Z; `timespec` as `datetime.isoformat` has it."""
+    return moment.isoformat(timespec=timespec).replace("+00:00", "Z")
+
+
+def now_rfc3339() -> str:
+    return rfc3339(datetime.now(UTC))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +266,6 @@ class WorkerSpec:
         return self.api_key is None or hmac.compare_digest(authorization, f"Bearer {self.api_key}".encode())
 
     def to_json(self) -> str:
-        """The object as one line of JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -308,12 +317,10 @@ class LoadedModel:
     load_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LoadedModel:
-        """The inverse of `to_dict`."""
         known: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in values.items()}
         return cls(**known)
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 import pytest
 from tests.support.api_keys import AUTH, KEYS, SECRETS
 
-from teimgr.auth.callers import certificate_from_tls
-from teimgr.auth.policy import NO_CERTIFICATE, Policy, new_key, subject_attributes
+from teimgr.auth.policy import NO_CERTIFICATE, Policy, certificate_from_tls, new_key, subject_attributes
 from teimgr.config.auth import policy_of
 from teimgr.errors import Unauthenticated
 

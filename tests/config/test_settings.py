@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teimgr.config import schema
-from teimgr.config.provenance import effective, plain
 from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook
-from teimgr.config.sources import Configuration, Source, load, read, scalars, unheard
+from teimgr.config.sources import Configuration, Source, effective, load, plain, read, scalars, unread_variables
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec, key_of
 
@@ -459,10 +458,10 @@ def test_any_plain_table_is_read_or_refused_with_a_path(table: dict[str, object]
 
 
 def test_a_misspelt_variable_is_told_with_the_nearest_known_one() -> None:
-    promised = list(unheard({"TEI_MANAGER_GRPC_TLS_ENABLED": "true", "TEI_MANAGER_GRPC_PORT": "9001"}))
+    promised = list(unread_variables({"TEI_MANAGER_GRPC_TLS_ENABLED": "true", "TEI_MANAGER_GRPC_PORT": "9001"}))
     assert [each.split()[3] for each in promised] == ["TEI_MANAGER_GRPC_TLS_ENABLED"]
 
-    said = list(unheard({"TEIMGR_API_PRT": "1", "TEIMGR_API_PORT": "9000", "HOME": "/"}))
+    said = list(unread_variables({"TEIMGR_API_PRT": "1", "TEIMGR_API_PORT": "9000", "HOME": "/"}))
 
     assert len(said) == 1
     assert "TEIMGR_API_PRT" in said[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -347,10 +348,11 @@ def crash(folder: Path) -> Callable[..., None]:
     """Runs a daemon with `a` until that many workers are there, perhaps after the beginning of a change; kills it."""
 
     def run(*, replicas: int = 1, change: str = "", workers: int) -> None:
-        command = [sys.executable, "-m", "tests.support.fakes.rolling_daemon", str(folder), str(replicas), change]
+        options = ["a=first-only", "--replicas", str(replicas), "--change", change]
+        command = [sys.executable, "-m", "tests.support.fakes.daemon", str(folder), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
             assert daemon.stdout is not None
-            assert daemon.stdout.readline() == b"running\n"
+            assert json.loads(daemon.stdout.readline()).keys() == {"a"}
             while len(list((folder / "run").glob("????????????.json"))) < workers:
                 assert daemon.poll() is None
             daemon.kill()

@@ -15,8 +15,7 @@ from tests.support.memory_fleet import Fleet
 from teimgr.config.settings import Settings
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.registry.registry import Registry
-from teimgr.rest.app import create_app
-from teimgr.rest.tls import uvicorn_options
+from teimgr.rest.app import create_app, uvicorn_options
 
 
 @dataclass

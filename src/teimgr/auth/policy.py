@@ -1,7 +1,7 @@
 """Authentication and authorisation policy: rights, API keys, client certificate rules.
 
-Transport-independent: REST and gRPC use the same `Policy`. Keys are stored and compared as SHA-256, which is enough for
-random keys.
+REST and gRPC apply the same `Policy` (`authenticate_request`, `authenticate_call`). Keys are stored and compared as
+SHA-256, which is enough for random keys.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
+from typing import Any
 
-from teimgr.errors import Forbidden, Unauthenticated
+from teimgr.errors import Code, Forbidden, Unauthenticated, error_from_code
 
 # The SHA-256 of a shorter key can be reversed by trying.
 MIN_KEY_CHARS = 16
@@ -29,6 +30,29 @@ _ESCAPED = re.compile(rb"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
 # Kinds of alternative names as OpenSSL prints them, and our name for each.
 _SAN_KINDS = ("DNS", "IP", "URI", "email")
 _SAN_ALIASES = {"IP Address": "IP"}
+
+# An ASGI scope, and its keys for the authenticated caller and for the connection's client certificate.
+Scope = MutableMapping[str, Any]
+CALLER, CERTIFICATE = "teimgr.caller", "teimgr.certificate"
+
+# TEI's text.
+_INVALID_KEY = "No valid auth token"
+# Attribute names of getpeercert() → the short names that OpenSSL, and so gRPC, prints.
+_SHORT_NAMES = {
+    "commonName": "CN",
+    "organizationName": "O",
+    "organizationalUnitName": "OU",
+    "countryName": "C",
+    "stateOrProvinceName": "ST",
+    "localityName": "L",
+    "domainComponent": "DC",
+    "userId": "UID",
+    "surname": "SN",
+    "givenName": "GN",
+    "streetAddress": "street",
+}
+# Keys of gRPC's auth_context → kinds of alternative names.
+_GRPC_SANS = {"peer_dns": "DNS", "peer_ip": "IP", "peer_uri": "URI", "peer_email": "email"}
 
 
 class Right(str, Enum):
@@ -52,7 +76,6 @@ class Caller:
         return self.instances is not None
 
     def covers(self, instance: str) -> bool:
-        """Whether the caller may use the instance of this name."""
         return self.instances is None or any(fnmatchcase(instance, pattern) for pattern in self.instances)
 
     def require(self, rights: frozenset[Right]) -> None:
@@ -106,7 +129,6 @@ class CertificateRules:
 
     @property
     def required(self) -> bool:
-        """Whether a certificate must match a rule."""
         return bool(self.subjects or self.sans)
 
     def allow(self, certificate: CertificateNames) -> bool:
@@ -159,7 +181,7 @@ class Policy:
             Unauthenticated: the certificate is not allowed.
         """
         if not self.certificates.allow(certificate):
-            raise Unauthenticated("the client certificate names nobody who is let in")
+            raise Unauthenticated("the subject and names of the client certificate match none of the allowed ones")
         if self.keys is None:
             return ANONYMOUS
         given = digest(key or "")
@@ -174,7 +196,6 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """The inverse of `to_json`."""
         values = json.loads(text)
         rules = CertificateRules(**{name: tuple(names) for name, names in values["certificates"].items()})
         keys = None if values["keys"] is None else tuple(map(_key, values["keys"]))
@@ -200,8 +221,62 @@ class PolicyInForce:
         return lambda: self._listeners.remove(listener)
 
 
+def caller_of(scope: Scope) -> Caller:
+    """The caller of an authenticated request; `ANONYMOUS` where authentication is off."""
+    caller: Caller = scope.get(CALLER, ANONYMOUS)
+    return caller
+
+
+def authenticate_request(policy: Policy, scope: Scope) -> Caller:
+    """Authenticate an HTTP request by its ASGI scope.
+
+    Raises:
+        Unauthenticated: the certificate is not allowed, or the key is unknown.
+    """
+    headers = dict(reversed(scope["headers"]))  # the first of several
+    authorization, x_api_key = (
+        None if (value := headers.get(name)) is None else value.decode("latin-1")
+        for name in (b"authorization", b"x-api-key")
+    )
+    return policy.authenticate(scope.get(CERTIFICATE, NO_CERTIFICATE), key_in(authorization, x_api_key))
+
+
+def authenticate_call(policy: Policy, context: Any) -> Caller:
+    """Authenticate a gRPC call by its servicer context.
+
+    Raises:
+        Unauthenticated: the certificate is not allowed, or the key is unknown.
+    """
+    if policy.is_open:
+        return ANONYMOUS
+    certificate = certificate_from_grpc(context.auth_context()) if policy.certificates.required else NO_CERTIFICATE
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    try:
+        return policy.authenticate(certificate, key_in(metadata.get("authorization"), metadata.get("x-api-key")))
+    except InvalidKey as error:
+        raise error_from_code(Code.UNAUTHENTICATED, _INVALID_KEY) from error
+
+
+def certificate_from_tls(certificate: Mapping[str, Any]) -> CertificateNames:
+    """The names in a certificate as returned by `SSLSocket.getpeercert()`."""
+    pairs = (pair for relative in certificate.get("subject", ()) for pair in relative)
+    return CertificateNames(
+        frozenset(f"{_SHORT_NAMES.get(kind, kind)}={value}" for kind, value in pairs),
+        frozenset(alternative_name(kind, value) for kind, value in certificate.get("subjectAltName", ())),
+    )
+
+
+def certificate_from_grpc(properties: Mapping[str, Sequence[bytes]]) -> CertificateNames:
+    """The names in a certificate as returned by gRPC's `ServicerContext.auth_context()`."""
+    subjects = (subject_attributes(value.decode("utf-8", "replace")) for value in properties.get("x509_subject", ()))
+    sans = ((kind, value) for key, kind in _GRPC_SANS.items() for value in properties.get(key, ()))
+    return CertificateNames(
+        frozenset(part for subject in subjects for part in subject),
+        frozenset(alternative_name(kind, value.decode("utf-8", "replace")) for kind, value in sans),
+    )
+
+
 def new_key() -> str:
-    """A new random API key."""
     return _KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 

@@ -103,13 +103,11 @@ class TlsWatch:
         self._taken = self._seen = files.stamp()
 
     async def run(self) -> None:
-        """Poll until cancelled."""
         while True:
             await asyncio.sleep(self._poll_s)
             await self.look()
 
     async def look(self) -> None:
-        """Poll once."""
         stamp = self._files.stamp()
         settled, self._seen = stamp == self._seen, stamp
         if not settled or stamp == self._taken:

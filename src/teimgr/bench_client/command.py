@@ -61,7 +61,8 @@ async def _run(arguments: argparse.Namespace) -> int:
     finally:
         await channel.close()
     print(json.dumps(_result(arguments, len(texts), outcome), indent=2))
-    _explain(outcome)
+    for reason, times in outcome.reasons.most_common(_NAMED_REASONS):
+        print(f"bench-client: {times} × {' '.join(reason.split())}", file=sys.stderr)
     return 1 if outcome.failed else 0
 
 
@@ -90,17 +91,11 @@ def _result(arguments: argparse.Namespace, texts: int, outcome: load.Outcome) ->
 
 
 def _latency(samples_ms: list[float]) -> dict[str, float] | None:
-    """Latency percentiles of the answered requests; None without any."""
     if not samples_ms:
         return None
     p50, p90, p95, p99 = np.percentile(samples_ms, (50, 90, 95, 99))
     values = {"p50": p50, "p90": p90, "p95": p95, "p99": p99, "max": max(samples_ms), "mean": np.mean(samples_ms)}
     return {key: round(float(value), 3) for key, value in values.items()}
-
-
-def _explain(outcome: load.Outcome) -> None:
-    for reason, times in outcome.reasons.most_common(_NAMED_REASONS):
-        print(f"bench-client: {times} × {' '.join(reason.split())}", file=sys.stderr)
 
 
 @contextmanager

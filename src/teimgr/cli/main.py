@@ -26,13 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Run the daemon until SIGTERM or SIGINT."""
-    from teimgr.config.sources import Source, read, unheard
+    from teimgr.config.sources import Source, read, unread_variables
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
     source = Source(file=options.config, overrides=keys)
     configuration = read(source)
-    for warning in unheard():
+    for warning in unread_variables():
         print(f"teimgr: warning: {warning}", file=sys.stderr)
     # The daemon's imports are slow; invalid settings are reported before them.
     from teimgr.daemon import main as run
@@ -41,7 +40,6 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def quickstart(options: argparse.Namespace) -> int:
-    """Start a daemon with one ready instance of a small model."""
     from teimgr.cli.quickstart import main as start
 
     return start(once=options.once)
@@ -62,11 +60,9 @@ def config_check(options: argparse.Namespace) -> int:
 
 
 def config_show(options: argparse.Namespace) -> int:
-    """Print the effective settings as TOML, each key with its source in a comment."""
     import tomli_w
 
-    from teimgr.config.provenance import effective
-    from teimgr.config.sources import Source, read
+    from teimgr.config.sources import Source, effective, read
 
     lines, table = [], ""
     for value in effective(read(Source(file=options.file))):
@@ -84,14 +80,12 @@ def config_show(options: argparse.Namespace) -> int:
 
 
 def models(options: argparse.Namespace) -> int:
-    """Run one verb of `teimgr models` against a running daemon."""
     from teimgr.cli.model_commands import run
 
     return run(options)
 
 
 def key_new(options: argparse.Namespace) -> int:
-    """Generate an API key; print it and its table for the configuration."""
     from teimgr.config.auth import table_of_new_key
 
     key, table = table_of_new_key(options.name, options.rights, options.instances)
@@ -141,10 +135,10 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verbs = commands.add_parser("config", help="look at a configuration").add_subparsers(metavar="WHAT", required=True)
-    checking = verbs.add_parser("check", help="say what is wrong in a file, and where")
+    checking = verbs.add_parser("check", help="report the faults of a file, each with its line")
     checking.add_argument("file", type=Path, metavar="FILE")
     checking.set_defaults(run=config_check)
-    showing = verbs.add_parser("show", help="every setting in effect, and who said it")
+    showing = verbs.add_parser("show", help="every setting in effect, with its source")
     showing.add_argument("file", type=Path, metavar="FILE", nargs="?", help="settings in TOML; default: none")
     showing.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     showing.set_defaults(run=config_show)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from teimgr.client import AsyncClient, Tls
-from teimgr.client.rest import TrialOptions
+from teimgr.client.rest import LoadOptions
 from teimgr.errors import TeimgrError
 
 _INTERRUPTED = 130
@@ -46,7 +46,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def list_models(client: AsyncClient, options: argparse.Namespace) -> int:
-    """Print all models, as a table or as the daemon's JSON."""
     models = await client.models()
     if options.json:
         print(json.dumps(models, indent=2))
@@ -60,7 +59,6 @@ async def list_models(client: AsyncClient, options: argparse.Namespace) -> int:
 
 
 async def pull(client: AsyncClient, options: argparse.Namespace) -> int:
-    """Download a model, with a progress bar on stderr; print its folder."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(options.model, total=None)
@@ -76,8 +74,7 @@ async def pull(client: AsyncClient, options: argparse.Namespace) -> int:
 
 
 async def check(client: AsyncClient, options: argparse.Namespace) -> int:
-    """Try a model in a throw-away worker and print the measurements."""
-    trial: TrialOptions = {"device": "cpu"} if options.cpu else {}
+    trial: LoadOptions = {"device": "cpu"} if options.cpu else {}
     if options.gpu_id is not None:
         trial["gpu_id"] = options.gpu_id
     if options.dtype is not None:
@@ -96,7 +93,6 @@ async def check(client: AsyncClient, options: argparse.Namespace) -> int:
 
 
 async def remove(client: AsyncClient, options: argparse.Namespace) -> int:
-    """Delete a model from the daemon's cache."""
     model = await client.delete_model(options.model)
     print(f"deleted {model['model_id']}: {decimal(model.get('cache_size_bytes', 0))}")
     return 0

@@ -150,7 +150,6 @@ def suggestions(addresses: Addresses) -> list[str]:
 
 
 def free_port(preferred: int) -> int:
-    """`preferred`, or a free port when it is in use."""
     for port in (preferred, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -160,7 +159,6 @@ def free_port(preferred: int) -> int:
 
 
 def wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait until the daemon ends or the user interrupts."""
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         process.wait()

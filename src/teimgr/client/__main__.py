@@ -12,7 +12,6 @@ from teimgr.errors import TeimgrError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Embed the texts; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m teimgr.client", description="Embed texts over gRPC.")
     parser.add_argument("--grpc", default=GRPC, metavar="URL", help="the multiplexer (default %(default)s)")
     parser.add_argument("instance", help="who answers")

@@ -76,19 +76,16 @@ def check_texts(name: str, values: object) -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    """Require an unsigned 32-bit integer."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= _MOST:
         raise _not(name, f"an integer from 0 to {_MOST}", value)
 
 
 def check_limit(name: str, value: object) -> None:
-    """Require an integer of at least 1."""
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
         raise _not(name, "at least 1", value)
 
 
 def check_flag(name: str, value: object) -> None:
-    """Require a boolean."""
     if not isinstance(value, bool | np.bool_):
         raise _not(name, "true or false", value)
 

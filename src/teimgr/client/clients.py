@@ -90,7 +90,6 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Stop the loop and end its thread."""
         self.run(self._loop.shutdown_asyncgens())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -106,7 +106,6 @@ class GrpcChannel:
         self._channel = grpc.aio.secure_channel(self._address.authority, credentials, options=options)
 
     async def close(self) -> None:
-        """Cancel running calls and close the connection."""
         self._unary.clear()
         if self._channel is not None:
             await self._channel.close()
@@ -230,9 +229,9 @@ def _raise_if_closed() -> None:
 
 
 # What grpc.aio puts in place of the server's status when a write comes too late (grpc issue 36066).
-_MADE_UP = "Internal error from Core"
-_LATE_S = 1.0
-_LOOK_S = 0.002
+_CORE_ERROR = "Internal error from Core"
+_TRUE_STATUS_LIMIT_S = 1.0
+_STATUS_POLL_S = 0.002
 
 
 class CallStatus:
@@ -251,9 +250,9 @@ class CallStatus:
         """The status of a call that is done."""
         if self._status is None:
             self._status = (await self._call.code(), await self._call.details(), None)
-        end = time.monotonic() + _LATE_S
-        while self._status[1] == _MADE_UP and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_S)
+        end = time.monotonic() + _TRUE_STATUS_LIMIT_S
+        while self._status[1] == _CORE_ERROR and time.monotonic() < end:
+            await asyncio.sleep(_STATUS_POLL_S)
             self._note(self._call)
         return self._status
 

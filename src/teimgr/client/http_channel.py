@@ -61,7 +61,6 @@ class HttpChannel:
         )
 
     async def close(self) -> None:
-        """Close every connection."""
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -26,7 +26,7 @@ from teimgr.client.payloads import (
     pack_texts,
     slices,
     target,
-    truncation,
+    text_fields,
     unpack_vectors,
     vector,
 )
@@ -53,8 +53,12 @@ class RpcCalls:
     _grpc: GrpcChannel
     _timeout_s: float
 
-    async def _unary(self, method: str, request: Message, reply: type[MessageT]) -> MessageT:
-        return reply.FromString(await self._grpc.unary(method, request.SerializeToString(), self._timeout_s))
+    async def _unary(
+        self, method: str, request: type[Message], reply: type[MessageT], options: Routing, **fields: Any
+    ) -> MessageT:
+        """One call of a method whose `request` has the routing as `target` and a message of `fields` as `request`."""
+        message = request(target=target(options), **{"request": fields} if fields else {})
+        return reply.FromString(await self._grpc.unary(method, message.SerializeToString(), self._timeout_s))
 
     async def _each_text(
         self, texts: str | Sequence[str], in_flight: int, call: Callable[[str], Coroutine[Any, Any, ResultT]]
@@ -170,11 +174,10 @@ class InferenceCalls(RpcCalls):
         check_options(options, TextOptions)
 
         async def embed_one(text: str) -> SparseVector:
-            inner = tei_pb2.EmbedSparseRequest(
-                inputs=text, prompt_name=options.get("prompt_name"), **truncation(options)
+            types = mux_pb2.EmbedSparseRequest, tei_pb2.EmbedSparseResponse
+            return SparseVector.from_message(
+                await self._unary("EmbedSparse", *types, options, **text_fields(text, options))
             )
-            request = mux_pb2.EmbedSparseRequest(target=target(options), request=inner)
-            return SparseVector.from_message(await self._unary("EmbedSparse", request, tei_pb2.EmbedSparseResponse))
 
         return await self._each_text(texts, in_flight, embed_one)
 
@@ -188,9 +191,8 @@ class InferenceCalls(RpcCalls):
         check_options(options, TextOptions)
 
         async def embed_one(text: str) -> Vectors:
-            inner = tei_pb2.EmbedAllRequest(inputs=text, prompt_name=options.get("prompt_name"), **truncation(options))
-            request = mux_pb2.EmbedAllRequest(target=target(options), request=inner)
-            reply = await self._unary("EmbedAll", request, tei_pb2.EmbedAllResponse)
+            types = mux_pb2.EmbedAllRequest, tei_pb2.EmbedAllResponse
+            reply = await self._unary("EmbedAll", *types, options, **text_fields(text, options))
             rows = [np.array(token.embeddings, np.float32) for token in reply.token_embeddings]
             return np.stack(rows) if rows else np.empty((0, 0), np.float32)
 
@@ -271,8 +273,7 @@ class InferenceCalls(RpcCalls):
     async def info(self, **routing: Unpack[Routing]) -> Info:
         """Properties and limits of the served model."""
         check_options(routing, Routing)
-        request = mux_pb2.InfoRequest(target=target(routing))
-        return Info.from_message(await self._unary("Info", request, tei_pb2.InfoResponse))
+        return Info.from_message(await self._unary("Info", mux_pb2.InfoRequest, tei_pb2.InfoResponse, routing))
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, prompt_name: str | None = None, **routing: Unpack[Routing]
@@ -283,9 +284,8 @@ class InferenceCalls(RpcCalls):
         check_flag("add_special_tokens", add_special_tokens)
         if prompt_name is not None:
             check_text("prompt_name", prompt_name)
-        inner = tei_pb2.EncodeRequest(inputs=text, add_special_tokens=add_special_tokens, prompt_name=prompt_name)
-        request = mux_pb2.EncodeRequest(target=target(routing), request=inner)
-        reply = await self._unary("Tokenize", request, tei_pb2.EncodeResponse)
+        fields = {"inputs": text, "add_special_tokens": add_special_tokens, "prompt_name": prompt_name}
+        reply = await self._unary("Tokenize", mux_pb2.EncodeRequest, tei_pb2.EncodeResponse, routing, **fields)
         return [Token.from_message(token) for token in reply.tokens]
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, **routing: Unpack[Routing]) -> str:
@@ -295,9 +295,8 @@ class InferenceCalls(RpcCalls):
         check_sequence("ids", ids)
         for position, token in enumerate(ids):
             check_count(f"ids[{position}]", token)
-        inner = tei_pb2.DecodeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
-        request = mux_pb2.DecodeRequest(target=target(routing), request=inner)
-        return (await self._unary("Decode", request, tei_pb2.DecodeResponse)).text
+        types = mux_pb2.DecodeRequest, tei_pb2.DecodeResponse
+        return (await self._unary("Decode", *types, routing, ids=ids, skip_special_tokens=skip_special_tokens)).text
 
 
 def _ipc(reply: bytes) -> bytes:

@@ -57,7 +57,7 @@ class ArrowOptions(EmbedOptions, total=False):
     lz4_reply: bool
 
 
-class InferOptions(EmbedOptions, total=False):
+class TableOptions(EmbedOptions, total=False):
     """Options of `teimgr.v1.Arrow`.
 
     `outputs` are of dense, sparse, multi_vector, tokens and scores; `input` is text, pair or ids where the names of the
@@ -110,6 +110,16 @@ def truncation(options: TextOptions | ScoreOptions) -> dict[str, Any]:
     return {"truncate": options.get("truncate", True), "truncation_direction": direction}
 
 
+def text_fields(text: str, options: TextOptions) -> dict[str, Any]:
+    """The fields of a request for one text that has no other options."""
+    return {"inputs": text, "prompt_name": options.get("prompt_name"), **truncation(options)}
+
+
+def score_fields(options: ScoreOptions) -> dict[str, Any]:
+    """The options of a request for scores."""
+    return {"raw_scores": options.get("raw_scores", False), **truncation(options)}
+
+
 def embed_request(text: str, options: EmbedOptions) -> bytes:
     """`tei_multiplexer.v1.EmbedRequest` for one text."""
     inner = tei_pb2.EmbedRequest(
@@ -137,7 +147,7 @@ def arrow_request(ipc: bytes, options: ArrowOptions) -> bytes:
     ).SerializeToString()
 
 
-def infer_request(ipc: bytes, options: InferOptions) -> bytes:
+def infer_request(ipc: bytes, options: TableOptions) -> bytes:
     """`teimgr.v1.ArrowRequest` for one IPC stream.
 
     Raises:
@@ -161,7 +171,7 @@ def infer_request(ipc: bytes, options: InferOptions) -> bytes:
     ).SerializeToString()
 
 
-def _reply_compression(options: ArrowOptions | InferOptions) -> mux_pb2.ArrowCompression:
+def _reply_compression(options: ArrowOptions | TableOptions) -> mux_pb2.ArrowCompression:
     return mux_pb2.ARROW_COMPRESSION_LZ4 if options.get("lz4_reply") else mux_pb2.ARROW_COMPRESSION_NONE
 
 

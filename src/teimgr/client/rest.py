@@ -196,7 +196,7 @@ def _path(name: str, verb: str = "") -> str:
     return f"/instances/{check_name(name)}" + (f"/{verb}" if verb else "")
 
 
-class TrialOptions(TypedDict, total=False):
+class LoadOptions(TypedDict, total=False):
     """The optional fields of `POST /models/{id}/load`."""
 
     gpu_id: int
@@ -242,7 +242,7 @@ class ModelCalls(RestCalls):
                     return
         raise Unavailable("the daemon ended the stream before the download was done")
 
-    async def try_model(self, model_id: str, **options: Unpack[TrialOptions]) -> Mapping[str, Any]:
+    async def try_model(self, model_id: str, **options: Unpack[LoadOptions]) -> Mapping[str, Any]:
         """Load a model in a throw-away worker and measure it; no timeout. `status` is `verified` where it passed."""
         path = _model_path(model_id, "/load")
         model: Mapping[str, Any] = await self._http.call("POST", path, body=dict(options), timeout_s=None)

@@ -11,13 +11,13 @@ from teimgr.client.checks import check_flag, check_limit, check_sequence, check_
 from teimgr.client.inference_calls import RpcCalls, items
 from teimgr.client.payloads import (
     Compression,
-    InferOptions,
     ScoreOptions,
+    TableOptions,
     check_options,
     infer_request,
     pack_table,
+    score_fields,
     target,
-    truncation,
 )
 from teimgr.client.values import Prediction, Rank
 from teimgr.config.schema import quoted
@@ -37,11 +37,8 @@ class ScoringCalls(RpcCalls):
         check_options(options, ScoreOptions)
 
         async def predict_one(text: str) -> Sequence[Prediction]:
-            inner = tei_pb2.PredictRequest(
-                inputs=text, raw_scores=options.get("raw_scores", False), **truncation(options)
-            )
-            request = mux_pb2.PredictRequest(target=target(options), request=inner)
-            return _predictions(await self._unary("Predict", request, tei_pb2.PredictResponse))
+            types = mux_pb2.PredictRequest, tei_pb2.PredictResponse
+            return _predictions(await self._unary("Predict", *types, options, inputs=text, **score_fields(options)))
 
         return await self._each_text(texts, in_flight, predict_one)
 
@@ -56,11 +53,8 @@ class ScoringCalls(RpcCalls):
             check_texts(f"pairs[{position}]", pair)
             if len(pair) != 2:
                 raise ValidationError(f"pairs[{position}] must be two texts, not {len(pair)}")
-            inner = tei_pb2.PredictPairRequest(
-                inputs=pair, raw_scores=options.get("raw_scores", False), **truncation(options)
-            )
-            request = mux_pb2.PredictPairRequest(target=target(options), request=inner)
-            return _predictions(await self._unary("PredictPair", request, tei_pb2.PredictResponse))
+            types = mux_pb2.PredictPairRequest, tei_pb2.PredictResponse
+            return _predictions(await self._unary("PredictPair", *types, options, inputs=pair, **score_fields(options)))
 
         return await self._each(pairs, in_flight, predict_one)
 
@@ -72,15 +66,8 @@ class ScoringCalls(RpcCalls):
         check_text("query", query)
         check_texts("texts", texts)
         check_flag("return_text", return_text)
-        inner = tei_pb2.RerankRequest(
-            query=query,
-            texts=texts,
-            raw_scores=options.get("raw_scores", False),
-            return_text=return_text,
-            **truncation(options),
-        )
-        request = mux_pb2.RerankRequest(target=target(options), request=inner)
-        return _ranks(await self._unary("Rerank", request, tei_pb2.RerankResponse))
+        fields = {"query": query, "texts": texts, "return_text": return_text, **score_fields(options)}
+        return _ranks(await self._unary("Rerank", mux_pb2.RerankRequest, tei_pb2.RerankResponse, options, **fields))
 
     async def rerank_stream(
         self,
@@ -101,14 +88,8 @@ class ScoringCalls(RpcCalls):
             async for text in items(texts):
                 check_text(f"texts[{position}]", text)
                 position += 1
-                inner = tei_pb2.RerankStreamRequest(
-                    query=query,
-                    text=text,
-                    raw_scores=options.get("raw_scores", False),
-                    return_text=return_text,
-                    **truncation(options),
-                )
-                yield mux_pb2.RerankStreamRequest(target=target(options), request=inner).SerializeToString()
+                fields = {"query": query, "text": text, "return_text": return_text, **score_fields(options)}
+                yield mux_pb2.RerankStreamRequest(target=target(options), request=fields).SerializeToString()
 
         reply = await self._grpc.collect("RerankStream", requests(), idle_s=self._timeout_s)
         return _ranks(tei_pb2.RerankResponse.FromString(reply))
@@ -139,7 +120,7 @@ class TableCalls(RpcCalls):
         batch_rows: int = 2048,
         in_flight: int = 2,
         compression: Compression | None = None,
-        **options: Unpack[InferOptions],
+        **options: Unpack[TableOptions],
     ) -> pa.Table:
         """A row for every row of `table`, in order: the columns `keys`, a column per output, and `error`.
 
@@ -147,7 +128,7 @@ class TableCalls(RpcCalls):
         are no `keys` are not sent. `batch_rows` rows travel per call, `in_flight` calls at a time. A row that fails
         alone has nulls and its reason in `error`; a failing call raises.
         """
-        check_options(options, InferOptions)
+        check_options(options, TableOptions)
         check_limit("batch_rows", batch_rows)
         whole = _sent(table, options, "table")
 
@@ -168,13 +149,13 @@ class TableCalls(RpcCalls):
         *,
         compression: Compression | None = None,
         window: int = _WINDOW,
-        **options: Unpack[InferOptions],
+        **options: Unpack[TableOptions],
     ) -> AsyncIterator[pa.Table]:
         """One answer per table, in order, while `tables` is still being read.
 
         Memory is constant: at most `window` tables are sent and not answered. A plain iterable is read on a thread.
         """
-        check_options(options, InferOptions)
+        check_options(options, TableOptions)
         check_limit("window", window)
         check_source("tables", tables)
 
@@ -189,7 +170,7 @@ class TableCalls(RpcCalls):
             yield _unpack(reply)
 
 
-def _sent(table: Table, options: InferOptions, name: str) -> pa.Table:
+def _sent(table: Table, options: TableOptions, name: str) -> pa.Table:
     """The columns that the server needs."""
     if isinstance(table, pa.RecordBatch):
         table = pa.Table.from_batches([table])

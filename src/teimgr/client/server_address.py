@@ -92,7 +92,6 @@ class ServerAddress:
 
     @property
     def url(self) -> str:
-        """Scheme and authority, without a trailing slash."""
         return f"{'https' if self.secure else 'http'}://{self.authority}"
 
 

@@ -56,7 +56,6 @@ class Instance:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Instance:
-        """Read the contract's object."""
         known = {item.name: body[item.name] for item in fields(cls) if item.name in body}
         return cls(**known | {"status": State(body["status"]), "details": dict(body)})
 
@@ -77,7 +76,6 @@ class InstanceEvent:
 
     @classmethod
     def from_json(cls, event: str, body: Mapping[str, Any]) -> InstanceEvent:
-        """Read REST's object."""
         known = {item.name: body[item.name] for item in fields(cls) if item.name in body}
         return cls(**known | {"event": event, "details": dict(body)})
 

@@ -1,1 +1,1 @@
-"""Settings of the daemon: declaration, sources (TOML, environment, flags), validation and provenance."""
+"""Settings of the daemon and keys of instances: declaration, sources (TOML, environment, flags), validation."""

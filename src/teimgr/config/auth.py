@@ -112,26 +112,25 @@ class Auth:
     tls: ServerTls | None = _key(None, "TLS without certificates of clients, where mtls is no provider")
     api_keys: tuple[ApiKeyEntry, ...] = _key((), "the keys of the provider api_keys")
 
-    def asks_for(self, provider: str) -> bool:
+    def requires(self, provider: str) -> bool:
         return self.enabled and provider in self.providers
 
     def files(self) -> TlsFiles | None:
         """The files of the two listeners, None without TLS."""
-        if self.mtls is not None and self.asks_for(MTLS):
+        if self.mtls is not None and self.requires(MTLS):
             return TlsFiles(self.mtls.server_cert, self.mtls.server_key, self.mtls.ca_cert)
         if self.tls is not None and self.enabled:
             return TlsFiles(self.tls.server_cert, self.tls.server_key)
         return None
 
     def warnings(self) -> Iterator[str]:
-        """Warnings for the log at the start."""
         if self.mtls and self.mtls.allow_self_signed:
             yield "auth.mtls.allow_self_signed is ignored: clients must present a chain to ca_cert"
         if self.mtls and self.mtls.allowed_sans and not self.mtls.verify_san:
             yield "auth.mtls.allowed_sans is not looked at: verify_san is false"
-        if self.api_keys and not self.asks_for(API_KEYS):
+        if self.api_keys and not self.requires(API_KEYS):
             yield f"auth.api_keys are not asked for: auth.enabled must be true and {API_KEYS!r} one of auth.providers"
-        if self.asks_for(API_KEYS):
+        if self.requires(API_KEYS):
             yield (
                 "the instances' own ports ask for none of auth.api_keys: keep instance_host on this machine, or give "
                 "instances a key of their own (extra_args --api-key)"
@@ -146,8 +145,8 @@ def policy_of(auth: Auth | None, environ: Mapping[str, str] = os.environ) -> Pol
     """
     if auth is None or not auth.enabled:
         return Policy()
-    certified = auth.mtls if auth.asks_for(MTLS) else None
-    keys = tuple(key.read(environ) for key in auth.api_keys) if auth.asks_for(API_KEYS) else None
+    certified = auth.mtls if auth.requires(MTLS) else None
+    keys = tuple(key.read(environ) for key in auth.api_keys) if auth.requires(API_KEYS) else None
     return Policy(certified.rules() if certified else CertificateRules(), keys, certified is not None)
 
 
@@ -176,14 +175,14 @@ def faults(auth: Auth) -> Iterator[ConfigFault]:
             "a header that anybody can write is not",
         )
     yield from _certificates(auth)
-    if auth.asks_for(API_KEYS):
+    if auth.requires(API_KEYS):
         yield from _api_keys(auth.api_keys)
 
 
 def _certificates(auth: Auth) -> Iterator[ConfigFault]:
-    if auth.asks_for(MTLS) and auth.mtls is None:
+    if auth.requires(MTLS) and auth.mtls is None:
         yield ConfigFault("auth.mtls", "mTLS provider enabled but mtls config missing")
-    if auth.asks_for(MTLS) and auth.tls is not None:
+    if auth.requires(MTLS) and auth.tls is not None:
         yield ConfigFault("auth.tls", "must be absent where mtls is a provider: [auth.mtls] has the files")
     files = auth.files()
     if files is None:
@@ -197,7 +196,7 @@ def _certificates(auth: Auth) -> Iterator[ConfigFault]:
 
 def _api_keys(keys: tuple[ApiKeyEntry, ...]) -> Iterator[ConfigFault]:
     if not keys:
-        yield ConfigFault("auth.api_keys", "the provider api_keys is enabled but there are no keys: nobody could call")
+        yield ConfigFault("auth.api_keys", "the provider api_keys is enabled and has no key: every call is refused")
     seen: dict[str, str] = {}
     for index, key in enumerate(keys):
         path = f"auth.api_keys[{index}]"

@@ -1,14 +1,15 @@
-"""`extra_args`: flags of TEI's router (text-embeddings-router 1.x), parsed into fields of `WorkerSpec`."""
+"""Validation of an instance's keys; `extra_args`: flags of TEI's router (1.x), parsed into fields of `WorkerSpec`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args, get_type_hints
 
-from teimgr.errors import InvalidConfig
-from teimgr.spec import KEYS, InstanceKey, InstanceSpec
+from teimgr.config.schema import ConfigFault, join
+from teimgr.errors import InvalidConfig, ValidationError
+from teimgr.spec import KEYS, InstanceKey, InstanceSpec, check_name
 
 REDACTED = "***"
 LENGTH_LIMIT_CHARS = 16 * 1024
@@ -52,7 +53,6 @@ class _Flag:
 
 
 def _flag_of(name: str, key: InstanceKey) -> _Flag:
-    """The flag of an instance's key, which has the values that the key has."""
 
     def word(value: str) -> str:
         if problem := key.not_a_word(value):
@@ -63,14 +63,10 @@ def _flag_of(name: str, key: InstanceKey) -> _Flag:
     return _Flag(word if key.words else _boolean if bool in kinds else _count if int in kinds else _text, name)
 
 
-def _spelled(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 _IGNORED = _Flag()
 
 FLAGS: dict[str, _Flag] = {
-    **{_spelled(name): _flag_of(name, key) for name, key in KEYS.items() if key.flag},
+    **{f"--{name.replace('_', '-')}": _flag_of(name, key) for name, key in KEYS.items() if key.flag},
     "--served-model-name": _Flag(_text, "served_model_name"),
     "--max-batch-requests": _Flag(_count, "max_batch_requests"),
     "--max-client-batch-size": _Flag(_count, "max_client_batch_size"),
@@ -160,3 +156,27 @@ def shown_args(extra_args: Sequence[str]) -> list[str]:
             words.append(f"{name}={REDACTED}" if name == _SECRET and equals else word)
         is_key = not is_key and word == _SECRET
     return words
+
+
+def check_instance(spec: InstanceSpec) -> None:
+    """Validate the keys of one instance: the check of REST, of updates, of seeds and of the state file.
+
+    Raises:
+        InvalidInstanceName, ValidationError, InvalidConfig: The first fault.
+    """
+    check_name(spec.name)
+    for fault in key_faults(spec):
+        raise ValidationError(str(fault))
+    parse(spec.extra_args)
+
+
+def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
+    """Keys with a value that they cannot have, or not together."""
+    if not spec.model_id:
+        yield ConfigFault(join(path, "model_id"), "cannot be empty")
+    for name, key in KEYS.items():
+        value = getattr(spec, name)
+        if problem := key.not_a_word(value) or key.out_of_range(value):
+            yield ConfigFault(join(path, name), problem)
+    if spec.replicas == "per-gpu" and spec.gpu_id is not None:
+        yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")

@@ -49,7 +49,6 @@ class MuxConfig:
     otel: Exporting | None = None
 
     def to_json(self) -> str:
-        """The object as one line of JSON; paths are texts."""
         return json.dumps(asdict(self), sort_keys=True, default=str)
 
     @classmethod

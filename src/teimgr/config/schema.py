@@ -41,7 +41,6 @@ class ConfigFaults(InvalidConfig):
 
 
 def refused(path: str, message: str) -> ConfigFaults:
-    """The error for one fault."""
     return ConfigFaults(ConfigFault(path, message))
 
 
@@ -49,7 +48,7 @@ def build(kind: type[T], table: object, path: str = "", *, hidden: Collection[st
     """A whole `kind` from a table.
 
     Raises:
-        Faulty: As `read`, and where a key without a default is absent.
+        ConfigFaults: As `read`, and where a key without a default is absent.
     """
     faults: list[ConfigFault] = []
     values: Mapping[str, Any] = table if isinstance(table, Mapping) else {}
@@ -70,7 +69,7 @@ def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[s
     """The keys in `table`, typed as the fields of `kind`; absent keys stay absent, `hidden` fields are no keys.
 
     Raises:
-        Faulty: Unknown keys, wrong types, numbers outside their limits.
+        ConfigFaults: Unknown keys, wrong types, numbers outside their limits.
     """
     if not isinstance(table, Mapping):
         raise refused(path, f"must be a table (got {quoted(table)})")
@@ -89,7 +88,7 @@ def each(items: Iterable[tuple[K, object]], one: Callable[[K, object], V]) -> di
     """`one` of every item, by its key.
 
     Raises:
-        Faulty: `one` did, with the faults of all items.
+        ConfigFaults: `one` did, with the faults of all items.
     """
     values: dict[K, V] = {}
     faults: list[ConfigFault] = []
@@ -107,7 +106,7 @@ def convert(value: object, annotation: Any, path: str, key: DeclaredKey | None =
     """`value` typed as `annotation`.
 
     Raises:
-        Faulty: It has another type, or is outside the limits of `key`.
+        ConfigFaults: It has another type, or is outside the limits of `key`.
     """
     if annotation is Any:  # checked where its meaning is known
         return value
@@ -191,7 +190,6 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def join(path: str, name: str) -> str:
-    """The dotted path of a key below `path`."""
     return f"{path}.{name}" if path else name
 
 

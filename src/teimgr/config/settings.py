@@ -1,7 +1,7 @@
-"""Settings of the daemon: name, default, meaning and limits of every key.
+"""Settings of the daemon: name, default, meaning and limits of every key, and the rules between them (`faults`).
 
-`sources.py` reads them, `rules.py` has the rules between them. Times are seconds, sizes bytes unless the name states
-otherwise; relative paths are taken from the working directory.
+`sources.py` reads them. Times are seconds, sizes bytes unless the name states otherwise; relative paths are taken from
+the working directory.
 """
 
 # ruff: noqa: RUF009  `key` is dataclasses.field with metadata; it makes a new field at every call
@@ -9,15 +9,19 @@ otherwise; relative paths are taken from the working directory.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
-from teimgr.errors import InvalidConfig
-from teimgr.spec import I64, U16, U32, InstanceSpec, declared, key
+from teimgr.config.auth import faults as auth_faults
+from teimgr.config.extra_args import key_faults, parse
+from teimgr.config.schema import ConfigFault, unknown_word
+from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.observability import logs
+from teimgr.spec import EVENTS, I64, U16, U32, InstanceSpec, check_name, declared, key
 
 UNPRIVILEGED_PORT = 1024
 TEI_BINARY = "text-embeddings-router"
@@ -148,7 +152,7 @@ class Settings:
 
     @property
     def mtls(self) -> Mtls | None:
-        return self.auth.mtls if self.auth and self.auth.asks_for(MTLS) else None
+        return self.auth.mtls if self.auth and self.auth.requires(MTLS) else None
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -164,7 +168,7 @@ class Settings:
             yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
         if self.auth:
             yield from self.auth.warnings()
-        verified = self.auth is not None and any(map(self.auth.asks_for, PROVIDERS))
+        verified = self.auth is not None and any(map(self.auth.requires, PROVIDERS))
         for name in ("api_host", "grpc_host", "instance_host"):
             host = getattr(self, name)
             # TLS covers the two shared listeners, never the instances' own ports.
@@ -191,8 +195,96 @@ class Settings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address or "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+# Rules that a key alone cannot express; each function yields the faults of one. The messages keep tei-manager's words,
+# which scripts look for.
+
+
+def faults(settings: Settings) -> Iterator[ConfigFault]:
+    yield from _listeners_and_ranges(settings)
+    yield from _caught("log_level", logs.parse_levels, settings.log_level)
+    for index, seed in enumerate(settings.instances):
+        yield from _seed(settings, seed, f"instances[{index}]", settings.instances[:index])
+    if settings.max_instances is not None and len(settings.instances) > settings.max_instances:
+        yield ConfigFault(
+            "instances", f"{len(settings.instances)} seeds, but max_instances is {settings.max_instances}"
+        )
+    yield from _aliases(settings)
+    yield from _webhooks(settings)
+    if settings.auth is not None:
+        yield from auth_faults(settings.auth)
+
+
+def _listeners_and_ranges(settings: Settings) -> Iterator[ConfigFault]:
+    if settings.grpc_enabled and settings.api_port == settings.grpc_port:
+        yield ConfigFault("grpc_port", f"{settings.grpc_port} is the API port too")
+    first, end, most = settings.instance_port_start, settings.instance_port_end, settings.max_instances
+    if end <= first:
+        yield ConfigFault(
+            "instance_port_end", f"instance_port_end ({end}) must be greater than instance_port_start ({first})"
+        )
+    elif most is not None and end - first < most:
+        room = f"Port range [{first}, {end}) only has {end - first} ports but max_instances is {most}"
+        yield ConfigFault("max_instances", room)
+    shortest, longest = settings.restart_backoff_secs, settings.restart_backoff_max_secs
+    if longest < shortest:
+        yield ConfigFault("restart_backoff_max_secs", f"must be >= restart_backoff_secs ({longest} < {shortest})")
+
+
+def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterator[ConfigFault]:
+    try:
+        check(value)
+    except TeimgrError as error:
+        yield ConfigFault(path, error.message.removeprefix(f"{path.rpartition('.')[2]}: "))
+
+
+def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[ConfigFault]:
+    if seed.port:
+        yield from _seed_port(settings, seed, f"{path}.port", before)
+    yield from _caught(f"{path}.name", check_name, seed.name)
+    if any(other.name == seed.name for other in before):
+        yield ConfigFault(f"{path}.name", f"Duplicate instance name: {seed.name}")
+    yield from key_faults(seed, path)
+    yield from _caught(f"{path}.extra_args", parse, seed.extra_args)
+
+
+def _seed_port(
+    settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]
+) -> Iterator[ConfigFault]:
+    who = f"Instance '{seed.name}' port"
+    if seed.port < 1024:
+        yield ConfigFault(path, f"{who} must be >= 1024 (got {seed.port})")
+    if seed.port == settings.api_port:
+        yield ConfigFault(path, f"{who} {seed.port} conflicts with API port")
+    if settings.grpc_enabled and seed.port == settings.grpc_port:
+        yield ConfigFault(path, f"{who} {seed.port} conflicts with gRPC port")
+    if any(other.port == seed.port for other in before):
+        yield ConfigFault(path, f"Duplicate port {seed.port} in instance configs")
+
+
+def _aliases(settings: Settings) -> Iterator[ConfigFault]:
+    """An alias leads to a name in one step, and is not the name of an instance."""
+    seeds = {seed.name for seed in settings.instances}
+    for alias, target in settings.aliases.items():
+        path = f"aliases.{alias}"
+        if not alias or not target:
+            yield ConfigFault(path, "neither an alias nor what it stands for may be empty")
+        if alias in seeds:
+            yield ConfigFault(path, "is the name of an instance")
+        if target in settings.aliases:
+            yield ConfigFault(path, f"{target!r} is an alias itself")
+
+
+def _webhooks(settings: Settings) -> Iterator[ConfigFault]:
+    for index, webhook in enumerate(settings.webhooks):
+        path = f"webhooks[{index}]"
+        if not webhook.url.startswith(("http://", "https://")):
+            yield ConfigFault(f"{path}.url", f"must begin with http:// or https:// (got {webhook.url!r})")
+        for place, name in enumerate(webhook.events):
+            if name not in EVENTS:
+                yield ConfigFault(f"{path}.events[{place}]", unknown_word(name, EVENTS))

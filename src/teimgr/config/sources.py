@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from teimgr.config import rules, schema
+from teimgr.config import schema
+from teimgr.config.extra_args import REDACTED, shown_args
 from teimgr.config.schema import ConfigFault, ConfigFaults, join, refused
-from teimgr.config.settings import Otel, Settings
+from teimgr.config.settings import Otel, Settings, faults
 from teimgr.errors import InvalidConfig
-from teimgr.spec import KEYS, InstanceSpec, key_of, updatable
+from teimgr.spec import KEYS, DeclaredKey, InstanceKey, InstanceSpec, key_of, updatable
 
 
 def key_lines(text: str) -> dict[str, int]:
@@ -102,7 +103,7 @@ class Configuration:
     """Settings, and the source of each key that was given, by its path; the others have their defaults."""
 
     settings: Settings
-    said_by: Mapping[str, str]
+    sources: Mapping[str, str]
 
 
 def load(
@@ -125,17 +126,17 @@ def read(source: Source) -> Configuration:
     lines = key_lines(text)
     try:
         values = _from_file(tomllib.loads(text))
-        said_by = {path: f"{source.file}:{line}" for path, line in lines.items()}
+        sources = {path: f"{source.file}:{line}" for path, line in lines.items()}
         for path, variable in _from_environment(source.environ, values):
-            said_by[path] = f"environment {variable}"
+            sources[path] = f"environment {variable}"
         given = {name: value for name, value in source.overrides.items() if value is not None}
         values |= schema.read(Settings, given)
         settings = Settings(**values)
-        if faults := list(rules.faults(settings)):
-            raise ConfigFaults(*faults)
+        if broken := list(faults(settings)):
+            raise ConfigFaults(*broken)
     except ConfigFaults as error:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
-    return Configuration(settings, said_by | dict.fromkeys(given, "command line"))
+    return Configuration(settings, sources | dict.fromkeys(given, "command line"))
 
 
 def with_template(
@@ -144,7 +145,7 @@ def with_template(
     """The keys of an instance over those of a template; tags of both are joined.
 
     Raises:
-        Faulty: There is no such template.
+        ConfigFaults: There is no such template.
     """
     if not isinstance(name, str) or name not in templates:
         raise refused(path, schema.unknown_word(str(name), templates))
@@ -175,7 +176,7 @@ def scalars() -> Iterator[Scalar]:
                 yield Scalar(path, hint, tuple(filter(None, variables)))
 
 
-def unheard(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Warnings about unrecognised variables with our prefix or tei-manager's.
 
     tei-manager's documentation names some that it never read, among them those meant to turn on TLS.
@@ -243,7 +244,7 @@ def _try(make: Callable[[], Any], otherwise: Any) -> tuple[Any, list[ConfigFault
 
 def _located(fault: ConfigFault, file: Path | None, lines: Mapping[str, int]) -> str:
     line = line_of(fault.path, lines)
-    return ":".join(str(part) for part in (file, line) if part is not None) + f": {fault}" if file else str(fault)
+    return str(fault) if file is None else f"{file}: {fault}" if line is None else f"{file}:{line}: {fault}"
 
 
 def _from_environment(environ: Mapping[str, str], values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -260,3 +261,69 @@ def _from_environment(environ: Mapping[str, str], values: dict[str, Any]) -> Ite
                 raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
             values |= {"otel": replace(values.get("otel", Otel()), **value)} if table else value
             yield ".".join(scalar.path), variable
+
+
+# The settings in effect, key by key, with the source of each value; secrets are not shown.
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One key: its table ("" at the top, `instances[0]` for the first seed), its plain value, and its source."""
+
+    table: str
+    key: str
+    value: Any
+    source: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.table}.{self.key}" if self.table else self.key
+
+
+def effective(configuration: Configuration) -> Iterator[Value]:
+    """Every key: first those of the top level, then table by table."""
+    found = [*_walk("", configuration.settings, configuration.sources)]
+    yield from sorted(found, key=lambda each: each.table != "")
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's and TOML's types, without its secrets."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _shown(name, item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _shown(item.name, getattr(value, item.name), key_of(item)) for item in fields(value)}
+    return value
+
+
+def _walk(table: str, holder: Any, sources: Mapping[str, str]) -> Iterator[Value]:
+    for item in fields(holder):
+        value, key, path = getattr(holder, item.name), key_of(item), f"{table}.{item.name}" if table else item.name
+        if isinstance(key, InstanceKey) and not key.in_config:
+            continue
+        if is_dataclass(value):
+            yield from _walk(path, value, sources)
+        elif isinstance(value, Mapping) and not table:
+            yield from _entries(path, value, sources)
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            for index, each in enumerate(value):
+                yield from _walk(f"{path}[{index}]", each, sources)
+        else:
+            yield Value(table, item.name, _shown(item.name, value, key), sources.get(path, "default"))
+
+
+def _entries(path: str, table: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[Value]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _entries(f"{path}.{name}", value, sources)
+        else:
+            yield Value(path, name, _shown(name, value), sources.get(f"{path}.{name}", "default"))
+
+
+def _shown(name: str, value: Any, key: DeclaredKey | None = None) -> Any:
+    if key and key.secret and value:
+        return REDACTED
+    return shown_args(value) if name == "extra_args" and value else plain(value)

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from teimgr.clock import now_rfc3339
-from teimgr.spec import InstanceSpec, InstanceView
+from teimgr.spec import InstanceSpec, InstanceView, now_rfc3339
 
 KEPT = 1000
 

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from teimgr.auth.callers import caller_of
+from teimgr.auth.policy import caller_of
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import Cancelled, Internal, ModelNotFound, Overloaded, TeimgrError, TooLarge

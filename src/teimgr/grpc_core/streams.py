@@ -157,11 +157,14 @@ class PairCollector:
         self._count = 0
 
     async def collect(
-        self, receive: Receive, pause_s: float | None, request_of: Callable[[bytes], Slice | None] | None = None
+        self,
+        receive: Receive,
+        message_timeout_s: float | None,
+        request_of: Callable[[bytes], Slice | None] | None = None,
     ) -> None:
         """Add the whole stream. `request_of` unwraps a message, whose request may be missing.
 
-        `pause_s` bounds the wait for each message, because those before it are held in memory; None = no bound.
+        `message_timeout_s` bounds the wait for each message, since those before it are held in memory; None: no bound.
 
         Raises:
             InvalidInput: the stream has no messages.
@@ -171,12 +174,12 @@ class PairCollector:
         is_empty = True
         while True:
             try:
-                async with asyncio.timeout(pause_s) as pause:
+                async with asyncio.timeout(message_timeout_s) as limit:
                     message = await receive()
             except TimeoutError:
-                if not pause.expired():
+                if not limit.expired():
                     raise
-                raise DeadlineExceeded(f"Request timeout: no further message within {pause_s:g} s") from None
+                raise DeadlineExceeded(f"Request timeout: no further message within {message_timeout_s:g} s") from None
             if message is None:
                 break
             is_empty = False

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from teimgr.files import write_atomically
+from teimgr.atomic_write import write_atomically
 from teimgr.launch.launcher import Exit, LaunchFailed
 
 KILL_LIMIT_S = 10.0

@@ -63,13 +63,13 @@ async def forward_collected(
     messages: AsyncIterator[bytes],
     named: Target | None,
     *,
-    pause_s: float | None,
+    message_timeout_s: float | None,
     timeout_s: float | None,
     record: CallRecord,
 ) -> WorkerReply:
     """Collect a client stream into one request and forward it to the target of the first message, or to `named`.
 
-    `pause_s` bounds the wait for each message, `timeout_s` the whole call.
+    `message_timeout_s` bounds the wait for each message, `timeout_s` the whole call.
 
     Raises:
         InvalidInput: no messages, no target in the first one, or none has a request.
@@ -94,7 +94,7 @@ async def forward_collected(
 
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            await pairs.collect(receive, pause_s, request_of)
+            await pairs.collect(receive, message_timeout_s, request_of)
             assert target is not None
             with router.lease(target) as lease:
                 record.instance = lease.instance

@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from teimgr.auth.callers import authenticate_call
-from teimgr.auth.policy import PolicyInForce, Right
+from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
 from teimgr.errors import TeimgrError
 from teimgr.grpc_core.rpc_table import RPCS, SERVICES, Rpc, Shape
 from teimgr.mux.forwarding import (
@@ -156,7 +155,7 @@ class MuxHandlers:
             router,
             aiter(messages),
             _named_target(rpc, router, context),
-            pause_s=self._request_timeout_s,
+            message_timeout_s=self._request_timeout_s,
             timeout_s=context.time_remaining(),
             record=record,
         )

@@ -10,8 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from teimgr.auth.callers import authenticate_call
-from teimgr.auth.policy import PolicyInForce, Right
+from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
 from teimgr.directory import RoutingSnapshot
 from teimgr.errors import TeimgrError
 from teimgr.grpc_core import health_reflection

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from teimgr.clock import rfc3339
 from teimgr.errors import InvalidConfig
 from teimgr.observability.request_context import CURRENT
+from teimgr.spec import rfc3339
 
 LEVELS = {
     "trace": logging.DEBUG,

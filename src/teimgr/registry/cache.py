@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr import hub
-from teimgr.clock import rfc3339
+from teimgr.spec import rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class HubCache:
     def _snapshots(self, model_id: str, folder: Path) -> list[Snapshot]:
         refs = dict(_refs(folder / "refs"))
         found = []
-        for path in _folders(folder / "snapshots"):
+        for path in sorted((folder / "snapshots").glob("*/")):
             if (path / "config.json").exists() or (path / "modules.json").exists():
                 names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
                 found.append(self._snapshot(model_id, path, names))
@@ -163,7 +163,6 @@ def needed(names: Sequence[str]) -> list[str]:
 
 
 def default_cache_folder() -> Path:
-    """The hub library's cache folder, from its environment variables."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
@@ -199,7 +198,6 @@ def find_packaged(model_id: str) -> Snapshot | None:
 
 
 def timestamp(seconds: float) -> str:
-    """Seconds since the epoch as RFC 3339 in UTC."""
     return rfc3339(datetime.fromtimestamp(seconds, UTC), "auto")
 
 
@@ -228,13 +226,6 @@ def _refs(folder: Path) -> Iterator[tuple[str, str]]:
             yield path.relative_to(folder).as_posix(), path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             log.warning("unreadable ref in the hub cache", extra={"path": str(path), "reason": str(error)})
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.is_dir()]
-    except OSError:
-        return []
 
 
 def _files(folder: Path, paths: Iterable[Path]) -> Iterator[ModelFileInfo]:

@@ -36,7 +36,6 @@ MESSAGE_S = 0.25
 PIECE_BYTES = 1 << 20
 _HUB_TIMEOUT_S = 20.0
 _TRIES = 5
-_HASH_CHUNK_BYTES = 4 << 20
 _BLOB_NAME = re.compile(r"[0-9a-f]{40,64}")
 # The hub serves larger files by its own protocol only, which its library implements.
 _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
@@ -143,7 +142,12 @@ class Fetch:
                     order.model_id, revision=order.revision, cache_dir=self._cache.folder, allow_patterns=names
                 )
             )
-        self._check_whole(path, files)
+        for file in files:
+            found = _size(path / file.name)
+            if path.name == self._commit and found != file.size_bytes:
+                raise ModelDownloadFailed(
+                    order.model_id, f"{file.name} has {found:,} bytes, the hub announced {file.size_bytes:,}"
+                )
         for file in files:
             self._tally.finish(file)
         return path
@@ -246,20 +250,11 @@ class Fetch:
                 tqdm_class=meter,
             )
 
-    def _check_whole(self, path: Path, files: Iterable[RemoteFile]) -> None:
-        for file in files:
-            found = _size(path / file.name)
-            if path.name == self._commit and found != file.size_bytes:
-                raise ModelDownloadFailed(
-                    self._order.model_id, f"{file.name} has {found:,} bytes, the hub says {file.size_bytes:,}"
-                )
-
     def _blobs(self) -> Path:
         return self._cache.folder_of(self._order.model_id) / "blobs"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the order in `arguments`; the result is the exit status."""
     from huggingface_hub import constants
 
     # Bytes are written and counted in pieces of this size; a smaller rest is lost when the process is killed.
@@ -320,17 +315,11 @@ def _is_fetched_here(file: RemoteFile) -> bool:
 def _problem(file: RemoteFile, path: Path) -> str | None:
     if _size(path) != file.size_bytes:
         return f"{_size(path):,} bytes came, {file.size_bytes:,} were promised"
-    if file.sha256 is not None and (found := _sha256(path)) != file.sha256:
-        return f"its SHA-256 is {found}, {file.sha256} was promised"
-    return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    if file.sha256 is None:
+        return None
+    with path.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    return None if found == file.sha256 else f"its SHA-256 is {found}, {file.sha256} was promised"
 
 
 def _size(path: Path) -> int:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from teimgr.clock import now_rfc3339
-from teimgr.files import write_atomically
+from teimgr.atomic_write import write_atomically
+from teimgr.spec import now_rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,6 @@ class ModelRecords:
         self._records[model_id] = replace(known, **{"added_at": known.added_at or now_rfc3339(), **change})
 
     def forget(self, model_id: str) -> None:
-        """Remove a model's record."""
         self._records.pop(model_id, None)
 
     async def load(self) -> None:
@@ -82,7 +81,6 @@ class ModelRecords:
                 self._save_alarm = None
 
     def alarms(self) -> list[str]:
-        """Sentences about the file."""
         return [alarm for alarm in (self._load_alarm, self._save_alarm) if alarm is not None]
 
     def _read(self) -> dict[str, ModelRecord]:
@@ -107,7 +105,6 @@ class ModelRecords:
 
 
 def records_path(state_file: Path) -> Path:
-    """The registry's file of the daemon with this state file."""
     return state_file.with_name(f"{state_file.stem}.models.json")
 
 

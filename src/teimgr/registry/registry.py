@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from teimgr.clock import now_rfc3339
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import Launcher
@@ -26,7 +25,7 @@ from teimgr.registry.records import ModelRecords, records_path
 from teimgr.registry.tasks import ModelTask, ModelTasks, Observable
 from teimgr.registry.trial import NAME as TRIAL_NAME
 from teimgr.registry.trial import TrialFailed, run_trial
-from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
+from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,6 @@ class Registry:
         await self._tasks.close()
 
     def alarms(self) -> Sequence[str]:
-        """Sentences about the registry's file."""
         return self._records.alarms()
 
     # What REST offers
@@ -188,7 +186,6 @@ class Registry:
         return view
 
     def task(self, model_id: str) -> ModelTask | None:
-        """The task under way for a model."""
         return self._tasks.of(model_id)
 
     # Tasks
@@ -310,7 +307,6 @@ class Registry:
         return snapshot, tuple(self._cache.snapshots(model_id)) if snapshot.commit else (), snapshot.metadata()
 
     def _users(self) -> Mapping[str, Sequence[str]]:
-        """The names of the instances of each model id."""
         users = defaultdict(set)
         for view in self._instances():
             users[view.spec.model_id].add(view.spec.name)

@@ -82,7 +82,6 @@ class ModelTasks:
         return iter(self._tasks)
 
     def of(self, model_id: str) -> ModelTask | None:
-        """The task under way for a model."""
         return self._tasks.get(model_id)
 
     def download_error(self, model_id: str) -> str | None:

@@ -198,7 +198,6 @@ async def _ask(link: TrialLink, method: Method, payload: bytes) -> None:
 
 
 def _request(kind: str, text: str) -> tuple[Method, bytes]:
-    """The request of this kind of model, with one text."""
     match kind:
         case "sparse":
             return Method.EMBED_SPARSE, tei_pb2.EmbedSparseRequest(inputs=text, truncate=True).SerializeToString()

@@ -1,21 +1,32 @@
-"""Composition of the REST application: routers, error handlers and middleware."""
+"""Composition of the REST application (routers, error handlers, middleware), and TLS of its listener.
+
+The handshake verifies that a client's certificate chains to the authority; the allow-lists are applied per request
+(`middleware.Authentication`), so that a rejected client gets a reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
 from teimgr import __version__
-from teimgr.auth.policy import PolicyInForce
+from teimgr.auth.policy import CERTIFICATE, PolicyInForce, certificate_from_tls
+from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.docs_page import HEADERS, page
 from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
 from teimgr.gateway.openapi import describe
+from teimgr.http_server import AsgiApp, HttpProtocol, Listener, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import Telemetry
 from teimgr.registry.registry import Registry
@@ -109,3 +120,57 @@ def create_app(
     )
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
     return app
+
+
+class TlsHttpProtocol(HttpProtocol):
+    """HTTP/1.1 over TLS that puts the client certificate's names into the scope of each request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._certificate = certificate_from_tls(transport.get_extra_info("peercert") or {})
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[CERTIFICATE] = self._certificate  # type: ignore[literal-required]
+
+
+def uvicorn_options(context: ssl.SSLContext | None) -> dict[str, Any]:
+    """Keyword arguments of `uvicorn.Config` for a listener with this context; none without."""
+    if context is None:
+        return {}
+    return {"http": TlsHttpProtocol, "ssl_context_factory": lambda config, default: context}
+
+
+class RestTls:
+    """TLS of the REST listener, renewed when its files change; off without files.
+
+    Raises:
+        InvalidConfig: the files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles | None) -> None:
+        self._context = files.context() if files else None
+        self._files = files
+        self._watch: TlsWatch | None = None
+
+    def alarms(self) -> list[str]:
+        """One alarm while changed files are unusable."""
+        return [self._watch.alarm] if self._watch and self._watch.alarm else []
+
+    @contextlib.asynccontextmanager
+    async def serving(self, app: AsgiApp, sock: socket.socket) -> AsyncIterator[Listener]:
+        """As `http_server.serving`, with these certificates."""
+        async with serving(app, sock, **uvicorn_options(self._context)) as listener:
+            if self._files is None:
+                yield listener
+                return
+
+            async def renew(files: TlsFiles) -> None:
+                await listener.secure(files.context())
+
+            self._watch = TlsWatch(self._files, renew)
+            watching = asyncio.create_task(self._watch.run())
+            try:
+                yield listener
+            finally:
+                watching.cancel()

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from teimgr.config.provenance import effective
+from teimgr.config.sources import effective
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Failure
 from teimgr.supervision.reload import Plan, Reloader, Step

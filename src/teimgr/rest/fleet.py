@@ -9,14 +9,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from teimgr.clock import now_rfc3339
-from teimgr.config.provenance import plain
 from teimgr.config.settings import Settings
+from teimgr.config.sources import plain
 from teimgr.errors import TeimgrError
 from teimgr.rest.instances import UNKNOWN, ManagerDep, chosen
 from teimgr.rest.json_http import answer, read_json
 from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
-from teimgr.spec import InstanceView, State
+from teimgr.spec import InstanceView, State, now_rfc3339
 from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
 
@@ -148,26 +147,26 @@ async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:
 
 
 async def _health(view: InstanceView, prober: FleetProber | None) -> dict[str, Any]:
-    proofs = await prober.probe(view.spec.name) if prober is not None else []
-    return {
-        "name": view.spec.name,
-        "status": view.state.value,
-        "healthy": view.state is State.RUNNING
-        and not view.health_check_failures
-        and all(proof.problem is None for proof in proofs),
-        "last_proof": view.last_health_check,
-        "health_check_failures": view.health_check_failures,
-        "restarts": view.restarts,
-        "reason": view.reason,
-        "proofs": None
-        if prober is None
-        else [
+    proofs = None
+    if prober is not None:
+        proofs = [
             {
                 "incarnation": proof.incarnation,
                 "ok": proof.problem is None,
                 "seconds": round(proof.seconds, 6),
                 "problem": proof.problem,
             }
-            for proof in proofs
-        ],
+            for proof in await prober.probe(view.spec.name)
+        ]
+    return {
+        "name": view.spec.name,
+        "status": view.state.value,
+        "healthy": view.state is State.RUNNING
+        and not view.health_check_failures
+        and all(proof["ok"] for proof in proofs or ()),
+        "last_proof": view.last_health_check,
+        "health_check_failures": view.health_check_failures,
+        "restarts": view.restarts,
+        "reason": view.reason,
+        "proofs": proofs,
     }

@@ -56,7 +56,6 @@ class GpuReport:
         self._views = views
 
     async def page(self) -> Page:
-        """The GPU families of the page of metrics."""
         page: Page = {}
         for gpu in (await self._inventory.read()).gpus:
             index = {"gpu": str(gpu.index)}
@@ -73,7 +72,6 @@ class GpuReport:
         return page
 
     async def to_dict(self) -> dict[str, Any]:
-        """`Gpus` as plain values."""
         inventory = await self._inventory.read()
         gpus = []
         for gpu in inventory.gpus:
@@ -114,11 +112,6 @@ def gpu_report_of(request: Request) -> GpuReport | None:
 
 
 GpuReportDep = Annotated[GpuReport | None, Depends(gpu_report_of)]
-
-
-async def card_of(view: InstanceView, report: GpuReport | None) -> dict[str, Any] | None:
-    """The GPU of an instance; None where the app has no GPU report."""
-    return None if report is None else await report.of(view)
 
 
 @router.get("/gpus", response_model=Gpus)

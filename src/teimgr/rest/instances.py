@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from teimgr.auth.callers import caller_of
-from teimgr.rest.gpus import GpuReportDep, card_of
+from teimgr.auth.policy import caller_of
+from teimgr.rest.gpus import GpuReportDep
 from teimgr.rest.json_http import answer, has_body, json_body, read_json
 from teimgr.rest.schemas import CreateInstance, Failure, InstanceInfo, RestartInstance, UpdateInstance, instance_info
 from teimgr.spec import InstanceView, State
@@ -65,7 +65,7 @@ async def list_instances(
     """All instances that the caller may see and that match every filter, in order of creation."""
     covers = caller_of(request.scope).covers
     views = [view for view in chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
-    return answer([instance_info(view, await card_of(view, gpus)) for view in views])
+    return answer([instance_info(view, await gpus.of(view) if gpus else None) for view in views])
 
 
 @router.post(
@@ -86,7 +86,7 @@ async def create_instance(request: Request, manager: ManagerDep) -> Response:
 async def get_instance(name: str, manager: ManagerDep, gpus: GpuReportDep) -> Response:
     """One instance."""
     view = manager.get(name)
-    return answer(instance_info(view, await card_of(view, gpus)))
+    return answer(instance_info(view, await gpus.of(view) if gpus else None))
 
 
 @router.delete("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
@@ -154,14 +154,11 @@ def chosen(
     return [
         view
         for view in views
-        if all(has_tag(view, tag) for tag in tags or ())
+        if all(_has_tag(view.spec.tags, *tag.partition(":")) for tag in tags or ())
         and (not statuses or view.state in statuses)
         and (not models or view.spec.model_id in models)
     ]
 
 
-def has_tag(view: InstanceView, wanted: str) -> bool:
-    """Whether the instance has the tag `name:value`, or `name` with any value."""
-    name, colon, value = wanted.partition(":")
-    found = view.spec.tags.get(name)
-    return found is not None and (not colon or found == value)
+def _has_tag(tags: Mapping[str, str], name: str, colon: str, value: str) -> bool:
+    return name in tags and (not colon or tags[name] == value)

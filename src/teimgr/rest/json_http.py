@@ -20,10 +20,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from teimgr.clock import now_rfc3339
 from teimgr.config.schema import nearest, quoted
 from teimgr.errors import Broken, Code, Internal, TeimgrError, TooLarge
 from teimgr.http_server import is_json, read_limited
+from teimgr.spec import now_rfc3339
 from teimgr.wire.status import STATUS
 
 log = logging.getLogger(__name__)
@@ -48,12 +48,10 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def answer(value: object, status: int = 200) -> Response:
-    """`value` as a JSON response."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def error_body(code: str, message: str) -> dict[str, str]:
-    """The one shape of a failure."""
     return {"error": message, "code": code, "timestamp": now_rfc3339()}
 
 
@@ -65,7 +63,6 @@ def error_response(error: TeimgrError) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Register the exception handlers."""
     app.add_exception_handler(TeimgrError, _on_domain_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
@@ -98,7 +95,6 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
 
 
 def has_body(request: Request) -> bool:
-    """Whether the request has a body, of any type."""
     return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
 
 
@@ -159,4 +155,4 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_defect(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
-    return error_response(Internal("Internal error: the log of the daemon says more"))
+    return error_response(Internal("Internal error: the daemon's log has the details"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -75,10 +76,8 @@ class LogFilter:
 
 
 def _event(line: str) -> dict[str, Any] | None:
-    if not line.startswith("{"):
-        return None
     try:
-        event = orjson.loads(line)
+        event = orjson.loads(line) if line.startswith("{") else {}
     except ValueError:
         return None
     return event if "level" in event else None
@@ -93,10 +92,8 @@ def _time_of(event: dict[str, Any]) -> datetime | None:
 
 
 def _since(text: str) -> datetime:
-    try:
+    with suppress(ValueError, OverflowError):
         return datetime.now(UTC) - timedelta(seconds=float(text))
-    except (ValueError, OverflowError):
-        pass
     try:
         return _aware(datetime.fromisoformat(text.replace(" ", "+")))  # an unescaped plus sign in the query
     except ValueError:
@@ -157,7 +154,6 @@ def get_logs(
 
 
 def _lines(parts: list[Piece], filter: LogFilter, start: int = 0, end: int | None = None) -> Iterator[str]:
-    """Lines [start, end) of those that the filter keeps."""
     whole = sum(piece.lines for piece in parts)
     if filter.takes_all:
         return read_lines(parts, start, whole if end is None else end)

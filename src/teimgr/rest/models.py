@@ -231,7 +231,6 @@ async def _read_optional(request: Request, kind: type[Body]) -> Body:
 
 
 async def _events_of(models: Registry, model_id: str, task: ModelTask) -> AsyncGenerator[Event]:
-    """The events of a download until its end."""
     assert task.progress is not None
     async for progress in task.progress.follow():
         yield Event("progress", known_values(progress))

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from teimgr import __version__
-from teimgr.clock import now_rfc3339
 from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
@@ -21,10 +20,10 @@ from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, t
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
 from teimgr.rest.json_http import answer
-from teimgr.rest.schemas import Health, Readiness
+from teimgr.rest.schemas import Liveness, Readiness
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.replica import Replica
-from teimgr.spec import State
+from teimgr.spec import State, now_rfc3339
 from teimgr.supervision.manager import Manager
 from teimgr.wire.frames import Flag, Method
 
@@ -42,7 +41,7 @@ Form = Annotated[Literal["text", "json"], Query(alias="format", description="Pro
 _BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "application/json": {}}}}
 
 
-@router.get("/health", response_model=Health)
+@router.get("/health", response_model=Liveness)
 async def health(request: Request, manager: ManagerDep) -> Response:
     """200 while the daemon is alive, whatever its instances do."""
     state = request.app.state
@@ -110,7 +109,6 @@ class Scraper:
         return self._page
 
     async def close(self) -> None:
-        """Close the links."""
         workers, self._workers = tuple(self._workers.values()), {}
         await asyncio.gather(*(worker.close() for worker in workers))
 

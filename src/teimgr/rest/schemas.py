@@ -29,7 +29,7 @@ from teimgr.config.extra_args import shown_args
 from teimgr.config.schema import ConfigFaults
 from teimgr.config.sources import with_template
 from teimgr.errors import ValidationError
-from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, State, WorkerView, updatable
+from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]
 TagText = Annotated[str, Field(max_length=256)]
@@ -80,7 +80,6 @@ def _described(name: str, key: InstanceKey) -> str:
 
 
 def _request_keys(chosen: Callable[[str], bool]) -> dict[str, Any]:
-    """Optional fields of a request, for the chosen keys."""
     return {
         name: (_typed(name, key) | None, Field(None, description=_described(name, key)))
         for name, key in KEYS.items()
@@ -92,6 +91,8 @@ _shown: dict[str, Any] = {name: (_HINTS[name], Field(description=key.meaning)) f
 _Create: Any = create_model("_Create", **_request_keys(lambda name: name != "name"))
 _Update: Any = create_model("_Update", **_request_keys(updatable))
 _Info: Any = create_model("_Info", **_shown)
+_loaded: dict[str, Any] = {name: (hint, ...) for name, hint in get_type_hints(LoadedModel).items()}
+_Model: Any = create_model("_Model", **_loaded)
 
 
 class CreateInstance(_Create):  # type: ignore[misc]
@@ -193,26 +194,8 @@ class Update(BaseModel):
     finished_at: str | None
 
 
-class ModelFacts(BaseModel):
+class ModelFacts(_Model):  # type: ignore[misc]
     """The model of a running instance. Lengths are tokens; only classifiers and rerankers have labels."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model_id: str
-    model_sha: str | None
-    dtype: str
-    device: str
-    kind: str
-    pooling: str
-    dimension: int
-    max_input_length: int
-    batching: str
-    outputs: list[str]
-    labels: list[str]
-    activation: str | None
-    prompts: list[str]
-    default_prompt_name: str | None
-    commit: str | None = Field(description="the commit of the revision")
 
 
 class Card(BaseModel):
@@ -263,7 +246,7 @@ class LogSlice(BaseModel):
     total_lines: int
 
 
-class Health(BaseModel):
+class Liveness(BaseModel):
     """The daemon is alive; `alarms` are sentences about problems that need an operator."""
 
     status: Literal["healthy"]

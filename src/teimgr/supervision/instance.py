@@ -21,11 +21,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from teimgr.clock import now_rfc3339
 from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
-from teimgr.spec import Change, InstanceSpec, InstanceView, State, UpdateView
+from teimgr.spec import Change, InstanceSpec, InstanceView, State, UpdateView, now_rfc3339
 from teimgr.supervision.lifecycle import Command, Delete, Restart, Retire, Start, Stop
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 

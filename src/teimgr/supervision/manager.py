@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from teimgr.clock import now_rfc3339
-from teimgr.config.rules import check_instance
+from teimgr.config.extra_args import check_instance
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
@@ -19,7 +18,7 @@ from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.gpus import GpuInventory
 from teimgr.placement.planner import Planner, place, usable_cores, with_batch_tokens, worker_spec
-from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec
+from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, Delete, Restart, RestartPolicy, Start, Stop
 from teimgr.supervision.store import Store, wanted_at_boot

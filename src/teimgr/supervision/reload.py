@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from teimgr.config.provenance import Value, effective, plain
 from teimgr.config.settings import Settings
-from teimgr.config.sources import Configuration, Source, read
+from teimgr.config.sources import Configuration, Source, Value, effective, plain, read
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.spec import KEYS, Change, InstanceSpec, key_of
 from teimgr.supervision.manager import Manager
@@ -193,8 +192,8 @@ def _in_effect(old: Configuration, new: Configuration) -> Configuration:
     """The configuration in effect after a reload: live keys of the new one, the others of the old one."""
     live = live_keys(old.settings, new.settings)
     settings = replace(old.settings, **{name: getattr(new.settings, name) for name in live})
-    kept = {path: by for path, by in old.said_by.items() if _top(path) not in live}
-    return Configuration(settings, kept | {path: by for path, by in new.said_by.items() if _top(path) in live})
+    kept = {path: by for path, by in old.sources.items() if _top(path) not in live}
+    return Configuration(settings, kept | {path: by for path, by in new.sources.items() if _top(path) in live})
 
 
 def _top(path: str) -> str:

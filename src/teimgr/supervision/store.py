@@ -18,12 +18,11 @@ from typing import Any
 
 import tomli_w
 
-from teimgr.clock import now_rfc3339
+from teimgr.atomic_write import duplicate, write_atomically
 from teimgr.config import schema
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
-from teimgr.files import duplicate, write_atomically
-from teimgr.spec import InstanceSpec
+from teimgr.spec import InstanceSpec, now_rfc3339
 
 SET_ASIDE_KEPT = 5
 # Always written, in this order, as tei-manager does; `extra_args` may be empty.

@@ -14,13 +14,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from teimgr.clock import rfc3339
 from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import Others, Planner
-from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView
+from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView, rfc3339
 from teimgr.supervision.lifecycle import (
     Adopt,
     Command,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr import hub
-from teimgr.config.rules import check_instance
+from teimgr.config.extra_args import check_instance
 from teimgr.config.settings import Settings
 from teimgr.errors import InstanceExists, InvalidConfig, MaxInstancesReached, ModelLoadFailed, ModelNotFound
 from teimgr.model_files import read_layout

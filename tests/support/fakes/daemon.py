@@ -1,15 +1,16 @@
 """A daemon-like process for tests that kill it: a manager over the scripted worker.
 
-    python -m tests.support.fakes.daemon FOLDER [name=flags …]
+    python -m tests.support.fakes.daemon FOLDER [--replicas N] [--change MODEL] [name=flags …]
 
-It boots, creates the instances, prints one JSON line {"name": pid} when all run, and waits to be killed.
+It boots, creates the instances, prints one JSON line {"name": pid} when all replicas run, begins to give each the model
+of `--change` (or a rolling restart, for `restart`, with a worker that takes long), and waits to be killed.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 from teimgr.config.settings import Settings
@@ -22,7 +23,7 @@ from teimgr.supervision.manager import Manager
 from teimgr.supervision.store import Store
 
 
-async def main(folder: Path, wanted: dict[str, str]) -> None:
+async def main(folder: Path, wanted: dict[str, str], replicas: int, change: str) -> None:
     settings = Settings(
         state_file=folder / "state.toml", instance_port_start=23000, instance_port_end=24000, orphan_grace_secs=20
     )
@@ -38,13 +39,26 @@ async def main(folder: Path, wanted: dict[str, str]) -> None:
     directory.subscribe(lambda snapshot: changed.set())
     await manager.boot()
     for name, flags in wanted.items():
-        await manager.create(InstanceSpec(name=name, model_id=f"fake:{flags}"))
-    while not all(entry.endpoints for entry in directory.snapshot().entries):
+        await manager.create(InstanceSpec(name=name, model_id=f"fake:{flags}", replicas=replicas))
+    while not all(len(entry.endpoints) == replicas for entry in directory.snapshot().entries):
         changed.clear()
         await changed.wait()
     print(json.dumps({view.spec.name: view.pid for view in manager.list()}), flush=True)
+    for name in wanted:
+        if change == "restart":
+            await manager.restart(name, rolling=True)
+        elif change:
+            await manager.update(name, {"model_id": change})
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), dict(word.partition("=")[::2] for word in sys.argv[2:])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--change", default="")
+    parser.add_argument("wanted", nargs="*")
+    given = parser.parse_args()
+    asyncio.run(
+        main(given.folder, dict(word.partition("=")[::2] for word in given.wanted), given.replicas, given.change)
+    )

@@ -30,7 +30,11 @@ def write_atomically(
             duplicate(path, previous)
     temporary.replace(path)
     if durable:
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def duplicate(path: Path, name: Path) -> None:
@@ -51,11 +55,3 @@ def _write(path: Path, content: bytes, mode: int, durable: bool) -> None:
         if durable:
             file.flush()
             os.fsync(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,7 +25,7 @@ from teimgr.gateway.gateway import Gateway, paths
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
-from teimgr.rest.permissions import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
+from teimgr.rest.middleware import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
 
 
 @asynccontextmanager

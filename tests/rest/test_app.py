@@ -26,8 +26,7 @@ from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 from teimgr.http_server import bind
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.rest.app import create_app
-from teimgr.rest.tls import RestTls, uvicorn_options
+from teimgr.rest.app import RestTls, create_app, uvicorn_options
 
 pytestmark = needs_openssl
 LIMIT_S = 20
