@@ -20,8 +20,7 @@ from teimgr.config.extra_args import FLAGS, parse
 from teimgr.config.settings import Settings
 from teimgr.config.sources import load
 from teimgr.errors import InvalidConfig, ValidationError
-from teimgr.placement.gpus import GpuInventory
-from teimgr.placement.planner import Planner
+from teimgr.placement.planner import GpuInventory, Planner
 from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, now_rfc3339, rfc3339, updatable
 from teimgr.supervision.store import parse as parse_state

@@ -22,21 +22,21 @@ from teimgr.events.fleet_events import EventLog
 from teimgr.events.webhooks import Webhooks
 from teimgr.gateway import Gateway
 from teimgr.http_server import bind
-from teimgr.launch.local import LocalLauncher, LocalOptions
+from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.observability import logs
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import Telemetry, exporting
-from teimgr.placement.gpus import GpuInventory
+from teimgr.placement.planner import GpuInventory
 from teimgr.placement.preflight import Preflight
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import RestTls, create_app
 from teimgr.rest.gpus import GpuReport
 from teimgr.rest.probes import Scraper
-from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.muxes import Muxes
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.store import Store
+from teimgr.supervision.worker_run import FleetProber
 
 log = logging.getLogger(__name__)
 

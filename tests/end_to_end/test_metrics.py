@@ -29,7 +29,7 @@ from teimgr.observability.catalogue import FAMILIES, Family
 from teimgr.observability.exposition import Page, Sample
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement import gpus
-from teimgr.placement.gpus import GpuInventory
+from teimgr.placement.planner import GpuInventory
 from teimgr.rest.gpus import GpuReport
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 from teimgr.worker.worker_metrics import engine_page

@@ -37,7 +37,7 @@ async def test_it_has_one_thread_and_its_children_run_parallel_tensor_ops(
 
 
 def test_the_daemons_side_imports_neither_torch_nor_transformers() -> None:
-    modules = "teimgr.supervision.manager, teimgr.launch.local, teimgr.launch.nursery"
+    modules = "teimgr.supervision.manager, teimgr.launch.launcher, teimgr.launch.nursery"
     code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
 
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

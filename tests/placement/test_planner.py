@@ -10,12 +10,15 @@ import pytest
 
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId
-from teimgr.placement.gpus import Gpu, GpuInventory, Inventory, only_visible
 from teimgr.placement.planner import (
     CPU_TOKENS,
     LOADING_BYTES,
+    Gpu,
+    GpuInventory,
+    Inventory,
     Others,
     Planner,
+    only_visible,
     place,
     replica_count,
     share_threads,

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from teimgr.errors import InvalidPort, PortAllocationFailed, PortConflict
-from teimgr.placement.ports import Ports, is_free
+from teimgr.supervision.validation import Ports, is_free
 
 HOST = "127.0.0.1"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from teimgr.errors import InvalidConfig
-from teimgr.launch.launcher import LaunchFailed
 from teimgr.launch.nursery import TorchBuild
-from teimgr.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.launch.process_handle import LaunchFailed
+from teimgr.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.placement.preflight import Preflight, problems, runs_on
 
 CUDA_13 = TorchBuild("2.13.0+cu130", "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"))
@@ -77,7 +77,7 @@ async def test_warn_is_an_alarm_and_fail_is_a_refusal() -> None:
 
 
 async def test_a_build_that_nobody_can_ask_is_no_pass() -> None:
-    with pytest.raises(InvalidConfig, match="could not be asked"):
+    with pytest.raises(InvalidConfig, match="build of torch is unknown"):
         await with_card("fail", LaunchFailed("no nursery"), card(9, 0)).run()
 
 

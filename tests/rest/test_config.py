@@ -20,8 +20,8 @@ from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
 from teimgr.events.fleet_events import EventLog
 from teimgr.observability import logs
-from teimgr.supervision.health import FleetProber
 from teimgr.supervision.reload import LIVE, Reloader, live_keys
+from teimgr.supervision.worker_run import FleetProber
 
 SEEDS = """
 api_port = 9100

@@ -15,7 +15,7 @@ import pytest
 from tests.support.rest_listener import Front
 
 from teimgr.config.settings import Settings
-from teimgr.launch.log_files import open_log, shrink
+from teimgr.launch.log_rotation import open_log, shrink
 from teimgr.rest.log_files import CUT, FOLLOW_CHUNK_BYTES, LINE_LIMIT_BYTES, Follower, Gap
 
 LIMIT_S = 20.0

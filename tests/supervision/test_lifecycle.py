@@ -6,35 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr.launch.launcher import Exit, ExitReport
+from teimgr.launch.process_handle import Exit, ExitReport
 from teimgr.spec import State
 from teimgr.supervision.lifecycle import (
     FAILED_EXIT_LIMIT_S,
     TRANSITIONS,
-    Adopt,
     Backoff,
     Command,
     CommandRefused,
-    Delete,
     Effect,
     Event,
     Exited,
     FailureCause,
-    Gone,
-    HandOver,
-    Kill,
-    Launch,
     Observation,
     Phase,
     ProbeFailed,
     ProbeOk,
     ReplicaState,
-    Restart,
     RestartPolicy,
-    Retire,
-    Start,
-    Stop,
-    Terminate,
     Tick,
     WorkerDownloading,
     WorkerDraining,
@@ -59,16 +48,16 @@ def after(*events: Event | tuple[float, Event], life: ReplicaState | None = None
     return life, effects
 
 
-RUNNING, _ = after(Start(), WorkerReady())
+RUNNING, _ = after(Command.START, WorkerReady())
 
 
 # Start, stop, restart, delete
 
 
 def test_start_launches_a_worker_and_sets_the_deadline() -> None:
-    life, effects = after((5.0, Start()))
+    life, effects = after((5.0, Command.START))
 
-    assert effects == [Launch()]
+    assert effects == [Effect.LAUNCH]
     assert (life.phase, life.phase.state, life.wake_at) == (Phase.STARTING, State.STARTING, 65.0)
 
 
@@ -78,76 +67,76 @@ def test_a_ready_worker_runs_and_has_no_deadline() -> None:
 
 
 def test_an_adopted_worker_is_not_launched() -> None:
-    life, effects = after(Adopt())
+    life, effects = after(Command.ADOPT)
 
     assert (life.phase, effects) == (Phase.STARTING, [])
 
 
 def test_stop_terminates_and_ends_stopped_whatever_the_exit_says() -> None:
-    stopping, effects = after(Stop(), life=RUNNING)
+    stopping, effects = after(Command.STOP, life=RUNNING)
     stopped, none = after(HOPELESS, life=stopping)
 
-    assert (stopping.phase, effects) == (Phase.STOPPING, [Terminate()])
+    assert (stopping.phase, effects) == (Phase.STOPPING, [Effect.TERMINATE])
     assert (stopped.phase, stopped.reason, none) == (Phase.STOPPED, None, [])
 
 
 def test_a_stop_while_waiting_for_the_next_try_ends_the_tries() -> None:
     waiting, _ = after(KILLED, life=RUNNING)
-    stopped, effects = after(Stop(), life=waiting)
+    stopped, effects = after(Command.STOP, life=waiting)
 
     assert (stopped.phase, stopped.wake_at, effects) == (Phase.STOPPED, None, [])
 
 
 def test_restart_terminates_then_launches_at_once() -> None:
-    replacing, effects = after(Restart(), life=RUNNING)
+    replacing, effects = after(Command.RESTART, life=RUNNING)
     starting, launch = after(KILLED, life=replacing)
 
-    assert (replacing.phase.state, effects) == (State.STARTING, [Terminate()])
-    assert (starting.phase, launch, starting.restarts) == (Phase.STARTING, [Launch()], 1)
+    assert (replacing.phase.state, effects) == (State.STARTING, [Effect.TERMINATE])
+    assert (starting.phase, launch, starting.restarts) == (Phase.STARTING, [Effect.LAUNCH], 1)
 
 
 def test_a_start_during_a_stop_brings_a_new_worker_after_the_old_one() -> None:
-    life, effects = after(Stop(), Start(), life=RUNNING)
+    life, effects = after(Command.STOP, Command.START, life=RUNNING)
     assert (life.phase, effects) == (Phase.REPLACING, [])
 
     life, effects = after(KILLED, life=life)
-    assert (life.phase, effects) == (Phase.STARTING, [Launch()])
+    assert (life.phase, effects) == (Phase.STARTING, [Effect.LAUNCH])
 
 
 def test_a_stop_during_a_restart_wins() -> None:
-    life, _ = after(Restart(), Stop(), KILLED, life=RUNNING)
+    life, _ = after(Command.RESTART, Command.STOP, KILLED, life=RUNNING)
 
     assert life.phase is Phase.STOPPED
 
 
 def test_delete_is_done_when_the_process_is_gone() -> None:
-    life, effects = after(Delete(), life=RUNNING)
-    assert (life.phase, effects) == (Phase.STOPPING, [Terminate()])
+    life, effects = after(Command.DELETE, life=RUNNING)
+    assert (life.phase, effects) == (Phase.STOPPING, [Effect.TERMINATE])
 
     life, effects = after(KILLED, life=life)
-    assert (life.phase, effects) == (Phase.STOPPED, [Gone()])
+    assert (life.phase, effects) == (Phase.STOPPED, [Effect.END])
 
 
 def test_delete_without_a_process_is_done_at_once() -> None:
-    assert after(Delete())[1] == [Gone()]
+    assert after(Command.DELETE)[1] == [Effect.END]
 
 
 def test_a_running_worker_that_retires_hands_over_first() -> None:
-    life, effects = after(Retire(), life=RUNNING)
-    assert (life.phase, effects) == (Phase.STOPPING, [HandOver()])
+    life, effects = after(Command.RETIRE, life=RUNNING)
+    assert (life.phase, effects) == (Phase.STOPPING, [Effect.HAND_OVER])
 
     life, effects = after(KILLED, life=life)
-    assert (life.phase, effects) == (Phase.STOPPED, [Gone()])
+    assert (life.phase, effects) == (Phase.STOPPED, [Effect.END])
 
 
 def test_what_does_not_serve_retires_at_once() -> None:
-    assert after(Start(), Retire())[1] == [Terminate()]
-    assert after(Start(), HOPELESS, Retire())[1] == [Gone()]
+    assert after(Command.START, Command.RETIRE)[1] == [Effect.TERMINATE]
+    assert after(Command.START, HOPELESS, Command.RETIRE)[1] == [Effect.END]
 
 
-@pytest.mark.parametrize("command", [Start(), Stop(), Restart(), Adopt()])
+@pytest.mark.parametrize("command", [Command.START, Command.STOP, Command.RESTART, Command.ADOPT])
 def test_nothing_brings_a_deleted_instance_back(command: Command) -> None:
-    life, _ = after(Delete(), life=RUNNING)
+    life, _ = after(Command.DELETE, life=RUNNING)
 
     with pytest.raises(CommandRefused):
         life.step(command, 0.0)
@@ -161,7 +150,7 @@ def test_a_stable_worker_that_crashes_is_replaced_at_once() -> None:
     assert (life.phase, life.phase.state, life.wake_at, effects) == (Phase.WAITING, State.STARTING, 100.0, [])
 
     life, effects = after((100.0, Tick()), life=life)
-    assert (effects, life.restarts, life.reason) == ([Launch()], 1, "the worker was killed by SIGKILL")
+    assert (effects, life.restarts, life.reason) == ([Effect.LAUNCH], 1, "the worker was killed by SIGKILL")
 
 
 @pytest.mark.clause("M5.4-backoff")
@@ -197,19 +186,19 @@ def test_a_tick_before_its_time_changes_nothing() -> None:
 
 
 def test_a_permanent_failure_is_not_tried_again() -> None:
-    life, effects = after(Start(), HOPELESS)
+    life, effects = after(Command.START, HOPELESS)
 
     assert (life.phase, life.reason, life.wake_at, effects) == (Phase.FAILED, "no such model", None, [])
 
 
 def test_a_user_may_start_a_failed_instance_again() -> None:
-    life, effects = after(Start(), HOPELESS, Start())
+    life, effects = after(Command.START, HOPELESS, Command.START)
 
-    assert (life.phase, life.reason, effects) == (Phase.STARTING, None, [Launch()])
+    assert (life.phase, life.reason, effects) == (Phase.STARTING, None, [Effect.LAUNCH])
 
 
 def test_words_on_the_link_count_when_the_exit_has_none() -> None:
-    life, _ = after(Start(), WorkerFailed(FailureCause("gated", permanent=True)))
+    life, _ = after(Command.START, WorkerFailed(FailureCause("gated", permanent=True)))
     assert (life.phase, life.wake_at) == (Phase.STARTING, FAILED_EXIT_LIMIT_S)
 
     life, _ = after(KILLED, life=life)
@@ -217,30 +206,30 @@ def test_words_on_the_link_count_when_the_exit_has_none() -> None:
 
 
 def test_a_failed_worker_that_does_not_exit_is_killed() -> None:
-    life, effects = after(Start(), WorkerFailed(FailureCause("gated")), (FAILED_EXIT_LIMIT_S, Tick()))
+    life, effects = after(Command.START, WorkerFailed(FailureCause("gated")), (FAILED_EXIT_LIMIT_S, Tick()))
 
-    assert effects == [Kill()]
+    assert effects == [Effect.KILL]
     assert after(KILLED, life=life)[0].phase is Phase.WAITING
 
 
 def test_a_worker_that_is_not_ready_in_time_is_killed_and_the_instance_has_failed() -> None:
-    life, effects = after(Start(), (60.0, Tick()))
-    assert effects == [Kill()]
+    life, effects = after(Command.START, (60.0, Tick()))
+    assert effects == [Effect.KILL]
 
     life, _ = after((60.1, KILLED), life=life)
     assert (life.phase, life.reason) == (Phase.FAILED, "not ready within 60 s")
 
 
 def test_the_time_of_a_download_is_not_that_of_the_start() -> None:
-    life, effects = after(Start(), (59.0, WorkerDownloading()), (100.0, Tick()))
+    life, effects = after(Command.START, (59.0, WorkerDownloading()), (100.0, Tick()))
     assert (life.phase, effects) == (Phase.STARTING, [])
 
-    assert after((119.0, Tick()), life=life)[1] == [Kill()]
+    assert after((119.0, Tick()), life=life)[1] == [Effect.KILL]
 
 
 def test_a_worker_that_drains_by_itself_leaves_the_directory_and_is_replaced() -> None:
     life, effects = after(WorkerDraining(), life=RUNNING)
-    assert (life.phase, effects) == (Phase.REPLACING, [Terminate()])
+    assert (life.phase, effects) == (Phase.REPLACING, [Effect.TERMINATE])
 
     life, _ = after((50.0, Exited(Exit(0))), life=life)
     assert (life.phase, life.wake_at) == (Phase.WAITING, 50.0)
@@ -250,7 +239,7 @@ def test_a_worker_that_drains_by_itself_leaves_the_directory_and_is_replaced() -
 
 
 def test_a_proof_makes_a_starting_worker_run() -> None:
-    assert after(Start(), ProbeOk())[0].phase is Phase.RUNNING
+    assert after(Command.START, ProbeOk())[0].phase is Phase.RUNNING
 
 
 @pytest.mark.clause("M5.4-restart")
@@ -259,7 +248,7 @@ def test_probes_that_fail_in_a_row_kill_and_replace() -> None:
     assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 2, [])
 
     life, effects = after(ProbeFailed("no answer"), life=life)
-    assert (life.phase, effects) == (Phase.REPLACING, [Kill()])
+    assert (life.phase, effects) == (Phase.REPLACING, [Effect.KILL])
     assert life.reason == "3 health probes in a row failed: no answer"
 
     life, _ = after((40.0, KILLED), life=life)
@@ -275,7 +264,7 @@ def test_one_good_probe_clears_the_count() -> None:
 
 @pytest.mark.clause("M5.4-zero")
 def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
-    life, _ = after(Start(), WorkerReady(), life=ReplicaState(policy=RestartPolicy(max_probe_failures=0)))
+    life, _ = after(Command.START, WorkerReady(), life=ReplicaState(policy=RestartPolicy(max_probe_failures=0)))
     life, effects = after(*[ProbeFailed("x")] * 50, life=life)
 
     assert (life.phase, life.probe_failures, effects) == (Phase.RUNNING, 50, [])
@@ -286,12 +275,14 @@ def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
 
 @pytest.mark.clause("M5.1-states")
 def test_every_event_has_a_cell_for_every_phase() -> None:
-    assert set(TRANSITIONS) == {*Command.__args__, *Observation.__args__}
+    assert set(TRANSITIONS) == {each.value for each in Command} | {kind.__name__ for kind in Observation.__args__}
     assert all(set(row) == set(Phase) for row in TRANSITIONS.values())
 
 
-_COMMANDS: st.SearchStrategy[Event] = st.sampled_from([Start(), Stop(), Restart(), Delete(), Retire(), Adopt()])
-_NEWS: st.SearchStrategy[Event] = st.sampled_from(
+_COMMANDS: st.SearchStrategy[Event] = st.sampled_from(
+    [Command.START, Command.STOP, Command.RESTART, Command.DELETE, Command.RETIRE, Command.ADOPT]
+)
+_OBSERVATIONS: st.SearchStrategy[Event] = st.sampled_from(
     [
         WorkerReady(),
         WorkerFailed(FailureCause("x")),
@@ -308,7 +299,7 @@ _NEWS: st.SearchStrategy[Event] = st.sampled_from(
 )
 
 
-@given(st.lists(st.tuples(st.floats(0, 40), _COMMANDS | _NEWS), max_size=60))
+@given(st.lists(st.tuples(st.floats(0, 40), _COMMANDS | _OBSERVATIONS), max_size=60))
 def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[float, Event]]) -> None:
     """At most one process at a time; one that ends was told to; every wait has an end."""
     life, now, alive, told = ReplicaState(policy=POLICY), 0.0, False, False
@@ -316,19 +307,19 @@ def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[flo
         now += pause
         if isinstance(event, Exited) and not alive:
             continue
-        if isinstance(event, Adopt) and alive:
+        if event is Command.ADOPT and alive:
             continue
         try:
             life, effects = life.step(event, now)
         except CommandRefused:
             continue
-        alive = (alive and not isinstance(event, Exited)) or isinstance(event, Adopt)
+        alive = (alive and not isinstance(event, Exited)) or event is Command.ADOPT
         told = told and alive
         for effect in effects:
-            if isinstance(effect, Launch):
+            if effect is Effect.LAUNCH:
                 assert not alive
                 alive, told = True, False
-            elif isinstance(effect, Gone):
+            elif effect is Effect.END:
                 assert not alive
                 return
             else:

@@ -21,8 +21,7 @@ from teimgr.launch.process_handle import ProcessHandle, look_up
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import State
 from teimgr.supervision.lifecycle import Backoff
-from teimgr.supervision.mux_link import MuxTimeouts
-from teimgr.supervision.muxes import Muxes, MuxRunFile, MuxSupervisor
+from teimgr.supervision.muxes import Muxes, MuxRunFile, MuxSupervisor, MuxTimeouts
 
 LIMIT_S = 60.0
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")

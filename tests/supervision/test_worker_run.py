@@ -10,7 +10,8 @@ import pytest
 from tests.support.fleet import LIMIT_S
 
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
-from teimgr.launch.launcher import Adopted, Exit, ExitReport, LaunchFailed
+from teimgr.launch.launcher import Adopted
+from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.spec import WorkerSpec
 from teimgr.supervision.lifecycle import Exited, Observation
 from teimgr.supervision.worker_run import ProbePlan, WorkerRun
@@ -34,7 +35,7 @@ class Handle:
     async def wait(self) -> Exit:
         return await asyncio.shield(self.ended)
 
-    async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
+    async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
         self.stops.append(grace_s)
         if self.immortal:
             raise LaunchFailed("process 1 is still there")

@@ -14,10 +14,10 @@ import pytest
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry, RoutingSnapshot
-from teimgr.launch.local import LocalLauncher, LocalOptions
+from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.launch.process_handle import look_up
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import GpuInventory, Inventory
+from teimgr.placement.planner import GpuInventory, Inventory
 from teimgr.spec import InstanceSpec, InstanceView
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.store import Store

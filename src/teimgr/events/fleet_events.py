@@ -73,7 +73,6 @@ class EventLog:
             await appended.wait()
 
     def close(self) -> None:
-        """End all readers."""
         self._closed = True
         self._wake()
 

@@ -52,7 +52,6 @@ class Webhooks:
 
     @contextlib.asynccontextmanager
     async def running(self, webhooks: Sequence[Webhook]) -> AsyncIterator[None]:
-        """Deliver events while the body runs."""
         async with aiohttp.ClientSession(headers={"User-Agent": f"teimgr/{__version__}"}) as self._http:
             try:
                 self.configure(webhooks)

@@ -121,7 +121,6 @@ class Gateway:
         self._since = int(time.time())
 
     def routes(self) -> list[Route]:
-        """A route for each path of each dialect, and the list of models."""
         return [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
@@ -181,7 +180,6 @@ class Gateway:
         return names.lease(model_of(payload, start))
 
     def _names_for(self, request: Request) -> ModelNames:
-        """The names that the caller of `request` may use."""
         return self._names.restricted(router_view(caller_of(request.scope), self._router))
 
     async def _list_models(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Model names: the instance that the `model` of a request means, by instance name, alias or model id, in this order."""
+"""Resolution of the `model` of a request: an instance name, an alias or a model id, in this order."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class ModelNames:
             except AmbiguousInstance as error:
                 raise AmbiguousInstance(f"Say which model: {error.message}") from None
         self.check(model)
-        meant = self._resolved(model)
-        if meant in self._instances():
-            return self._router.lease(Target(instance_name=meant))
+        target = self._resolved(model)
+        if target in self._instances():
+            return self._router.lease(Target(instance_name=target))
         try:
-            return self._router.lease(Target(model_id=meant))
+            return self._router.lease(Target(model_id=target))
         except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
-            having = (entry for entry in self._router.snapshot.entries if entry.model_id == meant)
-            states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in having)
-            raise Unavailable(f"No instance of the model '{meant}' takes calls now: {states}") from None
+            entries = (entry for entry in self._router.snapshot.entries if entry.model_id == target)
+            states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in entries)
+            raise Unavailable(f"No instance of the model '{target}' takes calls now: {states}") from None
 
     def lease_instance(self, name: str) -> Lease:
         """A lease on the instance of that name.
@@ -76,21 +76,16 @@ class ModelNames:
 
     def model_id(self, model: str) -> str | None:
         """The id of the model behind a name; None for an unknown name."""
-        meant = self._resolved(model)
-        return next((one.model_id for one in self._router.snapshot.entries if meant in (one.name, one.model_id)), None)
+        target = self._resolved(model)
+        return next(
+            (each.model_id for each in self._router.snapshot.entries if target in (each.name, each.model_id)), None
+        )
 
     def card(self, name: str, created: int) -> dict[str, Any]:
         """OpenAI's model object; `root` is the id of the model behind the name, as in vLLM's."""
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "teimgr",
-            "root": self.model_id(name),
-        }
+        return {"id": name, "object": "model", "created": created, "owned_by": "teimgr", "root": self.model_id(name)}
 
     def _resolved(self, model: str) -> str:
-        """The instance name or model id that a name stands for."""
         return model if model in self._instances() else self._aliases().get(model, model)
 
     def _instances(self) -> list[str]:

@@ -63,7 +63,7 @@ def _paths() -> dict[str, Any]:
         else:
             failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
             failures["default"] = _failure("a failure")
-            paths_of[path.path] = _get("The model and the limits, as TEI says them", ok | failures, "name")
+            paths_of[path.path] = _get("The model and the limits, as in TEI's /info", ok | failures, "name")
     return paths_of
 
 

@@ -95,12 +95,11 @@ class ControlLink(FrameProtocol):
         finally:
             del self._calls[id]
 
-    def tell(self, method: Method, **values: object) -> bool:
+    def notify(self, method: Method, **values: object) -> bool:
         """Send a request and ignore its reply; False if the link is closed."""
         if self.is_open:
             self.send(FrameType.REQUEST, method, next(self._ids), json.dumps(values).encode())
-            return True
-        return False
+        return self.is_open
 
     def frame_received(self, header: Header, payload: bytes) -> None:
         if header.id == _WATCH_ID:

@@ -1,47 +1,54 @@
-"""Protocols between supervision and worker processes: launch, wait, stop, adopt.
+"""Launching and adopting workers: the protocols, and the launcher for this host, which forks them from the nursery.
 
-Supervision uses nothing else of a worker's process, so that other launchers (a cluster manager, stand-ins in tests) can
-take the place of the local one.
+Supervision uses only the protocols `Launcher` and `WorkerHandle`, so that other launchers (a cluster manager, stand-ins
+in tests) can take the place of the local one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
-from teimgr.launch.control_link import WorkerStatus
+from teimgr.errors import InvalidConfig
+from teimgr.launch import nursery
+from teimgr.launch.control_link import WorkerStatus, identify
+from teimgr.launch.log_rotation import last_warning, open_log, shrink
+from teimgr.launch.nursery import PORTS_LIMIT
+from teimgr.launch.nursery_link import NurseryDied, NurseryLink
+from teimgr.launch.process_handle import (
+    Exit,
+    LaunchFailed,
+    ProcessHandle,
+    WorkerPaths,
+    WorkerRunFile,
+    all_worker_paths,
+    make_private,
+    new_incarnation,
+    socket_fits,
+)
 from teimgr.spec import WorkerSpec
+from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 
+IDENTITY_LIMIT_S = 5.0
+LEFTOVER_GRACE_S = 5.0
+LOG_CHECK_INTERVAL_S = 30.0
+_BACKLOG = 128
+_STATUS_LIMIT_S = 2.0
+_SHARE_LIMIT_S = 2.0
+_SHARE_BYTES = 4096
 
-class LaunchFailed(Exception):
-    """A process could not be started, or not be ended; the text is the reason. May succeed later."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExitReport:
-    """The reason that a worker gives for its exit. `code` is a number of `errors.Code`.
-
-    `permanent`: another worker with the same spec would fail in the same way.
-    """
-
-    code: int
-    message: str
-    permanent: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """How a process ended.
-
-    `status` is the exit status, negative for a signal, None where it is unknown (an adopted process is not our child).
-    `log_tail` is the last line of the worker's log where that may explain the exit.
-    """
-
-    status: int | None
-    report: ExitReport | None = None
-    log_tail: str = ""
+log = logging.getLogger(__name__)
 
 
 class WorkerHandle(Protocol):
@@ -56,10 +63,10 @@ class WorkerHandle(Protocol):
     async def wait(self) -> Exit:
         """Return when the process is gone and its files are removed. Any number may wait."""
 
-    async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
+    async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
         """End the process and all its children; return when it is gone.
 
-        SIGTERM (unless `ask` is false, because it was asked over its link), `grace_s`, SIGKILL for its group. May be
+        SIGTERM (not with `sigterm` false, where DRAIN was sent on its link), `grace_s`, SIGKILL for its group. May be
         called again with less grace to cut the first call short.
 
         Raises:
@@ -99,4 +106,276 @@ class Launcher(Protocol):
         """
 
     async def close(self) -> None:
-        """Release everything; the workers go on."""
+        """Release everything; the workers continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """Folders, limits of the log files, and what the nursery imports and runs."""
+
+    run_dir: Path
+    log_dir: Path
+    log_max_bytes: int = 10 << 20
+    log_keep: int = 3
+    entry: str = nursery.ENTRY
+    preload: tuple[str, ...] = nursery.PRELOAD
+
+
+class LocalWorker(ProcessHandle):
+    """`WorkerHandle` of a process on this host. `status` is the exit status from the nursery, None where adopted."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        paths: WorkerPaths,
+        pid: int,
+        pidfd: int,
+        started_at: float,
+        log_path: Path,
+        status: asyncio.Future[int | None] | None,
+    ) -> None:
+        super().__init__(pid, pidfd)
+        self.spec = spec
+        self.incarnation = paths.incarnation
+        self.socket = paths.socket
+        self.started_at = started_at
+        self.log_path = log_path
+        self._paths = paths
+        self._status = status
+
+    def on_gone(self, call: Callable[[LocalWorker], None]) -> None:
+        """Call this once when the process is gone, or released."""
+        self._exit.add_done_callback(lambda _: call(self))
+
+    async def exit_status(self) -> int | None:
+        """As the nursery reports it, which is the parent; None when it does not."""
+        if self._status is not None:
+            done, _ = await asyncio.wait({self._status}, timeout=_STATUS_LIMIT_S)
+            if done and self._status.result() is not None:
+                return self._status.result()
+        return await super().exit_status()
+
+    def describe_exit(self, status: int | None) -> Exit:
+        """The exit with the worker's own report and the last line of its log; its files are removed."""
+        exit = Exit(status, self._paths.read_exit_report(), last_warning(self.log_path))
+        self._paths.remove()
+        return exit
+
+
+class LocalLauncher:
+    """`Launcher` for this host. One per run directory, which a lock file ensures."""
+
+    def __init__(self, options: LocalOptions) -> None:
+        self._options = options
+        self._run_dir = options.run_dir.absolute()
+        self._log_dir = options.log_dir.absolute()
+        arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
+        self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
+        self._workers: set[LocalWorker] = set()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._lock: int | None = None
+        self._log_rotation: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Lock the run directory and start the nursery; a second call changes nothing."""
+        if self._lock is not None:
+            return
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        make_private(self._run_dir)
+        if not socket_fits(self._run_dir):
+            raise InvalidConfig(f"run_dir: a unix socket in {self._run_dir} would have too long a path")
+        self._lock = _take_lock(self._run_dir / "daemon.lock")
+        self._log_rotation = asyncio.create_task(self._rotate_logs(), name="log rotation")
+        try:
+            self.nursery.start()
+        except LaunchFailed as error:
+            log.error("nursery not started; every launch tries again", extra={"reason": str(error)})
+
+    async def launch(self, spec: WorkerSpec) -> LocalWorker:
+        """Wait for the nursery, which may take seconds, then fork the worker, which takes milliseconds."""
+        await self.nursery.ready()
+        launching = asyncio.ensure_future(self._launch(spec))
+        try:
+            return await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            with suppress(LaunchFailed):
+                await (await launching).stop(0)
+            raise
+
+    async def _launch(self, spec: WorkerSpec) -> LocalWorker:
+        async with self._turns.setdefault(spec.name, asyncio.Lock()):  # the first binds the ports, the others share
+            ports = await self._shared_ports(spec)
+            with ExitStack() as held:
+                for sock in ports.values():
+                    held.enter_context(sock)
+                descriptors = {number: sock.fileno() for number, sock in ports.items()}
+                try:
+                    return await self._fork(spec, descriptors)
+                except NurseryDied:  # once more, with a new incarnation, as the old fork may exist
+                    return await self._fork(spec, descriptors)
+
+    async def _shared_ports(self, spec: WorkerSpec) -> dict[int, socket.socket]:
+        for worker in tuple(self._workers):
+            if worker.spec.name == spec.name and (ports := await borrow_ports(worker.socket)):
+                return ports
+        return {}
+
+    async def _fork(self, spec: WorkerSpec, ports: Mapping[int, int]) -> LocalWorker:
+        """Bind the control socket, then fork in the nursery, which gets the descriptors of socket, log and `ports`."""
+        paths = WorkerPaths(self._run_dir, new_incarnation())
+        request = {"incarnation": paths.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
+        log_path = self.log_path(spec.name)
+        try:
+            log_fd = open_log(log_path, self._options.log_max_bytes, self._options.log_keep)
+            with ExitStack() as held:
+                held.callback(os.close, log_fd)
+                listener = held.enter_context(_listen(paths.socket))
+                forked = await self.nursery.fork(request, listener.fileno(), log_fd, ports)
+        except OSError as error:
+            paths.remove()
+            raise LaunchFailed(str(error)) from error
+        except LaunchFailed:  # the nursery may have forked before it died: then there is a run file
+            if unanswered := self._find(paths):
+                await unanswered.stop(0)
+            else:
+                paths.remove()
+            raise
+        return self._keep(LocalWorker(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
+
+    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
+        """Find the live workers of the run directory, adopt those that `accepts` and that answer, end the others."""
+        alive = []
+        for paths in all_worker_paths(self._run_dir):
+            if worker := self._find(paths):
+                alive.append(worker)
+            else:
+                paths.remove()
+        wanted = [worker for worker in alive if accepts(worker.spec)]
+        statuses = await asyncio.gather(*map(_identify, wanted))
+        answered = [Adopted(worker, status) for worker, status in zip(wanted, statuses, strict=True) if status]
+        adopted = _best_of_each(answered)
+        kept = {each.handle for each in adopted}
+        await asyncio.gather(*(_end_leftover(worker) for worker in alive if worker not in kept))
+        return adopted
+
+    def log_path(self, name: str) -> Path:
+        return self._log_dir / f"{name}.log"
+
+    async def close(self) -> None:
+        """Release the workers, end the nursery and the log rotation, unlock the run directory."""
+        for worker in tuple(self._workers):
+            await worker.release()
+        self._workers.clear()
+        await self.nursery.close()
+        if self._log_rotation is not None:
+            self._log_rotation.cancel()
+            await asyncio.wait({self._log_rotation})
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _find(self, paths: WorkerPaths) -> LocalWorker | None:
+        """The live worker of a run file; one with an unreadable spec gets a spec that nothing accepts."""
+        found = WorkerRunFile.read(paths.run_file)
+        pidfd = found.open_pidfd() if found else None
+        if found is None or pidfd is None:
+            return None
+        spec = found.worker_spec() or WorkerSpec(name=found.instance, model_id="")
+        log_path = self.log_path(found.instance)
+        return self._keep(LocalWorker(spec, paths, found.pid, pidfd, found.process.started_at, log_path, None))
+
+    def _keep(self, worker: LocalWorker) -> LocalWorker:
+        self._workers.add(worker)
+        worker.on_gone(self._workers.discard)
+        return worker
+
+    async def _rotate_logs(self) -> None:
+        limit_bytes, keep = self._options.log_max_bytes, self._options.log_keep
+        while True:
+            await asyncio.sleep(LOG_CHECK_INTERVAL_S)
+            for path in {worker.log_path for worker in self._workers}:
+                try:
+                    await asyncio.to_thread(shrink, path, limit_bytes, keep)
+                except OSError as error:
+                    log.warning("log not rotated", extra={"path": str(path), "reason": str(error)})
+
+
+def _best_of_each(found: Iterable[Adopted]) -> list[Adopted]:
+    """One worker for each replica: a daemon that died in a rolling restart leaves two with the same spec.
+
+    A ready one is preferred, as muxes send calls to it; of two, the older: the younger was not published yet.
+    """
+    best: dict[tuple[str, int], Adopted] = {}
+    for each in sorted(found, key=lambda each: (each.status.state != "ready", each.handle.started_at)):
+        best.setdefault((each.handle.spec.name, each.handle.spec.replica), each)
+    return list(best.values())
+
+
+async def _identify(worker: LocalWorker) -> WorkerStatus | None:
+    """The status that the worker answers on its socket; None unless it identifies as the process of the run file."""
+    status = await identify(worker.socket, IDENTITY_LIMIT_S)
+    expected = (worker.incarnation, worker.spec.hash)
+    return status if status is not None and (status.incarnation, status.spec_hash) == expected else None
+
+
+async def _end_leftover(worker: LocalWorker) -> None:
+    log.info("ending a worker of an earlier daemon", extra={"instance": worker.spec.name, "pid": worker.pid})
+    try:
+        await worker.stop(LEFTOVER_GRACE_S)
+    except LaunchFailed as error:
+        log.error("leftover worker does not die", extra={"reason": str(error)})
+
+
+async def borrow_ports(path: Path) -> dict[int, socket.socket]:
+    """Copies of the listening sockets of the worker at `path`, by port; empty when it has none or does not answer.
+
+    The caller closes them.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_SHARE_LIMIT_S):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+                link.setblocking(False)
+                await loop.sock_connect(link, str(path))
+                await loop.sock_sendall(link, pack_header(0, FrameType.REQUEST, Method.SHARE_PORTS, 1))
+                readable = asyncio.Event()
+                loop.add_reader(link, readable.set)
+                try:
+                    await readable.wait()
+                finally:
+                    loop.remove_reader(link)
+                # Descriptors come with the first byte of the answer, which is small enough to come whole.
+                answer, descriptors, _, _ = socket.recv_fds(link, _SHARE_BYTES, PORTS_LIMIT)
+    except OSError:  # TimeoutError is one of them
+        return {}
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    if len(answer) < HEADER.size or unpack_header(answer).type != FrameType.REPLY:
+        return {}
+    return dict(zip(json.loads(answer[HEADER.size :]), sockets, strict=True))
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _take_lock(path: Path) -> int:
+    """Lock `path` until this process ends or closes the descriptor.
+
+    Raises:
+        InvalidConfig: another process holds it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InvalidConfig(f"run_dir: another daemon uses {path.parent}") from None
+    return descriptor

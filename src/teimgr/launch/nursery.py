@@ -39,7 +39,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from teimgr.launch.run_dir import WorkerPaths, WorkerRunFile
+from teimgr.launch.process_handle import WorkerPaths, WorkerRunFile
 from teimgr.spec import WorkerSpec
 
 MESSAGE_LIMIT_BYTES = 128 * 1024
@@ -89,7 +89,6 @@ class TorchBuild:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Import, then serve the control socket until it closes."""
     parser = argparse.ArgumentParser(prog="teimgr.launch.nursery")
     parser.add_argument("control_fd", type=int)
     parser.add_argument("--entry", default=ENTRY)
@@ -118,7 +117,6 @@ def preload(modules: Sequence[str] | filter[str]) -> list[str]:
 
 
 def find_entry(path: str) -> Entry:
-    """The function that `module:function` names."""
     module, _, function = path.partition(":")
     return cast(Entry, getattr(importlib.import_module(module), function))
 
@@ -138,10 +136,10 @@ class Nursery:
         """Answer requests and report exits until the daemon closes the control socket or is gone."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})
-            while self._turn():
+            while self._serve_ready():
                 pass
 
-    def _turn(self) -> bool:
+    def _serve_ready(self) -> bool:
         for key, _ in self._selector.select():
             if key.fileobj is not self._control:
                 self._reap(key.fd)
@@ -165,18 +163,18 @@ class Nursery:
         return True
 
     def _fork(self, request: dict[str, Any], listener: int, log: int, ports: dict[int, int]) -> None:
-        known, make_known = os.pipe()
+        go_ahead, give_go_ahead = os.pipe()
         try:
             pid = os.fork()
             if pid == 0:
-                os.close(make_known)
-                self._become_worker(request, listener, log, known, ports)
-            self._keep(request, pid, make_known)
+                os.close(give_go_ahead)
+                self._become_worker(request, listener, log, go_ahead, ports)
+            self._keep(request, pid, give_go_ahead)
         finally:
-            os.close(known)
-            os.close(make_known)
+            os.close(go_ahead)
+            os.close(give_go_ahead)
 
-    def _keep(self, request: dict[str, Any], pid: int, make_known: int) -> None:
+    def _keep(self, request: dict[str, Any], pid: int, give_go_ahead: int) -> None:
         """Watch the child, write its run file and let it continue; kill it if one of these fails."""
         # Only `_reap` reaps the child, so its pid is not reused before.
         try:
@@ -190,13 +188,13 @@ class Nursery:
         try:
             write_run_file(request, pid)
             with suppress(BrokenPipeError):  # it has ended already
-                os.write(make_known, b"!")
+                os.write(give_go_ahead, b"!")
             self._send({"id": request["id"], "pid": pid}, pidfd)
         except (BrokenPipeError, ConnectionResetError):
             raise  # the daemon is gone; the next one finds the worker by its run file
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
-            self._send({"id": request["id"], "error": f"the worker cannot be made known: {error}"})
+            self._send({"id": request["id"], "error": f"the worker's run file cannot be written: {error}"})
 
     def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
@@ -211,12 +209,12 @@ class Nursery:
         socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
 
     def _become_worker(
-        self, request: dict[str, Any], listener: int, log: int, known: int, ports: dict[int, int]
+        self, request: dict[str, Any], listener: int, log: int, go_ahead: int, ports: dict[int, int]
     ) -> NoReturn:
         """In the child: wait until the run file is written, run the entry, exit; at once if the nursery dies before."""
         status = 1
         try:
-            if not os.read(known, 1):
+            if not os.read(go_ahead, 1):
                 raise SystemExit(status)
             self._control.close()
             self._selector.close()

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from teimgr.launch.launcher import LaunchFailed
-from teimgr.launch.log_files import last_line, open_log
+from teimgr.launch.log_rotation import last_line, open_log
 from teimgr.launch.nursery import MESSAGE_LIMIT_BYTES, TorchBuild
-from teimgr.launch.process_handle import KILL_LIMIT_S
+from teimgr.launch.process_handle import KILL_LIMIT_S, LaunchFailed
 
 IMPORT_LIMIT_S = 120.0
 FORK_LIMIT_S = 30.0
@@ -50,7 +49,7 @@ class NurseryLink:
         self._options = options
         self._log_path = log_path
         self._process: _NurseryProcess | None = None
-        self._turn = asyncio.Lock()
+        self._one_fork = asyncio.Lock()
         self._closed = False
 
     @property
@@ -95,7 +94,7 @@ class NurseryLink:
             NurseryDied: it died before the answer; if it had forked, there is a run file.
             LaunchFailed: the fork failed.
         """
-        async with self._turn:
+        async with self._one_fork:
             return await self._running().fork(request, listener, log_fd, ports)
 
     def _running(self) -> _NurseryProcess:
@@ -195,12 +194,11 @@ class _NurseryProcess:
             await self._kill()
             raise NurseryDied(f"the nursery is gone: {error}") from error
         except OSError as error:
-            raise LaunchFailed(f"the nursery cannot be asked: {error}") from error
+            raise LaunchFailed(f"the request cannot be sent to the nursery: {error}") from error
         finally:
             self._reply = None
 
     async def end(self) -> None:
-        """End the process and wait for it."""
         self.process.terminate()  # during its imports it would not notice a closed socket
         await self._gone.wait()
 

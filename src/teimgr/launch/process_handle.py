@@ -1,4 +1,4 @@
-"""Processes that outlive the daemon: their identity, their run file, and a handle to wait for, signal and stop one.
+"""Processes that outlive the daemon: identity, run directory and run files, a handle to wait for, signal and stop one.
 
 A pid may be reused. A process is identified by pid and start time within one boot (`ProcessId`, `RunFile`), and held by
 a pidfd, which never refers to another process (`ProcessHandle`). Workers and muxes use the same classes.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import secrets
 import signal
+import stat
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -20,7 +23,8 @@ from pathlib import Path
 from typing import Self
 
 from teimgr.atomic_write import write_atomically
-from teimgr.launch.launcher import Exit, LaunchFailed
+from teimgr.errors import Code, InvalidConfig
+from teimgr.spec import WorkerSpec
 
 KILL_LIMIT_S = 10.0
 """How long a process may take to vanish after SIGKILL before we call it stuck."""
@@ -28,6 +32,35 @@ KILL_LIMIT_S = 10.0
 # Fields of /proc/<pid>/stat after the parenthesised name, counted from 0 (proc_pid_stat(5) counts from 1, name is 2).
 _STATE, _START_TIME = 0, 19
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class LaunchFailed(Exception):
+    """A process could not be started, or not be ended; the text is the reason. May succeed later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """The reason that a worker gives for its exit. `code` is a number of `errors.Code`.
+
+    `permanent`: another worker with the same spec would fail in the same way.
+    """
+
+    code: int
+    message: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended.
+
+    `status` is the exit status, negative for a signal, None where it is unknown (an adopted process is not our child).
+    `log_tail` is the last line of the worker's log where that may explain the exit.
+    """
+
+    status: int | None
+    report: ExitReport | None = None
+    log_tail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +79,10 @@ class ProcessId:
 def look_up(pid: int) -> ProcessId | None:
     """The process that has this pid now; None when there is none, or only a zombie."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the name may itself hold spaces and parentheses
+    fields = text.rpartition(")")[2].split()  # the name may itself hold spaces and parentheses
     return None if fields[_STATE] in "ZX" else ProcessId(pid, int(fields[_START_TIME]))
 
 
@@ -59,7 +92,7 @@ def open_pidfd(process: ProcessId) -> int | None:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
-    # The pidfd pins the pid's process: if the start time still matches now, it is the one that was meant.
+    # The pidfd pins the pid's process: if the start time still matches now, it is the right one.
     if look_up(process.pid) == process:
         return pidfd
     os.close(pidfd)
@@ -96,12 +129,10 @@ class RunFile:
             return None
 
     def write(self, path: Path) -> None:
-        """Replace the file atomically."""
         write_atomically(path, json.dumps(asdict(self)).encode())
 
     @property
     def process(self) -> ProcessId:
-        """The identity of the process within its boot."""
         return ProcessId(self.pid, self.start_time)
 
     def open_pidfd(self) -> int | None:
@@ -129,12 +160,7 @@ class ProcessHandle:
         """Start `command`; its output is appended to the log file. Raises OSError."""
         with log_path.open("ab") as output:
             child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environ,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
             )
         return cls(child.pid, os.pidfd_open(child.pid), child)  # a child's pid is not reused before it is reaped
 
@@ -148,15 +174,15 @@ class ProcessHandle:
         """Return when the process is gone. Any number may wait."""
         return await asyncio.shield(self._exit)
 
-    async def stop(self, grace_s: float, *, ask: bool = True) -> Exit:
+    async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
         """Send SIGTERM, wait `grace_s`, kill the process group, wait `KILL_LIMIT_S`.
 
-        Without `ask`, or without grace, there is no SIGTERM. A later call with less grace cuts an earlier one short.
+        Without `sigterm`, or without grace, there is none. A later call with less grace cuts an earlier one short.
 
         Raises:
             LaunchFailed: the process is still there after all that.
         """
-        if ask and grace_s > 0:
+        if sigterm and grace_s > 0:
             self.send_signal(signal.SIGTERM)
         if not await self._gone_within(grace_s):
             self._kill_group()
@@ -165,7 +191,6 @@ class ProcessHandle:
         return await self.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
         if not self._ended.is_set():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -180,7 +205,6 @@ class ProcessHandle:
         return self._child.poll() if self._child is not None else _reap(self.pid)
 
     def describe_exit(self, status: int | None) -> Exit:
-        """What `wait` returns, made once when the process has ended."""
         return Exit(status)
 
     async def _watch(self) -> Exit:
@@ -210,3 +234,108 @@ def _reap(pid: int) -> int | None:
     except ChildProcessError:
         return None
     return os.waitstatus_to_exitcode(status) if reaped else None
+
+
+# The kernel's limit on a unix socket's path is 108 bytes with the final zero.
+_SOCKET_PATH_BYTES = 107
+_WORKER_FILE = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
+_OTHER_FILE = re.compile(r"mux-.*|nursery\.log.*|daemon\.lock")
+
+
+def new_incarnation() -> str:
+    """A unique name for one worker process."""
+    return secrets.token_hex(6)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRunFile(RunFile):
+    """The run file of a worker. `spec` is kept as text: one of another version of teimgr may not parse."""
+
+    socket: str
+    incarnation: str
+    instance: str
+    spec_hash: str
+    spec: str
+
+    def worker_spec(self) -> WorkerSpec | None:
+        """The spec, None when this version does not understand it."""
+        try:
+            return WorkerSpec.from_json(self.spec)
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPaths:
+    """The files of one worker in the run directory: control socket, run file, and exit report if it wrote one.
+
+    The nursery writes the run file right after the fork, so it exists even if the daemon dies at that moment.
+    """
+
+    folder: Path
+    incarnation: str
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / f"{self.incarnation}.sock"
+
+    @property
+    def run_file(self) -> Path:
+        return self.folder / f"{self.incarnation}.json"
+
+    @property
+    def exit_report(self) -> Path:
+        return self.folder / f"{self.incarnation}.exit"
+
+    def read_exit_report(self) -> ExitReport | None:
+        """The exit report, None when the worker left none that can be read."""
+        try:
+            report = json.loads(self.exit_report.read_text())
+            code = int(report["code"] or Code.INTERNAL_ERROR)
+            return ExitReport(code, str(report["reason"] or "no reason given"), bool(report["permanent"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def remove(self) -> None:
+        for path in (self.socket, self.run_file, self.exit_report, self.run_file.with_suffix(".json.tmp")):
+            path.unlink(missing_ok=True)
+
+
+def all_worker_paths(folder: Path) -> list[WorkerPaths]:
+    """Every worker that has a file in `folder`, in the order of their names."""
+    found = {match[1] for entry in os.scandir(folder) if (match := _WORKER_FILE.fullmatch(entry.name))}
+    return [WorkerPaths(folder, incarnation) for incarnation in sorted(found)]
+
+
+def socket_fits(folder: Path) -> bool:
+    """Whether the path of a worker's socket in `folder` is short enough for the kernel."""
+    return len(os.fsencode(WorkerPaths(folder, new_incarnation()).socket)) <= _SOCKET_PATH_BYTES
+
+
+def make_private(folder: Path) -> None:
+    """Create `folder` with mode 0700, or restrict an existing one to it; one that others may use is left untouched.
+
+    Raises:
+        InvalidConfig: it cannot be made, is another user's or a shared one, or holds files that are not ours.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid():
+            raise InvalidConfig(f"run_dir: {folder} belongs to another user")
+        if found.st_mode & stat.S_ISVTX:
+            raise InvalidConfig(f"run_dir: {folder} is a shared folder; name one inside it")
+        if found.st_mode & 0o777 == 0o700:
+            return
+        if foreign := sorted(_unknown_files(folder)):
+            raise InvalidConfig(f"run_dir: {folder} holds other things, such as {foreign[0]}; name an empty folder")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise InvalidConfig(f"run_dir: {folder} cannot be used: {error.strerror or error}") from error
+
+
+def _unknown_files(folder: Path) -> Iterator[str]:
+    for entry in os.scandir(folder):
+        known = _WORKER_FILE.fullmatch(entry.name) or _OTHER_FILE.fullmatch(entry.name)
+        if not known or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+            yield entry.name

@@ -128,10 +128,10 @@ class StreamForwarder:
         messages: AsyncIterator[bytes],
         window: int,
         *,
-        open: Callable[[], Awaitable[None]],
+        on_first: Callable[[], Awaitable[None]],
         send: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        """Pump the stream; `open` is called once, when the first target is found.
+        """Pump the stream; `on_first` is called once, when the first target is found.
 
         Raises:
             TeimgrError: of the first message, in request order, that failed.
@@ -150,7 +150,7 @@ class StreamForwarder:
             lease = self._lease_of(envelope, message)
             if not self._is_open:
                 self._is_open = True
-                await open()
+                await on_first()
             if envelope.inner is None:
                 return None
             payload = self._with_options(message) if self._rpc.arrow_field else envelope.inner
@@ -259,7 +259,6 @@ class CallCounters:
         return CallRecord(method)
 
     def end(self, record: CallRecord, status: str) -> None:
-        """Count a finished call by the name of its gRPC status."""
         self.in_flight -= 1
         calls = (record.method, record.instance, status)
         self._calls[calls] = self._calls.get(calls, 0) + 1
@@ -273,7 +272,6 @@ class CallCounters:
         latency.messages += record.messages
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
         return {
             "in_flight": self.in_flight,
             "calls": [

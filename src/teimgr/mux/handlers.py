@@ -1,18 +1,23 @@
-"""gRPC handlers of the mux: authentication, counting, tracing and statuses around the forwarding of raw messages."""
+"""gRPC handlers of the mux: authentication, counters, spans and statuses around forwarding; health, reflection."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
+from teimgr.directory import RoutingSnapshot
 from teimgr.errors import TeimgrError
-from teimgr.grpc_core.rpc_table import RPCS, SERVICES, Rpc, Shape
+from teimgr.grpc_core import health_reflection
+from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
+from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICES, Rpc, Shape
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
     CallCounters,
@@ -27,6 +32,7 @@ from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPAREN
 from teimgr.observability.telemetry import Telemetry
 from teimgr.routing.links import WorkerReply
 from teimgr.routing.router import Router, RouterView, router_view
+from teimgr.spec import State
 from teimgr.wire.element_types import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
@@ -120,7 +126,6 @@ class MuxHandlers:
         return handle
 
     def _report(self, request_context: RequestContext, record: CallRecord, status: Any, failure: str) -> None:
-        """End the call's span and log the call, where that is on."""
         if self._telemetry.is_on:
             attributes = {"rpc.grpc.status_code": status.value[0], "tei.instance": record.instance}
             error = None if status is grpc.StatusCode.OK else failure or status.name
@@ -144,7 +149,7 @@ class MuxHandlers:
         named = _named_target(rpc, router, context)
         forwarder = StreamForwarder(rpc, router, named, _output_dtype(rpc, context), record)
         await forwarder.run(
-            aiter(messages), self._window, open=lambda: context.send_initial_metadata(()), send=context.write
+            aiter(messages), self._window, on_first=lambda: context.send_initial_metadata(()), send=context.write
         )
 
     async def _client_stream(
@@ -182,3 +187,83 @@ async def _reply(rpc: Rpc, reply: WorkerReply, context: Context) -> bytes:
     if rpc.reports_compute and reply.timings is not None:
         await context.send_initial_metadata(tuple(reply.timings.headers().items()))
     return reply.payload
+
+
+class MuxHealth(HealthService):
+    """Health by instance name, updated from the directory: SERVING while the instance is running.
+
+    Check and Watch need no key, as /health does: monitors have none, and must know a name to ask for it. List shows
+    the names, so it requires the right to read by `policy`. `services` are served as long as the process, besides "".
+    """
+
+    def __init__(self, policy: PolicyInForce, *services: str) -> None:
+        super().__init__()
+        self._policy = policy
+        self._services = dict.fromkeys(("", *services), SERVING)
+        self._statuses: dict[str, int] = dict(self._services)
+
+    def update(self, snapshot: RoutingSnapshot) -> None:
+        """Take the statuses of a new snapshot."""
+        if not self.is_stopped:
+            instances = {e.name: SERVING if e.state is State.RUNNING else NOT_SERVING for e in snapshot.entries}
+            self._statuses = instances | self._services
+            self.notify()
+
+    def stop(self) -> None:
+        """Set everything to NOT_SERVING and end the watches."""
+        self._statuses = dict.fromkeys(self._statuses, NOT_SERVING)
+        super().stop()
+
+    def status_of(self, service: str) -> int | None:
+        return self._statuses.get(service)
+
+    def generic_handler(self) -> Any:
+        read = health_pb2.HealthCheckRequest.FromString
+        write = health_pb2.HealthCheckResponse.SerializeToString
+        check = grpc.unary_unary_rpc_method_handler(self._check, read, write)
+        watch = grpc.unary_stream_rpc_method_handler(self._watch, read, write)
+        read_list = health_pb2.HealthListRequest.FromString
+        write_list = health_pb2.HealthListResponse.SerializeToString
+        names = grpc.unary_unary_rpc_method_handler(self._list, read_list, write_list)
+        return grpc.method_handlers_generic_handler(
+            health_reflection.HEALTH_SERVICE, {"Check": check, "List": names, "Watch": watch}
+        )
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        status = self.status_of(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"Unknown service '{request.service[:200]}'")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def _list(self, request: Any, context: Any) -> Any:
+        try:
+            caller = authenticate_call(self._policy.now, context)
+            caller.require(frozenset({Right.READ}))
+        except TeimgrError as error:
+            await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
+        shown = {name: each for name, each in self._statuses.items() if name in self._services or caller.covers(name)}
+        return health_pb2.HealthListResponse(
+            statuses={name: health_pb2.HealthCheckResponse(status=each) for name, each in shown.items()}
+        )
+
+    async def _watch(self, request: Any, context: Any) -> None:
+        await self.watch(request.service, context.write)
+
+
+def reflection_handlers() -> tuple[Any, ...]:
+    """One generic handler per version, for `grpc.aio.Server.add_generic_rpc_handlers`."""
+    reflection = Reflection((*FILES, health_reflection.HEALTH_FILE))
+
+    async def answers(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield reflection.answer(request)
+
+    handler = grpc.stream_stream_rpc_method_handler(
+        answers,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return tuple(
+        grpc.method_handlers_generic_handler(service, {health_reflection.REFLECTION_METHOD: handler})
+        for service in health_reflection.REFLECTION_SERVICES
+    )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,8 @@ from teimgr.config.mux import MuxConfig
 from teimgr.directory import RoutingSnapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.grpc_core.rpc_table import SERVICES
-from teimgr.mux.control import MuxControl
 from teimgr.mux.forwarding import CallCounters
-from teimgr.mux.handlers import MuxHandlers
-from teimgr.mux.services import MuxHealth, reflection_handlers
+from teimgr.mux.handlers import MuxHandlers, MuxHealth, reflection_handlers
 from teimgr.observability import logs
 from teimgr.observability.memory import resident_bytes
 from teimgr.observability.telemetry import Telemetry
@@ -39,8 +39,11 @@ from teimgr.routing.router import Router
 
 _log = logging.getLogger("teimgr.mux")
 _DRAIN_S = 10.0
+_LINE_BYTES = 64 * 1024 * 1024
 _EXIT_BAD_CONFIG = 2
 _EXIT_CANNOT_LISTEN = 4
+
+Message = dict[str, Any]
 
 
 class GrpcCertificates:
@@ -59,7 +62,6 @@ class GrpcCertificates:
         self.watch = TlsWatch(files, self.take)
 
     def credentials(self) -> Any:
-        """For `grpc.aio.Server.add_secure_port`."""
         return grpc.dynamic_ssl_server_credentials(self._first, self._fetch, self._demand_client)
 
     async def take(self, files: TlsFiles) -> None:
@@ -98,11 +100,8 @@ class Mux:
         self._control = MuxControl(
             Path(config.control_socket),
             config.orphan_grace_s,
-            on_policy=self._policy.swap,
-            on_snapshot=self._on_snapshot,
-            on_stop=self._stop,
-            on_orphaned=self._on_orphaned,
-            stats=self._stats,
+            self._process,
+            self._on_orphaned,
         )
 
     async def run(self) -> None:
@@ -188,12 +187,19 @@ class Mux:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)
         self._stop(_DRAIN_S)
 
-    def _on_snapshot(self, snapshot: RoutingSnapshot) -> None:
-        self._router.update(snapshot)
-        self._health.update(snapshot)
-        self._woken.set()
+    def _process(self, message: Message) -> Message | None:
+        if "policy" in message:  # before a snapshot, which lets the server start
+            self._policy.swap(Policy.from_json(json.dumps(message["policy"])))
+        if "snapshot" in message:
+            snapshot = RoutingSnapshot.from_json(json.dumps(message["snapshot"]))
+            self._router.update(snapshot)
+            self._health.update(snapshot)
+            self._woken.set()
+        if "stop" in message:
+            self._stop(float(message["stop"]))
+        return self._stats() if message.get("stats") else None
 
-    def _stats(self) -> dict[str, Any]:
+    def _stats(self) -> Message:
         return {
             "pid": os.getpid(),
             "alarm": self._certificates.watch.alarm if self._certificates else None,
@@ -205,6 +211,84 @@ class Mux:
             "links": self._router.link_stats(),
             **self._counters.to_dict(),
         }
+
+
+class MuxControl:
+    """Server of the control socket: one line of JSON per message, from any number of daemons.
+
+        {"policy": {…}}            replace the access policy; no reply
+        {"snapshot": [entry, …]}   replace the directory; no reply
+        {"stats": true}            replied by one line of counters
+        {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
+
+    Lines are processed in order, so the reply to `stats` confirms those before it. `process` gets each message, its
+    result is the reply; `on_orphaned` is called after `orphan_grace_s` seconds without a daemon.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        orphan_grace_s: float,
+        process: Callable[[Message], Message | None],
+        on_orphaned: Callable[[], None],
+    ) -> None:
+        self._path = path
+        self._orphan_grace_s = orphan_grace_s
+        self._process = process
+        self._on_orphaned = on_orphaned
+        self._server: asyncio.Server | None = None
+        self._daemons: set[asyncio.Task[None]] = set()
+        self._orphan_timer: asyncio.TimerHandle | None = None
+        self._inode = 0
+
+    async def open(self) -> None:
+        """Listen; a socket file left by a dead process is replaced."""
+        self._server = await asyncio.start_unix_server(self._connected, self._path, limit=_LINE_BYTES)
+        self._path.chmod(0o600)
+        self._inode = self._path.stat().st_ino
+        self._start_orphan_timer()
+
+    async def close(self) -> None:
+        """Stop listening, close the connections, remove the socket file if it is still this process's own."""
+        if self._orphan_timer is not None:
+            self._orphan_timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        if self._path.exists() and self._path.stat().st_ino == self._inode:
+            self._path.unlink()
+        for task in self._daemons:
+            task.cancel()
+        if self._daemons:
+            await asyncio.wait(self._daemons)
+
+    def _start_orphan_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._orphan_timer = loop.call_later(self._orphan_grace_s, self._on_orphaned)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._orphan_timer is not None:
+            self._orphan_timer.cancel()
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._daemons.add(task)
+        task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._daemons.discard(task)
+        if not self._daemons and self._server is not None and self._server.is_serving():
+            self._start_orphan_timer()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("control connection failed", exc_info=error)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():
+                if (reply := self._process(json.loads(line))) is not None:
+                    writer.write(json.dumps(reply).encode() + b"\n")
+                    await writer.drain()
+        except (ConnectionError, ValueError) as error:
+            _log.warning("control connection dropped: %s", error)
+        finally:
+            writer.close()
 
 
 def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
@@ -224,7 +308,6 @@ def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
 
 
 async def serve(config: MuxConfig) -> None:
-    """Run a mux until it stops."""
     mux = Mux(config)
     gc.freeze()  # everything allocated so far lives as long as the process: exclude it from garbage collection
     await mux.run()

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 from teimgr.errors import InvalidConfig
-from teimgr.launch.launcher import LaunchFailed
 from teimgr.launch.nursery import TorchBuild
-from teimgr.placement.gpus import Gpu, GpuInventory
+from teimgr.launch.process_handle import LaunchFailed
+from teimgr.placement.planner import Gpu, GpuInventory
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class Preflight:
         return self._mode == "fail"
 
     def alarms(self) -> list[str]:
-        """A message for each card that cannot be used."""
         return self._problems
 
     async def run(self) -> None:
@@ -51,7 +50,7 @@ class Preflight:
         try:
             self._problems = problems(cards, await self._build())
         except LaunchFailed as error:
-            self._problems = [f"gpu_preflight: torch could not be asked what it was built for: {error}"]
+            self._problems = [f"gpu_preflight: the build of torch is unknown: {error}"]
         for problem in self._problems:
             log.error(problem)
         if self._problems and self.must_pass:

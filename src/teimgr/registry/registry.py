@@ -14,8 +14,7 @@ from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import Launcher
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import GpuInventory
-from teimgr.placement.planner import place, usable_cores, worker_spec
+from teimgr.placement.planner import GpuInventory, place, usable_cores, worker_spec
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download

@@ -17,7 +17,8 @@ import pynvml
 
 from teimgr.errors import TeimgrError
 from teimgr.launch.control_link import ControlLink, WorkerStatus
-from teimgr.launch.launcher import Launcher, LaunchFailed, WorkerHandle
+from teimgr.launch.launcher import Launcher, WorkerHandle
+from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.registry.model_view import Verification

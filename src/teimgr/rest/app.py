@@ -35,9 +35,9 @@ from teimgr.rest.gpus import GpuReport
 from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, RejectEncodedSeparators
 from teimgr.rest.probes import Alarms
 from teimgr.rest.schemas import Failure
-from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader
+from teimgr.supervision.worker_run import FleetProber
 
 docs = APIRouter(include_in_schema=False)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from teimgr.config.sources import effective
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Failure
-from teimgr.supervision.reload import Plan, Reloader, Step
+from teimgr.supervision.reload import Reloaded, Reloader
 
 router = APIRouter(tags=["configuration"])
 
@@ -29,46 +29,6 @@ class EffectiveSetting(BaseModel):
     source: str
 
 
-class SettingChange(BaseModel):
-    """One key with another value; null where there is none."""
-
-    key: str
-    before: Any
-    after: Any
-    source: str
-    applies: Literal["at once", "at the next start"]
-
-
-class ReloadPlan(BaseModel):
-    """What changes. The instances in `left` are of an earlier configuration, and stay because pruning is off."""
-
-    settings: list[SettingChange]
-    create: list[str]
-    update: dict[str, dict[str, Any]] = Field(description="by instance, the keys that change and their new values")
-    recreate: list[str] = Field(description="deleted and created: a port changes")
-    remove: list[str]
-    left: list[str]
-
-
-class ReloadStep(BaseModel):
-    """Result of one step."""
-
-    action: Literal["remove", "update", "recreate", "create"]
-    instance: str
-    ok: bool
-    error: str | None
-    code: str | None
-
-
-class Reloaded(BaseModel):
-    """The plan and the results of its steps; a dry run has no steps."""
-
-    dry_run: bool
-    plan: ReloadPlan
-    steps: list[ReloadStep]
-    failed: int
-
-
 @router.get("/config", response_model=list[EffectiveSetting])
 async def config(request: Request) -> Response:
     """Every setting in effect, with its source; secrets are not shown."""
@@ -84,22 +44,4 @@ async def reload(request: Request, dry_run: DryRun = False, prune: Prune = None)
     An invalid configuration changes nothing. Instances are changed one after the other; each has its own result.
     """
     reloader: Reloader = request.app.state.reloader
-    if dry_run:
-        return answer(_reloaded(await reloader.plan(prune=prune), [], dry_run=True))
-    plan, steps = await reloader.reload(prune=prune)
-    return answer(_reloaded(plan, steps, dry_run=False))
-
-
-def _reloaded(plan: Plan, steps: list[Step], *, dry_run: bool) -> dict[str, Any]:
-    results = [
-        {
-            "action": step.action,
-            "instance": step.instance,
-            "ok": step.error is None,
-            "error": step.error.message if step.error else None,
-            "code": step.error.code.name if step.error else None,
-        }
-        for step in steps
-    ]
-    failed = sum(step.error is not None for step in steps)
-    return {"dry_run": dry_run, "plan": plan.to_dict(), "steps": results, "failed": failed}
+    return answer(await (reloader.plan(prune=prune) if dry_run else reloader.reload(prune=prune)))

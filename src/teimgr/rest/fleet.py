@@ -16,8 +16,8 @@ from teimgr.rest.instances import UNKNOWN, ManagerDep, chosen
 from teimgr.rest.json_http import answer, read_json
 from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
 from teimgr.spec import InstanceView, State, now_rfc3339
-from teimgr.supervision.health import FleetProber
 from teimgr.supervision.manager import Manager
+from teimgr.supervision.worker_run import FleetProber
 
 router = APIRouter(tags=["fleet"])
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, Sample
-from teimgr.placement.gpus import Gpu, GpuInventory
+from teimgr.placement.planner import Gpu, GpuInventory
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Card
 from teimgr.spec import InstanceView

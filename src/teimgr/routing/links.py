@@ -225,7 +225,6 @@ class WorkerLink(FrameProtocol):
         return True
 
     def abort(self) -> None:
-        """Close and drop what is unsent."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -43,7 +43,6 @@ class Replica:
 
     @property
     def usable(self) -> bool:
-        """Whether new calls may be sent."""
         return not (self.lost or self.retired)
 
     @property
@@ -98,11 +97,9 @@ class Replica:
             await link.closed
 
     def unavailable(self) -> Unavailable:
-        """The error for calls on lost links."""
         return Unavailable(f"Instance '{self.instance}' lost its worker: the connection closed")
 
     def call_ended(self, cost_bytes: int) -> None:
-        """Account for a call that was answered, cancelled or failed."""
         self.outstanding_bytes -= cost_bytes
         self.outstanding_calls -= 1
         if self.retired:

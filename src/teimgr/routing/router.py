@@ -260,7 +260,6 @@ class _RestrictedRouter:
 
 
 def router_view(caller: Caller, router: Router) -> RouterView:
-    """`router` as `caller` may use it."""
     return _RestrictedRouter(caller, router) if caller.is_restricted else router
 
 

@@ -25,7 +25,7 @@ from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
 from teimgr.spec import Change, InstanceSpec, InstanceView, State, UpdateView, now_rfc3339
-from teimgr.supervision.lifecycle import Command, Delete, Restart, Retire, Start, Stop
+from teimgr.supervision.lifecycle import Command
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ManagedInstance:
         self._past_restarts = 0  # of workers that were replaced by an update
         self._update: UpdateView | None = None
         self._update_task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # of commands and updates
+        self._one_command = asyncio.Lock()  # of commands and updates
         self._state_changed = asyncio.Event()
         self._is_committed = False  # the update under way: it can no longer be rolled back
         self._is_deleted = False
@@ -113,7 +113,7 @@ class ManagedInstance:
         """Start the replicas that have no worker, except those that failed for good."""
         for each in self._serving:
             if each.state is State.STOPPED:
-                await each.accept(Start())
+                await each.accept(Command.START)
 
     async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
         """Pass the command to every replica; `settle` waits until it is carried out.
@@ -124,14 +124,14 @@ class ManagedInstance:
         Raises:
             AlreadyRunning, NotRunning, InstanceNotFound: no replica allows it in its present state.
         """
-        async with self._turn:
-            if isinstance(command, Stop | Restart | Delete):
+        async with self._one_command:
+            if command in (Command.STOP, Command.RESTART, Command.DELETE):
                 await self._cancel_update()
             answers = await asyncio.gather(*(each.accept(command) for each in self._serving), return_exceptions=True)
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
             if len(refusals) == len(answers):
                 raise refusals[0]
-            self._is_deleted |= isinstance(command, Delete)
+            self._is_deleted |= command is Command.DELETE
             if not keep_wanted:
                 self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
 
@@ -141,12 +141,10 @@ class ManagedInstance:
         return self.view()
 
     def set_threads(self, threads: int) -> None:
-        """Set the CPU threads of each worker."""
         for each in self.workers:
             each.set_threads(threads)
 
     def force_stop(self) -> None:
-        """Kill the workers that are ending."""
         for each in self._workers:
             each.force_stop()
 
@@ -162,7 +160,7 @@ class ManagedInstance:
             task.cancel()
         return [*self._tasks.values()]
 
-    async def gone(self) -> None:
+    async def ended(self) -> None:
         """Return when the last supervisor of a deleted instance has ended."""
         if self._tasks:
             await asyncio.wait([*self._tasks.values()])
@@ -187,7 +185,7 @@ class ManagedInstance:
             UpdateInProgress: another update is under way.
             InvalidConfig: an extra argument cannot be parsed.
         """
-        async with self._turn:
+        async with self._one_command:
             if self._is_deleted:
                 raise InstanceNotFound(self.spec.name)
             if self._update_task is not None and not self._update_task.done():
@@ -227,16 +225,15 @@ class ManagedInstance:
             self._on_state_changed()
 
     async def _replace(self, spec: InstanceSpec, *, recreate: bool) -> None:
-        """Replace every worker."""
         old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.spec.wanted_running
         if stops_first:
-            await self._send(old, Stop())
+            await self._send(old, Command.STOP)
             await asyncio.gather(*(each.settle() for each in old))
         try:
             new = await self._join(spec, range(self._context.planner.replicas(spec)))
         except BaseException:
             if stops_first:
-                await self._send(old, Start())
+                await self._send(old, Command.START)
             raise
         self._past_restarts += sum(each.restarts for each in old) + is_restart
         await self._switch(new, leaving=old)
@@ -265,12 +262,12 @@ class ManagedInstance:
         before = self.spec
         try:
             if before.wanted_running:
-                await self._send(new, Start())
+                await self._send(new, Command.START)
                 await self._all_running(new)
             await self._commit(spec)
         except BaseException:
             self.spec = before
-            await self._send(new, Delete())
+            await self._send(new, Command.DELETE)
             if tasks := [self._tasks[each] for each in new if each in self._tasks]:
                 await asyncio.wait(tasks)
             self._workers = [each for each in self._workers if each not in new]
@@ -299,7 +296,7 @@ class ManagedInstance:
         for each in leaving:
             each.role = "leaving"
         self._publish()
-        await self._send(leaving, Retire())
+        await self._send(leaving, Command.RETIRE)
 
     async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
         for each in workers:

@@ -12,48 +12,27 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, auto
 from typing import assert_never
 
-from teimgr.launch.launcher import Exit
+from teimgr.launch.process_handle import Exit
 from teimgr.spec import State
 
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
-# Commands: from users and the manager.
+
+class Command(Enum):
+    """What users and the manager order; the value is the name of its row in the table."""
+
+    START = "Start"
+    ADOPT = "Adopt"  # take over the live worker of an earlier daemon
+    STOP = "Stop"
+    RESTART = "Restart"  # replace the worker
+    DELETE = "Delete"  # end the worker for good
+    RETIRE = "Retire"  # end the worker for good, as others serve in its place
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """Take over the live worker of an earlier daemon."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Replace the worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """End the worker for good."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """End the worker for good, as others serve in its place."""
-
-
-# News: from the worker and the clock.
+# Observations: from the worker and the clock.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,39 +90,18 @@ class Tick:
     """Time passed; `wake_at` may be over."""
 
 
-Command = Start | Adopt | Stop | Restart | Delete | Retire
 Observation = WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
 Event = Command | Observation
 
-# Effects: for the supervisor.
 
+class Effect(Enum):
+    """What the supervisor has to do."""
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Start a worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """Let the worker finish its calls, within the grace, then end it."""
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """As `Terminate`, after it has served routers that do not know its successor yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End the worker without grace."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """There is no process and none will follow: end the supervisor."""
-
-
-Effect = Launch | Terminate | HandOver | Kill | Gone
+    LAUNCH = auto()  # start a worker
+    TERMINATE = auto()  # let the worker finish its calls, within the grace, then end it
+    HAND_OVER = auto()  # as TERMINATE, after it has served routers that do not have its successor yet
+    KILL = auto()  # end the worker without grace
+    END = auto()  # end the supervisor: there is no process and none will follow
 
 
 def explain(exit: Exit) -> FailureCause:
@@ -194,7 +152,6 @@ class Phase(Enum):
 
     @property
     def state(self) -> State:
-        """The state in REST and gRPC."""
         return self.value if isinstance(self.value, State) else self.value[0]
 
 
@@ -228,14 +185,14 @@ class RestartPolicy:
 class ReplicaState:
     """One replica's state. Times are those of the clock that is passed to `step`.
 
-    `wake_at` is when a Tick is due. `verdict` is why the present worker has to end. `reason` is shown to users: why
+    `wake_at` is when a Tick is due. `failure` is the reason to end the present worker. `reason` is shown to users: why
     there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between.
     """
 
     policy: RestartPolicy
     phase: Phase = Phase.STOPPED
     deleted: bool = False
-    verdict: FailureCause | None = None
+    failure: FailureCause | None = None
     reason: str | None = None
     restarts: int = 0
     streak: int = 0
@@ -250,12 +207,10 @@ class ReplicaState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a process is ending."""
         return self.phase in (Phase.STOPPING, Phase.REPLACING)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a worker is wanted."""
         return self.phase not in (Phase.STOPPED, Phase.STOPPING)
 
     def step(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
@@ -264,27 +219,27 @@ class ReplicaState:
         Raises:
             CommandRefused: the command is not allowed in this phase.
         """
-        allowed = TRANSITIONS[type(event)][self.phase]
-        refused = not allowed or (self.deleted and not isinstance(event, Delete | Retire))
+        allowed = TRANSITIONS[_row_name(event)][self.phase]
+        refused = not allowed or (self.deleted and event not in (Command.DELETE, Command.RETIRE))
         if isinstance(event, Command) and refused:
             raise CommandRefused
-        life, effects = self._take(event, now) if allowed else (self, [])
+        life, effects = self._apply(event, now) if allowed else (self, [])
         assert not allowed or life.phase in allowed, (self.phase, event, life.phase)
         return life, effects
 
-    def _take(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
+    def _apply(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
         match event:
-            case Start():
+            case Command.START:
                 return self._start(now)
-            case Adopt():
+            case Command.ADOPT:
                 return self._loading(now), []
-            case Stop():
+            case Command.STOP:
                 return self._stop()
-            case Restart():
+            case Command.RESTART:
                 return self._restart(now)
-            case Delete():
+            case Command.DELETE:
                 return replace(self, deleted=True)._stop()
-            case Retire():
+            case Command.RETIRE:
                 return replace(self, deleted=True)._retire()
             case WorkerReady():
                 return self._ready(now), []
@@ -307,14 +262,14 @@ class ReplicaState:
 
     def _loading(self, now: float) -> ReplicaState:
         deadline = now + self.policy.startup_timeout_s
-        return replace(self, phase=Phase.STARTING, verdict=None, ready_at=None, probe_failures=0, wake_at=deadline)
+        return replace(self, phase=Phase.STARTING, failure=None, ready_at=None, probe_failures=0, wake_at=deadline)
 
     def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
-        return replace(self._loading(now), restarts=self.restarts + again), [Launch()]
+        return replace(self._loading(now), restarts=self.restarts + again), [Effect.LAUNCH]
 
     def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
-            return replace(self, phase=Phase.REPLACING, verdict=None), []
+            return replace(self, phase=Phase.REPLACING, failure=None), []
         return replace(self, streak=0, reason=None)._launch(now, again=False)
 
     def _stop(self) -> tuple[ReplicaState, list[Effect]]:
@@ -322,43 +277,43 @@ class ReplicaState:
         if self.is_ending:
             return replace(cleared, phase=Phase.STOPPING), []
         if self.phase in (Phase.STARTING, Phase.RUNNING):
-            return replace(cleared, phase=Phase.STOPPING), [Terminate()]
-        return replace(cleared, phase=Phase.STOPPED), [Gone()] if self.deleted else []
+            return replace(cleared, phase=Phase.STOPPING), [Effect.TERMINATE]
+        return replace(cleared, phase=Phase.STOPPED), [Effect.END] if self.deleted else []
 
     def _retire(self) -> tuple[ReplicaState, list[Effect]]:
         life, effects = self._stop()
-        return life, [HandOver()] if self.phase is Phase.RUNNING else effects
+        return life, [Effect.HAND_OVER] if self.phase is Phase.RUNNING else effects
 
     def _restart(self, now: float) -> tuple[ReplicaState, list[Effect]]:
-        fresh = replace(self, streak=0, reason=None, verdict=None)
+        fresh = replace(self, streak=0, reason=None, failure=None)
         if self.is_ending:
             return replace(fresh, phase=Phase.REPLACING), []
         if self.phase in (Phase.STARTING, Phase.RUNNING):
-            return replace(fresh, phase=Phase.REPLACING, wake_at=None), [Terminate()]
+            return replace(fresh, phase=Phase.REPLACING, wake_at=None), [Effect.TERMINATE]
         return fresh._launch(now, again=True)
 
     def _ready(self, now: float) -> ReplicaState:
-        if self.phase is not Phase.STARTING or self.verdict is not None:
+        if self.phase is not Phase.STARTING or self.failure is not None:
             return self
         return replace(self, phase=Phase.RUNNING, ready_at=now, wake_at=None, reason=None)
 
     def _worker_failed(self, failure: FailureCause, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return self, []
-        life = replace(self, verdict=failure, reason=failure.message)
+        life = replace(self, failure=failure, reason=failure.message)
         if self.phase is Phase.RUNNING:
-            return replace(life, phase=Phase.REPLACING), [Kill()]
+            return replace(life, phase=Phase.REPLACING), [Effect.KILL]
         return replace(life, wake_at=now + FAILED_EXIT_LIMIT_S), []
 
     def _draining(self) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return self, []
-        verdict = FailureCause("the worker was asked to end by another process")
-        life = replace(self, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message, wake_at=None)
-        return life, [Terminate()]
+        failure = FailureCause("the worker was asked to end by another process")
+        life = replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message, wake_at=None)
+        return life, [Effect.TERMINATE]
 
     def _downloading(self, now: float) -> ReplicaState:
-        if self.phase is not Phase.STARTING or self.verdict is not None:
+        if self.phase is not Phase.STARTING or self.failure is not None:
             return self
         return replace(self, wake_at=now + self.policy.startup_timeout_s)
 
@@ -368,18 +323,18 @@ class ReplicaState:
         life = replace(self, probe_failures=self.probe_failures + 1)
         if not 0 < self.policy.max_probe_failures <= life.probe_failures:
             return life, []
-        verdict = FailureCause(f"{life.probe_failures} health probes in a row failed: {reason}")
+        failure = FailureCause(f"{life.probe_failures} health probes in a row failed: {reason}")
         # No grace: a worker that does not answer probes will not finish calls either.
-        return replace(life, phase=Phase.REPLACING, verdict=verdict, reason=verdict.message), [Kill()]
+        return replace(life, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
 
     def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.phase is Phase.STOPPING:
-            return replace(self, phase=Phase.STOPPED), [Gone()] if self.deleted else []
-        if self.phase is Phase.REPLACING and self.verdict is None:
+            return replace(self, phase=Phase.STOPPED), [Effect.END] if self.deleted else []
+        if self.phase is Phase.REPLACING and self.failure is None:
             return self._launch(now, again=True)
-        verdict = self.verdict or explain(exit)
-        ended = replace(self, verdict=None, reason=verdict.message, wake_at=None, probe_failures=0)
-        if verdict.permanent:
+        failure = self.failure or explain(exit)
+        ended = replace(self, failure=None, reason=failure.message, wake_at=None, probe_failures=0)
+        if failure.permanent:
             return replace(ended, phase=Phase.FAILED), []
         return ended._wait(jitter, now), []
 
@@ -394,17 +349,20 @@ class ReplicaState:
             return self, []
         if self.phase is Phase.WAITING:
             return self._launch(now, again=True)
-        verdict = self.verdict or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", permanent=True)
-        return replace(self, verdict=verdict, reason=verdict.message, wake_at=None), [Kill()]
+        failure = self.failure or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", permanent=True)
+        return replace(self, failure=failure, reason=failure.message, wake_at=None), [Effect.KILL]
 
 
-def _parse_table() -> dict[type[Event], dict[Phase, frozenset[Phase]]]:
-    """Event → phase before → phases after; the empty set for `refused` and `-`."""
+def _row_name(event: Event) -> str:
+    return event.value if isinstance(event, Command) else type(event).__name__
+
+
+def _parse_table() -> dict[str, dict[Phase, frozenset[Phase]]]:
+    """Row name → phase before → phases after; the empty set for `refused` and `-`."""
     header, *rows = (line.split() for line in TRANSITION_TABLE.strip().splitlines())
     columns = [Phase[name] for name in header]
-    events: dict[str, type[Event]] = {kind.__name__: kind for kind in (*Command.__args__, *Observation.__args__)}
-    table = {events[name]: dict(zip(columns, map(_read_cell, cells), strict=True)) for name, *cells in rows}
-    assert table.keys() == set(events.values())
+    table = {name: dict(zip(columns, map(_read_cell, cells), strict=True)) for name, *cells in rows}
+    assert table.keys() == {each.value for each in Command} | {kind.__name__ for kind in Observation.__args__}
     return table
 
 

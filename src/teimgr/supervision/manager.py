@@ -16,11 +16,10 @@ from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import GpuInventory
-from teimgr.placement.planner import Planner, place, usable_cores, with_batch_tokens, worker_spec
+from teimgr.placement.planner import GpuInventory, Planner, place, usable_cores, with_batch_tokens, worker_spec
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
-from teimgr.supervision.lifecycle import Backoff, Command, Delete, Restart, RestartPolicy, Start, Stop
+from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, wanted_at_boot
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext, alive_specs
 from teimgr.supervision.validation import InstanceValidator, check_model
@@ -131,7 +130,7 @@ class Manager:
         if at_once:
             instance.force_stop()
         with suppress(NotRunning, InstanceNotFound, Unavailable):
-            await instance.accept(Stop(), keep_wanted=True)
+            await instance.accept(Command.STOP, keep_wanted=True)
         if at_once:
             instance.force_stop()
         await instance.settle()
@@ -170,7 +169,7 @@ class Manager:
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
         instance = self._add(spec)
         await instance.begin({})
-        await instance.accept(Start())
+        await instance.accept(Command.START)
         await self._save()
         self._metrics.instance_created(spec)
         return instance.view()
@@ -208,7 +207,7 @@ class Manager:
         Raises:
             InstanceNotFound, AlreadyRunning.
         """
-        return await self._command(name, Start())
+        return await self._command(name, Command.START)
 
     async def stop(self, name: str) -> InstanceView:
         """Stop an instance until it is started again; returns when its processes are gone.
@@ -216,7 +215,7 @@ class Manager:
         Raises:
             InstanceNotFound, NotRunning.
         """
-        return await self._command(name, Stop())
+        return await self._command(name, Command.STOP)
 
     async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
         """Replace the workers; returns when the old ones are gone and the new ones are starting.
@@ -230,7 +229,7 @@ class Manager:
         await self.booted.wait()
         instance = self._find(name)
         if not rolling or not instance.spec.wanted_running:
-            return await self._command(name, Restart())
+            return await self._command(name, Command.RESTART)
         await self._planner.refresh()
         await instance.update({}, restart=True)
         if wait:
@@ -245,9 +244,9 @@ class Manager:
         """
         await self.booted.wait()
         instance = self._find(name)
-        await instance.accept(Delete())
+        await instance.accept(Command.DELETE)
         view = await instance.settle()
-        await instance.gone()
+        await instance.ended()
         if self._instances.get(name) is instance:
             del self._instances[name]
             instance.forget()
@@ -257,7 +256,6 @@ class Manager:
         return view
 
     def list(self) -> list[InstanceView]:
-        """All instances, in the order of their creation."""
         return [self._view(instance) for instance in self._instances.values()]
 
     def get(self, name: str) -> InstanceView:
@@ -270,7 +268,6 @@ class Manager:
 
     @property
     def store_alarm(self) -> str | None:
-        """What is wrong with the state file."""
         return "; ".join(self._alarms.values()) or None
 
     async def _command(self, name: str, command: Command) -> InstanceView:

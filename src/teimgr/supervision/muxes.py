@@ -6,6 +6,7 @@ A mux that ends or does not answer is killed and started again, and raises an al
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,10 @@ from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.http_server import bind
-from teimgr.launch.launcher import LaunchFailed
-from teimgr.launch.process_handle import ProcessHandle, RunFile
+from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
 from teimgr.supervision.lifecycle import Backoff
-from teimgr.supervision.mux_link import MuxLost, MuxTimeouts, serve_mux
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +42,23 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+_LINE_LIMIT_BYTES = 1 << 20
+_CONNECT_RETRY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class MuxTimeouts:
+    """Limits in seconds: until the socket accepts, until a late answer raises an alarm, until it counts as lost; and
+    the interval of the polls."""
+
+    connect_limit_s: float = 20.0
+    alarm_after_s: float = 2.0
+    answer_limit_s: float = 10.0
+    interval_s: float = 5.0
+
+
+class MuxLost(Exception):
+    """The mux cannot be reached or does not answer; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +131,8 @@ class MuxSupervisor:
             path.unlink(missing_ok=True)
 
     def force_stop(self) -> None:
-        """End a stop under way without waiting for calls: the mux exits at a second SIGTERM."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGTERM)  # at a second one it exits without waiting for calls
 
     async def _run_once(self) -> str:
         """Launch the mux unless one was adopted, and serve it until it is lost; the result is why."""
@@ -141,30 +156,56 @@ class MuxSupervisor:
 
     async def _serve(self, process: ProcessHandle) -> str:
         ended = asyncio.ensure_future(process.wait())
-        serving = asyncio.ensure_future(
-            serve_mux(
-                self.config.control_socket,
-                self._directory,
-                self._policy,
-                self._timeouts,
-                self._on_stats,
-                self._on_late,
-            )
-        )
+        feeding = asyncio.ensure_future(self._feed())
         try:
-            await asyncio.wait({ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended, feeding}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                await serving
+                await feeding
             return "it ended"
         finally:
-            for task in (ended, serving):
+            for task in (ended, feeding):
                 task.cancel()
-            await asyncio.gather(ended, serving, return_exceptions=True)
+            await asyncio.gather(ended, feeding, return_exceptions=True)
 
-    def _on_stats(self, stats: dict[str, Any]) -> None:
-        problem = stats.get("alarm")
-        self.alarm = f"{self.name}: {problem}" if problem else None
-        self._metrics.mux_stats(self.name, stats)
+    async def _feed(self) -> None:
+        """Push every change of policy and directory to the mux; poll its counters after each and at intervals.
+
+        One line of JSON per message, as `mux/process.py` has them. The mux answers in order, so an answer also
+        acknowledges the snapshot before it.
+
+        Raises:
+            MuxLost: always, at the end.
+        """
+        limits = self._timeouts
+        try:
+            reader, writer = await _connect(self.config.control_socket, limits.connect_limit_s)
+        except OSError as error:
+            raise MuxLost(f"its control socket cannot be reached: {error or 'it does not come up'}") from error
+        changed = asyncio.Event()
+        unsubscribe = (self._directory.subscribe(lambda _: changed.set()), self._policy.subscribe(changed.set))
+        try:
+            while True:
+                if changed.is_set():
+                    changed.clear()
+                    snapshot = self._directory.snapshot()
+                    writer.write(
+                        f'{{"policy": {self._policy.now.to_json()}, "snapshot": {snapshot.to_json()}}}\n'.encode()
+                    )
+                late = asyncio.get_running_loop().call_later(limits.alarm_after_s, self._on_late)
+                try:
+                    stats = await _poll(reader, writer, limits.answer_limit_s)
+                finally:
+                    late.cancel()
+                problem = stats.get("alarm")
+                self.alarm = f"{self.name}: {problem}" if problem else None
+                self._metrics.mux_stats(self.name, stats)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limits.interval_s):
+                        await changed.wait()
+        finally:
+            for leave in unsubscribe:
+                leave()
+            writer.close()
 
     def _on_late(self) -> None:
         self.alarm = f"{self.name} has given no answer for {self._timeouts.alarm_after_s:g} s"
@@ -183,8 +224,38 @@ class MuxSupervisor:
         return "" if status is None else f" (exit status {status})"
 
 
+async def _connect(path: str, limit_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the control socket, which appears once the gRPC port is bound."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            try:
+                return await asyncio.open_unix_connection(path, limit=_LINE_LIMIT_BYTES)
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(_CONNECT_RETRY_S)
+
+
+async def _poll(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit_s: float) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(limit_s):
+            writer.write(b'{"stats": true}\n')
+            await writer.drain()
+            line = await reader.readline()
+    except TimeoutError as error:
+        raise MuxLost(f"it gave no answer for {limit_s:g} s") from error
+    except (OSError, ValueError) as error:  # a ValueError is a line without an end
+        raise MuxLost(f"its control connection broke: {error}") from error
+    if not line:
+        raise MuxLost("it closed its control connection")
+    try:
+        stats = json.loads(line)
+    except ValueError as error:
+        raise MuxLost(f"its answer cannot be read: {error}") from error
+    if not isinstance(stats, dict):
+        raise MuxLost("its answer is no JSON object")
+    return stats
+
+
 def mux_config(number: int, settings: Settings) -> MuxConfig:
-    """The configuration of one mux process."""
     files = settings.tls_files
     return MuxConfig(
         host=settings.grpc_host,
@@ -217,7 +288,6 @@ class Muxes:
         self._supervisors = [self._supervisor(number) for number in range(count)]
 
     def alarms(self) -> list[str]:
-        """What is wrong with them now."""
         return [each.alarm for each in self._supervisors if each.alarm]
 
     @asynccontextmanager
@@ -247,7 +317,6 @@ class Muxes:
                 log.error("mux could not be stopped", extra={"mux": each.name}, exc_info=result)
 
     def force_stop(self) -> None:
-        """End a stop under way without waiting for calls."""
         for each in self._supervisors:
             each.force_stop()
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from teimgr.config.settings import Settings
-from teimgr.config.sources import Configuration, Source, Value, effective, plain, read
+from teimgr.config.sources import Configuration, Source, effective, plain, read
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.spec import KEYS, Change, InstanceSpec, key_of
 from teimgr.supervision.manager import Manager
@@ -27,41 +29,53 @@ LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Changes of a reload.
+class SettingChange:
+    """One key with another value; null where there is none."""
 
-    `settings` are the keys with another value, old and new (None: absent); those in or below the keys of `live` change
-    at once. Of the instances, `update` has the changed keys by name, `recreate` what an update cannot do, `remove` what
-    only an earlier configuration named; with pruning off those are `left`.
-    """
-
-    settings: tuple[tuple[Value | None, Value | None], ...]
-    live: frozenset[str]
-    create: tuple[InstanceSpec, ...]
-    update: Mapping[str, Mapping[str, Any]]
-    recreate: tuple[InstanceSpec, ...]
-    remove: tuple[str, ...]
-    left: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "settings": [_change(before, after, self.live) for before, after in self.settings],
-            "create": [spec.name for spec in self.create],
-            "update": {name: plain(changes) for name, changes in self.update.items()},
-            "recreate": [spec.name for spec in self.recreate],
-            "remove": list(self.remove),
-            "left": list(self.left),
-        }
+    key: str
+    before: Any
+    after: Any
+    source: str
+    applies: Literal["at once", "at the next start"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Result of one step; `error` is None on success."""
+class ReloadPlan:
+    """What changes. The instances in `left` are of an earlier configuration, and stay because pruning is off."""
 
-    action: str
+    settings: list[SettingChange]
+    create: list[str]
+    update: Annotated[
+        dict[str, dict[str, Any]], Field(description="by instance, the keys that change and their new values")
+    ]
+    recreate: Annotated[list[str], Field(description="deleted and created: a port changes")]
+    remove: list[str]
+    left: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadStep:
+    """Result of one step."""
+
+    action: Literal["remove", "update", "recreate", "create"]
     instance: str
-    error: TeimgrError | None
+    ok: bool
+    error: str | None
+    code: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """The plan and the results of its steps; a dry run has no steps."""
+
+    dry_run: bool
+    plan: ReloadPlan
+    steps: list[ReloadStep]
+    failed: int
+
+
+Move = tuple[Literal["remove", "update", "recreate", "create"], str, Callable[[], Awaitable[object]]]
+"""Action, instance, and the call that carries it out."""
 
 
 class Reloader:
@@ -82,7 +96,6 @@ class Reloader:
         self._alarm: str | None = None
 
     def alarms(self) -> list[str]:
-        """The failure of the last reload, if it failed."""
         return [self._alarm] if self._alarm else []
 
     def notices(self) -> list[str]:
@@ -94,15 +107,16 @@ class Reloader:
             if (spec := present.get(seed.name)) and (changes := differences(seed, replace(spec, seeded=True)))
         ]
 
-    async def plan(self, *, prune: bool | None = None) -> Plan:
-        """The changes of a reload now.
+    async def plan(self, *, prune: bool | None = None) -> Reloaded:
+        """The changes that a reload would make now.
 
         Raises:
             InvalidConfig: The configuration is invalid.
         """
-        return self._plan(await asyncio.to_thread(read, self._source), prune)
+        plan, _ = self._plan(await asyncio.to_thread(read, self._source), prune)
+        return Reloaded(dry_run=True, plan=plan, steps=[], failed=0)
 
-    async def reload(self, *, prune: bool | None = None) -> tuple[Plan, list[Step]]:
+    async def reload(self, *, prune: bool | None = None) -> Reloaded:
         """Apply the configuration as it is now. `prune` overrides the key `prune_seeds`.
 
         Raises:
@@ -111,56 +125,50 @@ class Reloader:
         async with self._lock:
             try:
                 found = await asyncio.to_thread(read, self._source)
-                plan, configuration = self._plan(found, prune), _in_effect(self.configuration, found)
+                (plan, moves), configuration = self._plan(found, prune), _in_effect(self.configuration, found)
                 self._apply(configuration.settings)
             except InvalidConfig as error:
                 self._alarm = f"the configuration was not reloaded: {error.message}"
                 log.error("reload refused", extra={"reason": error.message})
                 raise
             self.configuration = configuration
-            steps = [await _try(*step) for step in self._steps(plan)]
-            self._report(plan, steps)
-            return plan, steps
+            steps = [await _try(*move) for move in moves]
+            failed = [f"{step.action} of {step.instance!r}: {step.error}" for step in steps if step.error is not None]
+            self._alarm = f"the configuration was reloaded in part: {'; '.join(failed)}" if failed else None
+            facts = {key: value for key, value in asdict(plan).items() if value}
+            log.log(logging.ERROR if failed else logging.INFO, "reloaded", extra={"plan": facts, "failed": failed})
+            return Reloaded(dry_run=False, plan=plan, steps=steps, failed=len(failed))
 
-    def _plan(self, found: Configuration, prune: bool | None) -> Plan:
-        seeds = found.settings.instances
-        known = {view.spec.name: view.spec for view in self._fleet.list()}
-        changes = {seed.name: differences(seed, known[seed.name]) for seed in seeds if seed.name in known}
-        again = {name for name, keys in changes.items() if any(KEYS[key].change is Change.FIXED for key in keys)}
-        named = {seed.name for seed in seeds}
-        gone = tuple(name for name, spec in known.items() if spec.seeded and name not in named)
-        pruning = found.settings.prune_seeds if prune is None else prune
-        return Plan(
-            settings=tuple(_changed(self.configuration, found)),
-            live=live_keys(self.configuration.settings, found.settings),
-            create=tuple(seed for seed in seeds if seed.name not in known),
-            update={name: keys for name, keys in changes.items() if keys and name not in again},
-            recreate=tuple(seed for seed in seeds if seed.name in again),
-            remove=gone if pruning else (),
-            left=() if pruning else gone,
-        )
-
-    def _steps(self, plan: Plan) -> Iterator[tuple[str, str, Callable[[], Awaitable[object]]]]:
-        """The steps in order: removals make room first."""
+    def _plan(self, found: Configuration, prune: bool | None) -> tuple[ReloadPlan, list[Move]]:
+        """The plan, and its moves in order: removals make room first."""
         fleet = self._fleet
-        for name in plan.remove:
-            yield "remove", name, partial(fleet.delete, name)
-        for name, changes in plan.update.items():
-            yield "update", name, partial(fleet.update, name, changes)
-        for spec in plan.recreate:
-            yield "recreate", spec.name, partial(self._recreate, spec)
-        for spec in plan.create:
-            yield "create", spec.name, partial(fleet.create, spec)
+        seeds = {seed.name: seed for seed in found.settings.instances}
+        present = {view.spec.name: view.spec for view in fleet.list()}
+        changes = {name: differences(seed, present[name]) for name, seed in seeds.items() if name in present}
+        recreate = [name for name, keys in changes.items() if any(KEYS[key].change is Change.FIXED for key in keys)]
+        update = {name: keys for name, keys in changes.items() if keys and name not in recreate}
+        create = [name for name in seeds if name not in present]
+        unnamed = [name for name, spec in present.items() if spec.seeded and name not in seeds]
+        remove, left = (unnamed, []) if (found.settings.prune_seeds if prune is None else prune) else ([], unnamed)
+        plan = ReloadPlan(
+            settings=list(_setting_changes(self.configuration, found)),
+            create=create,
+            update={name: plain(keys) for name, keys in update.items()},
+            recreate=recreate,
+            remove=remove,
+            left=left,
+        )
+        moves: list[Move] = [
+            *(("remove", name, partial(fleet.delete, name)) for name in remove),
+            *(("update", name, partial(fleet.update, name, keys)) for name, keys in update.items()),
+            *(("recreate", name, partial(self._recreate, seeds[name])) for name in recreate),
+            *(("create", name, partial(fleet.create, seeds[name])) for name in create),
+        ]
+        return plan, moves
 
     async def _recreate(self, spec: InstanceSpec) -> None:
         await self._fleet.delete(spec.name)
         await self._fleet.create(spec)
-
-    def _report(self, plan: Plan, steps: Sequence[Step]) -> None:
-        failed = [f"{step.action} of {step.instance!r}: {step.error.message}" for step in steps if step.error]
-        self._alarm = f"the configuration was reloaded in part: {'; '.join(failed)}" if failed else None
-        facts = {key: value for key, value in plan.to_dict().items() if value}
-        log.log(logging.ERROR if failed else logging.INFO, "reloaded", extra={"plan": facts, "failed": failed})
 
 
 def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
@@ -173,14 +181,21 @@ def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
     }
 
 
-def _changed(old: Configuration, new: Configuration) -> Iterator[tuple[Value | None, Value | None]]:
+def _setting_changes(old: Configuration, new: Configuration) -> Iterator[SettingChange]:
     """The keys that differ, except those of seeds, which `differences` has."""
+    live = live_keys(old.settings, new.settings)
     before = {each.path: each for each in effective(old) if not each.path.startswith("instances")}
     after = {each.path: each for each in effective(new) if not each.path.startswith("instances")}
     for path in {**before, **after}:
         was, will_be = before.get(path), after.get(path)
         if was is None or will_be is None or was.value != will_be.value:
-            yield was, will_be
+            yield SettingChange(
+                key=path,
+                before=was.value if was else None,
+                after=will_be.value if will_be else None,
+                source=will_be.source if will_be else "default",
+                applies="at once" if _top(path) in live else "at the next start",
+            )
 
 
 def live_keys(old: Settings, new: Settings) -> frozenset[str]:
@@ -201,21 +216,9 @@ def _top(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
-def _change(before: Value | None, after: Value | None, live: frozenset[str]) -> dict[str, Any]:
-    each = after or before
-    assert each is not None
-    return {
-        "key": each.path,
-        "before": before.value if before else None,
-        "after": after.value if after else None,
-        "source": after.source if after else "default",
-        "applies": "at once" if _top(each.path) in live else "at the next start",
-    }
-
-
-async def _try(action: str, name: str, move: Callable[[], Awaitable[object]]) -> Step:
+async def _try(action: Any, name: str, move: Callable[[], Awaitable[object]]) -> ReloadStep:
     try:
         await move()
     except TeimgrError as error:
-        return Step(action, name, error)
-    return Step(action, name, None)
+        return ReloadStep(action, name, ok=False, error=error.message, code=error.code.name)
+    return ReloadStep(action, name, ok=True, error=None, code=None)

@@ -128,7 +128,6 @@ def parse(content: bytes) -> Loaded:
 
 
 def render(specs: Iterable[InstanceSpec]) -> bytes:
-    """The bytes of a state file."""
     return tomli_w.dumps({"last_updated": now_rfc3339(), "instances": [_entry(spec) for spec in specs]}).encode()
 
 

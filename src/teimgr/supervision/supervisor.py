@@ -21,24 +21,17 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import Others, Planner
 from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView, rfc3339
 from teimgr.supervision.lifecycle import (
-    Adopt,
     Command,
     CommandRefused,
     Effect,
     Event,
     Exited,
-    Gone,
-    HandOver,
-    Kill,
-    Launch,
     Observation,
     Phase,
     ProbeFailed,
     ProbeOk,
     ReplicaState,
     RestartPolicy,
-    Stop,
-    Terminate,
     Tick,
     WorkerReady,
 )
@@ -139,7 +132,6 @@ class Supervisor:
             self._worker.set_threads(threads)
 
     def force_stop(self) -> None:
-        """Kill the worker if it is ending."""
         if self._worker is not None and self._life.is_ending:
             self._worker.end(0.0)
 
@@ -160,7 +152,7 @@ class Supervisor:
     @property
     def has_failed(self) -> bool:
         """Whether the last worker failed and has no running successor yet."""
-        return self._life.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING) or self._life.verdict is not None
+        return self._life.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING) or self._life.failure is not None
 
     @property
     def restarts(self) -> int:
@@ -168,7 +160,6 @@ class Supervisor:
 
     @property
     def reason(self) -> str | None:
-        """Why there is no running worker, or why there was a restart."""
         return self._life.reason
 
     @property
@@ -185,7 +176,6 @@ class Supervisor:
         return WorkerEndpoint(str(handle.socket), handle.incarnation)
 
     def view(self) -> WorkerView:
-        """A snapshot for display."""
         life, handle = self._life, self._worker.handle if self._worker else None
         return WorkerView(
             replica=self.number,
@@ -211,13 +201,13 @@ class Supervisor:
                 if adopted is not None:
                     self._adopt(adopted)
                 self.started.set()
-                while not self._is_gone:
+                while not self._is_over:
                     await self._handle(await self._next())
         finally:
             await self._close()
 
     @property
-    def _is_gone(self) -> bool:
+    def _is_over(self) -> bool:
         return self._life.deleted and self._life.phase is Phase.STOPPED
 
     async def _next(self) -> _Request | Observation:
@@ -253,7 +243,7 @@ class Supervisor:
         state = self.state.value
         if self._life.deleted:
             return InstanceNotFound(self.spec.name)
-        return NotRunning(self.spec.name, state) if isinstance(command, Stop) else AlreadyRunning(self.spec.name, state)
+        return NotRunning(self.spec.name, state) if command is Command.STOP else AlreadyRunning(self.spec.name, state)
 
     def _record(self, event: Observation) -> None:
         """Update what views and metrics show; no decision depends on it."""
@@ -273,7 +263,11 @@ class Supervisor:
             self._on_phase_changed(before.phase)
         self._on_state_changed()
         for effect in effects:
-            self._carry_out(effect)
+            if effect is Effect.LAUNCH:
+                self._start_worker(None)
+            elif effect is not Effect.END and self._worker is not None:  # at END `run` returns
+                grace_s = 0.0 if effect is Effect.KILL else self._context.grace_s
+                self._worker.end(grace_s, handover=effect is Effect.HAND_OVER)
 
     def _on_phase_changed(self, before: Phase) -> None:
         life, worker, metrics = self._life, self._worker, self._context.metrics
@@ -288,19 +282,6 @@ class Supervisor:
             self.model = worker.status.model if worker.status else None
             if worker.handle is not None and not worker.is_adopted:
                 metrics.worker_started(self.spec.name, max(0.0, time.time() - worker.handle.started_at))
-
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Launch():
-                self._start_worker(None)
-            case Terminate():
-                self._end_worker(self._context.grace_s)
-            case HandOver():
-                self._end_worker(self._context.grace_s, handover=True)
-            case Kill():
-                self._end_worker(0.0)
-            case Gone():
-                pass  # `run` returns
 
     # The worker
 
@@ -318,11 +299,11 @@ class Supervisor:
         planner = self._context.planner
         await planner.refresh()
         workers = self._context.fleet()
-        mates = [each for each in workers if each.spec.name == self.spec.name and each.role == self.role]
+        siblings = [each for each in workers if each.spec.name == self.spec.name and each.role == self.role]
         others = Others(
             alive=alive_specs(workers),
             loading=_count(each.gpu for each in workers if each.state is State.STARTING and each is not self),
-            beside=_count(each.gpu for each in mates if each is not self),
+            beside=_count(each.gpu for each in siblings if each is not self),
         )
         spec = planner.plan(self.spec, self.number, others)
         self.gpu = spec.gpu
@@ -330,15 +311,11 @@ class Supervisor:
 
     def _adopt(self, adopted: Adopted) -> None:
         self.gpu = adopted.handle.spec.gpu
-        self._step(Adopt())
+        self._step(Command.ADOPT)
         self._start_worker(adopted)
         assert self._worker is not None
         if self._worker.is_ready:
             self._step(WorkerReady())  # at once: routers must not see it in another state for a moment
-
-    def _end_worker(self, grace_s: float, *, handover: bool = False) -> None:
-        if self._worker is not None:
-            self._worker.end(grace_s, handover=handover)
 
     async def _close(self) -> None:
         self._closed = True
@@ -351,7 +328,7 @@ class Supervisor:
             self._settled.notify_all()
 
     def _closed_error(self) -> TeimgrError:
-        if self._is_gone:
+        if self._is_over:
             return InstanceNotFound(self.spec.name)
         return Unavailable(f"Instance '{self.spec.name}' is not supervised any more")
 

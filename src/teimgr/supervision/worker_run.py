@@ -1,18 +1,22 @@
-"""One worker process from launch or adoption to exit, reported as events."""
+"""One worker process from launch or adoption to exit, reported as events; its health probes."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from teimgr.errors import Code, Refused, TeimgrError
+from teimgr.directory import Directory, WorkerEndpoint
+from teimgr.errors import Code, Refused, TeimgrError, Unavailable
 from teimgr.launch.control_link import ControlLink, WorkerStatus
-from teimgr.launch.launcher import Adopted, Exit, ExitReport, Launcher, LaunchFailed, WorkerHandle
+from teimgr.launch.launcher import Adopted, Launcher, WorkerHandle
+from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.spec import WorkerSpec
-from teimgr.supervision.health import Prober
 from teimgr.supervision.lifecycle import (
     Exited,
     FailureCause,
@@ -74,7 +78,6 @@ class WorkerRun:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker's last status was ready."""
         return self.status is not None and self.status.state == "ready"
 
     async def run(self) -> None:
@@ -138,8 +141,8 @@ class WorkerRun:
         try:
             return await self._launching
         except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if me is not None and me.cancelling():
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
                 raise
             raise LaunchFailed(_NEVER_LAUNCHED) from None  # cancelled by `end`
         finally:
@@ -160,15 +163,15 @@ class WorkerRun:
     # Stop
 
     def _begin_stop(self, handle: WorkerHandle, grace_s: float) -> None:
-        """Ask the worker to drain, over its link or by SIGTERM, and kill it after the grace."""
+        """Have the worker drain, by DRAIN on its link or by SIGTERM, and kill it after the grace."""
         values = {"grace_s": grace_s, "handover": self._handover}
-        asked = grace_s > 0 and self._link is not None and self._link.tell(Method.DRAIN, **values)
+        drains = grace_s > 0 and self._link is not None and self._link.notify(Method.DRAIN, **values)
         assert self._tasks is not None
-        self._tasks.create_task(self._stop(handle, grace_s, ask=not asked))
+        self._tasks.create_task(self._stop(handle, grace_s, sigterm=not drains))
 
-    async def _stop(self, handle: WorkerHandle, grace_s: float, *, ask: bool) -> None:
+    async def _stop(self, handle: WorkerHandle, grace_s: float, *, sigterm: bool) -> None:
         try:
-            await handle.stop(grace_s, ask=ask)
+            await handle.stop(grace_s, sigterm=sigterm)
         except LaunchFailed as error:
             log.error("worker does not die", extra={"instance": handle.spec.name, "reason": str(error)})
             if not self._stuck.done():
@@ -215,7 +218,7 @@ class WorkerRun:
     def _send_threads(self) -> None:
         if self._link is None or self._threads in (None, self._sent_threads) or not self.is_ready:
             return
-        if self._link.tell(Method.THREADS, threads=self._threads):
+        if self._link.notify(Method.THREADS, threads=self._threads):
             self._sent_threads = self._threads
 
     # Health probes
@@ -231,3 +234,70 @@ class WorkerRun:
                 self._post(ProbeFailed(error.message))
             else:
                 self._post(ProbeOk())
+
+
+class Prober:
+    """Probes one worker repeatedly; a worker that has run batches since the last probe is healthy without one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._batches: int | None = None
+
+    async def probe(self, link: ControlLink | None) -> None:
+        """Return when the worker is known to be healthy.
+
+        Raises:
+            TeimgrError: it is not; the message is the reason.
+        """
+        if link is None:
+            raise Unavailable("the worker's control link is down")
+        before, self._batches = self._batches, await self._count(link)
+        if before is not None and self._batches > before:
+            return
+        await link.call(Method.PROBE, timeout_s=self._timeout_s)
+        # The probe itself may have been a batch: count again, or the next round would take it for work.
+        self._batches = await self._count(link)
+
+    async def _count(self, link: ControlLink) -> int:
+        reply = await link.call(Method.STATS, timeout_s=self._timeout_s)
+        try:
+            return int(json.loads(reply)["batches"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise Unavailable(f"the worker's counters cannot be read: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """The result of one worker's probe; `problem` is None for a healthy worker."""
+
+    incarnation: str
+    seconds: float
+    problem: str | None
+
+
+class FleetProber:
+    """Probes the workers that the directory lists, each over a control link of its own."""
+
+    def __init__(self, directory: Directory, timeout_s: float) -> None:
+        self._directory = directory
+        self._timeout_s = timeout_s
+
+    async def probe(self, name: str) -> list[ProbeResult]:
+        """A result for each worker of the instance that serves; none where the instance does not run."""
+        entries = [entry for entry in self._directory.snapshot().entries if entry.name == name]
+        return list(await asyncio.gather(*(self._probe(each) for entry in entries for each in entry.endpoints)))
+
+    async def _probe(self, endpoint: WorkerEndpoint) -> ProbeResult:
+        begun, problem = time.monotonic(), None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                link = await ControlLink.open(Path(endpoint.socket), lambda status: None, lambda: None)
+                try:
+                    await Prober(self._timeout_s).probe(link)
+                finally:
+                    link.close()
+        except TeimgrError as error:
+            problem = error.message
+        except TimeoutError:
+            problem = f"no answer to the self-test within {self._timeout_s:g} s"
+        return ProbeResult(endpoint.incarnation, time.monotonic() - begun, problem)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
-from teimgr.launch.local import LocalLauncher, LocalOptions
+from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import GpuInventory, Inventory
+from teimgr.placement.planner import GpuInventory, Inventory
 from teimgr.spec import InstanceSpec
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.store import Store

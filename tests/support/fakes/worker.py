@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from teimgr.errors import Code, Internal, Unavailable
-from teimgr.launch.run_dir import WorkerPaths
+from teimgr.launch.process_handle import WorkerPaths
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error
 

@@ -1,4 +1,4 @@
-"""Log files of bounded size: `name.log`, and `name.log.1` (newest) to `name.log.<keep>`."""
+"""Log rotation by size: `name.log`, and `name.log.1` (newest) to `name.log.<keep>`. The last line of a log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 _TAIL_BYTES = 4096
 _TAIL_CHARS = 300
-_COMPLAINTS = ("warning", "error", "critical")
+_SHOWN_LEVELS = ("warning", "error", "critical")
 
 
 def open_log(path: Path, limit_bytes: int, keep: int) -> int:
@@ -40,12 +40,12 @@ def last_line(path: Path) -> str:
     return _last_line(path)[:_TAIL_CHARS]
 
 
-def last_complaint(path: Path) -> str:
+def last_warning(path: Path) -> str:
     """The last line if it may explain an exit: not a log event below warning."""
     line = _last_line(path)
     try:
         event = json.loads(line)
-        return str(event["message"])[:_TAIL_CHARS] if event["level"] in _COMPLAINTS else ""
+        return str(event["message"])[:_TAIL_CHARS] if event["level"] in _SHOWN_LEVELS else ""
     except (ValueError, TypeError, KeyError):
         return line[:_TAIL_CHARS]  # not one of our events: a traceback, or output of a library
 

@@ -17,13 +17,18 @@ from tests.support.fleet import LIMIT_S, RESIDENT, children, local_launcher
 from tests.support.polling import eventually
 
 from teimgr.errors import Code, InvalidConfig
-from teimgr.launch import local
 from teimgr.launch.control_link import ControlLink, identify
-from teimgr.launch.launcher import ExitReport, LaunchFailed
-from teimgr.launch.local import LocalLauncher
-from teimgr.launch.log_files import last_complaint, last_line, open_log, shrink
-from teimgr.launch.process_handle import ProcessId, boot_id, look_up, open_pidfd
-from teimgr.launch.run_dir import WorkerRunFile
+from teimgr.launch.launcher import LocalLauncher
+from teimgr.launch.log_rotation import last_line, last_warning, open_log, shrink
+from teimgr.launch.process_handle import (
+    ExitReport,
+    LaunchFailed,
+    ProcessId,
+    WorkerRunFile,
+    boot_id,
+    look_up,
+    open_pidfd,
+)
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 
@@ -279,10 +284,10 @@ async def test_a_worker_whose_run_file_cannot_be_written_is_no_worker(
     launcher: LocalLauncher, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next daemon could not find it."""
-    monkeypatch.setattr(local, "new_incarnation", lambda: "0123456789ab")
+    monkeypatch.setattr("teimgr.launch.launcher.new_incarnation", lambda: "0123456789ab")
     (folder / "run" / "0123456789ab.json.tmp").symlink_to(folder / "missing" / "file")
 
-    with pytest.raises(LaunchFailed, match="cannot be made known"):
+    with pytest.raises(LaunchFailed, match="run file cannot be written"):
         await launcher.launch(spec())
 
     assert left_over(folder) == set()
@@ -339,8 +344,8 @@ async def test_an_unwanted_worker_is_ended(launcher: LocalLauncher, folder: Path
 async def test_a_worker_that_does_not_answer_is_ended(
     launcher: LocalLauncher, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "IDENTITY_LIMIT_S", 0.1)
-    monkeypatch.setattr(local, "LEFTOVER_GRACE_S", 0.1)
+    monkeypatch.setattr("teimgr.launch.launcher.IDENTITY_LIMIT_S", 0.1)
+    monkeypatch.setattr("teimgr.launch.launcher.LEFTOVER_GRACE_S", 0.1)
     handle = await launcher.launch(spec("deaf,ignore-term"))
     new = await hand_over(launcher, folder)
 
@@ -528,8 +533,8 @@ def test_only_a_last_line_that_may_explain_an_end_is_a_complaint(tmp_path: Path,
     path = tmp_path / "a.log"
     path.write_text(f"something before\n{line}\n\n" if line else "")
 
-    assert last_complaint(path) == complaint
-    assert last_complaint(tmp_path / "absent") == ""
+    assert last_warning(path) == complaint
+    assert last_warning(tmp_path / "absent") == ""
 
 
 def test_without_old_logs_to_keep_rotation_is_removal(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.directory import RouteEntry
 from teimgr.errors import WrongModelKind
 from teimgr.grpc_core.rpc_table import RPCS, Shape
-from teimgr.mux.services import MuxHealth
+from teimgr.mux.handlers import MuxHealth
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
