@@ -1,7 +1,8 @@
-"""Atomic replacement of small files: a reader, or a restart after a crash, finds the old content or the new one."""
+"""Small files: atomic replacement (a reader, or a restart after a crash, finds the old content or the new one), locks."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from contextlib import suppress
@@ -46,6 +47,23 @@ def duplicate(path: Path, name: Path) -> None:
     except OSError:  # the error of a missing feature differs between file systems; a broken disk fails the copy too
         _write(link, path.read_bytes(), stat.S_IMODE(path.stat().st_mode), durable=True)
     link.replace(name)
+
+
+def lock_file(path: Path) -> int | None:
+    """Lock `path` until this process ends or closes the descriptor, which is the result.
+
+    None where another process holds the lock.
+
+    Raises:
+        OSError: The file cannot be opened for writing.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _write(path: Path, content: bytes, mode: int, durable: bool) -> None:

@@ -400,6 +400,14 @@ async def test_a_second_daemon_is_refused_the_run_directory(launcher: LocalLaunc
         await local_launcher(folder).start()
 
 
+async def test_a_run_directory_that_cannot_be_written_is_refused(folder: Path) -> None:
+    (folder / "other" / "daemon.lock").mkdir(parents=True)
+    (folder / "other").chmod(0o700)
+
+    with pytest.raises(InvalidConfig, match=r"run_dir, log_dir: cannot write .*daemon\.lock: Is a directory"):
+        await local_launcher(folder, run_dir=folder / "other").start()
+
+
 async def test_a_run_directory_too_deep_for_a_socket_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidConfig, match="too long a path"):
         await local_launcher(folder, run_dir=folder / ("x" * 90)).start()

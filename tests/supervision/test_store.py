@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teimgr.config.settings import Settings
+from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec
-from teimgr.supervision.store import SET_ASIDE_KEPT, Store, parse, render, wanted_at_boot
+from teimgr.supervision.store import SET_ASIDE_KEPT, Store, Unreadable, parse, render, wanted_at_boot
 
 FULL = InstanceSpec(
     name="bge",
@@ -110,7 +112,7 @@ def test_the_file_has_tei_managers_keys_and_further_ones_where_they_say_more(sto
     store.save([PLAIN])
 
     table = tomllib.loads(file.read_text())
-    assert list(table) == ["last_updated", "instances"]
+    assert list(table) == ["last_updated", "sha256", "instances"]
     assert list(table["instances"][0]) == [
         "name",
         "model_id",
@@ -168,6 +170,80 @@ def test_a_corrupt_file_is_kept_aside_and_the_generation_before_is_loaded(
     assert loaded.alarm is not None
     assert aside.name in loaded.alarm
     assert store.load().specs == (PLAIN,), "a crash before the next save loses nothing"
+
+
+@pytest.mark.clause("M4-corrupt")
+def test_a_file_cut_short_at_any_byte_is_never_taken_for_a_state(store: Store, file: Path) -> None:
+    store.save([FULL, replace(FULL, name="second", wanted_running=False)])
+    content = file.read_bytes()
+
+    for length in range(len(content)):
+        with pytest.raises(Unreadable):
+            parse(content[:length])
+
+
+def test_the_generation_before_outlives_a_file_cut_short(store: Store, file: Path) -> None:
+    store.save([PLAIN])
+    store.save([replace(FULL, wanted_running=False), PLAIN])
+    file.write_bytes(file.read_bytes()[: file.read_bytes().index(b"wanted_running")])
+
+    loaded = store.load()
+    store.save(loaded.specs)
+
+    assert loaded.specs == (PLAIN,)
+    assert "sha256" in str(loaded.alarm)
+    assert parse((file.parent / "state.toml.prev").read_bytes()).specs == (PLAIN,)
+
+
+def test_an_edited_file_is_taken_without_its_digest(store: Store, file: Path) -> None:
+    store.save([PLAIN])
+    lines = file.read_text().replace("8081", "9000").splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if not line.startswith("sha256")))
+
+    assert [spec.port for spec in store.load().specs] == [9000]
+
+
+def test_a_missing_file_beside_its_previous_generation_is_an_alarm(store: Store, file: Path) -> None:
+    store.save([PLAIN])
+    store.save([FULL])
+    file.unlink()
+
+    loaded = store.load()
+    store.save([])
+    store.save([])
+
+    (kept,) = file.parent.glob("state.toml.backup-*")
+    assert loaded.specs == ()
+    assert kept.name in str(loaded.alarm)
+    assert parse(kept.read_bytes()).specs == (PLAIN,)
+
+
+def test_a_link_to_a_missing_file_is_an_alarm(tmp_path: Path) -> None:
+    link = tmp_path / "state.toml"
+    link.symlink_to(tmp_path / "target.toml")
+
+    assert "which is missing" in str(Store(link).load().alarm)
+
+
+def test_a_link_into_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "state.toml"
+    link.symlink_to(tmp_path / "not-mounted" / "state.toml")
+
+    with pytest.raises(InvalidConfig, match=r"state_file: .*not-mounted/state.toml, whose folder does not exist"):
+        Store(link).open()
+    assert not (tmp_path / "not-mounted").exists()
+
+
+def test_a_second_daemon_is_refused_by_the_lock_beside_the_file(store: Store, file: Path) -> None:
+    store.open()
+    link = file.parent / "link.toml"
+    link.symlink_to(file)
+
+    for path in (file, link):
+        with pytest.raises(InvalidConfig, match=r"state_file: another daemon uses .*state\.toml"):
+            Store(path).open()
+    store.close()
+    Store(link).open()
 
 
 def test_with_both_generations_corrupt_the_daemon_still_starts_and_says_so(store: Store, file: Path) -> None:

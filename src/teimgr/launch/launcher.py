@@ -7,7 +7,6 @@ in tests) can take the place of the local one.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from teimgr.durable_files import lock_file
 from teimgr.errors import InvalidConfig
 from teimgr.launch import nursery
 from teimgr.launch.control_link import WorkerStatus, identify
@@ -180,11 +180,16 @@ class LocalLauncher:
         """Lock the run directory and start the nursery; a second call changes nothing."""
         if self._lock is not None:
             return
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        make_private(self._run_dir)
         if not socket_fits(self._run_dir):
             raise InvalidConfig(f"run_dir: a unix socket in {self._run_dir} would have too long a path")
-        self._lock = _take_lock(self._run_dir / "daemon.lock")
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            make_private(self._run_dir)
+            self._lock = lock_file(self._run_dir / "daemon.lock")
+        except OSError as error:
+            raise InvalidConfig(f"run_dir, log_dir: cannot write {error.filename}: {error.strerror}") from error
+        if self._lock is None:
+            raise InvalidConfig(f"run_dir: another daemon uses {self._run_dir}")
         self._log_rotation = asyncio.create_task(self._rotate_logs(), name="log rotation")
         try:
             self.nursery.start()
@@ -364,18 +369,3 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _take_lock(path: Path) -> int:
-    """Lock `path` until this process ends or closes the descriptor.
-
-    Raises:
-        InvalidConfig: another process holds it.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise InvalidConfig(f"run_dir: another daemon uses {path.parent}") from None
-    return descriptor

@@ -83,8 +83,9 @@ class Manager:
         """Read the state file and list its instances; no worker is adopted or started before `boot`.
 
         Raises:
-            InvalidConfig: the launcher cannot use the run directory.
+            InvalidConfig: the run directory or the state file cannot be used, as by another daemon.
         """
+        self._store.open()
         await self._launcher.start()
         wanted = await asyncio.to_thread(wanted_at_boot, self._settings, self._store)
         self._raise_alarm("load", wanted.alarm)
@@ -125,6 +126,7 @@ class Manager:
         await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
+        self._store.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
         if at_once:

@@ -2,13 +2,21 @@
 
 state.toml                        tei-manager's own format; teimgr's further keys only where they differ from default
 state.toml.prev                   the generation before
+state.toml.lock                   locked by the daemon that uses the state file
 state.toml.corrupt-<time>         a file that could not be read, set aside
 state.toml.backup-<time>          a state that was not to be restored
+
+The file's head has the SHA-256 of the lines below it, because a file cut short may still be valid TOML. A file without
+it, of tei-manager or of an earlier version, is taken as it is; so is one from which an operator who edited it has
+deleted that line.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -18,13 +26,15 @@ from typing import Any
 
 import tomli_w
 
-from teimgr.atomic_write import duplicate, write_atomically
+from teimgr.durable_files import duplicate, lock_file, write_atomically
 from teimgr.config import schema
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec, now_rfc3339
 
 SET_ASIDE_KEPT = 5
+# The digest is that of all bytes behind this.
+_HEAD = re.compile(rb'\Alast_updated = "[^"\n]*"\nsha256 = "([0-9a-f]{64})"\n\n')
 # Always written, in this order, as tei-manager does; `extra_args` may be empty.
 _ALWAYS = ("name", "model_id", "port", "max_batch_tokens", "max_concurrent_requests", "extra_args")
 _DEFAULTS = {
@@ -48,21 +58,50 @@ class Unreadable(Exception):
 
 
 class Store:
-    """The state file at `path`. One writer at a time, which the launcher's lock on the run directory guarantees."""
+    """The state file at `path`, which may be a symbolic link. One writer at a time: the holder of the lock."""
 
     def __init__(self, path: Path) -> None:
+        self._named = path
         self._path = path.resolve()
         self._previous = self._path.with_name(f"{self._path.name}.prev")
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Lock the state file for this process, until it ends or calls `close`; a second call changes nothing.
+
+        Raises:
+            InvalidConfig: another daemon uses the file, its folder cannot be written, or it is a symbolic link into a
+                folder that does not exist (a volume that is not mounted).
+        """
+        if self._lock is not None:
+            return
+        folder = self._path.parent
+        if self._named.is_symlink() and not folder.is_dir():
+            raise InvalidConfig(f"state_file: {self._named} is a link to {self._path}, whose folder does not exist")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_file(self._path.with_name(f"{self._path.name}.lock"))
+        except OSError as error:
+            raise InvalidConfig(f"state_file: cannot write in {folder}: {error.strerror}") from error
+        if self._lock is None:
+            raise InvalidConfig(f"state_file: another daemon uses {self._path}")
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def load(self) -> Loaded:
         """The instances last saved, or the previous generation where the file cannot be read. Never raises.
 
-        A missing file is an empty state; users delete it to reset.
+        A missing file is an empty state; users delete it to reset. Where the previous generation is there, it is kept
+        aside with an alarm, for the file may also be missing by mistake.
         """
         try:
             loaded = parse(self._path.read_bytes())
         except FileNotFoundError:
-            return Loaded()
+            return self._start_empty()
         except (Unreadable, OSError) as error:
             return self._load_previous(f"state file {self._path} cannot be read ({error})")
         if loaded.alarm is None:
@@ -80,7 +119,7 @@ class Store:
 
     def set_aside(self, kind: str) -> Path | None:
         """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None when there is no file."""
-        aside = self._path.with_name(f"{self._path.name}.{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
+        aside = self._path.with_name(f"{self._path.name}.{kind}-{_now()}")
         try:
             duplicate(self._path, aside)
         except FileNotFoundError:
@@ -88,6 +127,17 @@ class Store:
         for old in sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"))[:-SET_ASIDE_KEPT]:
             old.unlink(missing_ok=True)
         return aside
+
+    def _start_empty(self) -> Loaded:
+        if not self._previous.exists():
+            dangles = self._named.is_symlink()
+            return Loaded((), f"state_file: {self._named} is a link to {self._path}, which is missing" if dangles else None)
+        kept = self._path.with_name(f"{self._path.name}.backup-{_now()}")
+        try:
+            self._previous.rename(kept)
+        except OSError as error:
+            return Loaded((), f"state file {self._path} is missing; {self._previous} could not be kept: {error}")
+        return Loaded((), f"state file {self._path} is missing, no instance was restored; the one before is kept as {kept}")
 
     def _try_set_aside(self) -> str:
         try:
@@ -111,6 +161,8 @@ def parse(content: bytes) -> Loaded:
     Raises:
         Unreadable: It is not such a file.
     """
+    if (head := _HEAD.match(content)) and hashlib.sha256(content[head.end() :]).hexdigest() != head[1].decode():
+        raise Unreadable("its sha256 is wrong: it is damaged, or was edited without deleting the line sha256")
     try:
         table = tomllib.loads(content.decode())
     except ValueError as error:
@@ -128,7 +180,13 @@ def parse(content: bytes) -> Loaded:
 
 
 def render(specs: Iterable[InstanceSpec]) -> bytes:
-    return tomli_w.dumps({"last_updated": now_rfc3339(), "instances": [_entry(spec) for spec in specs]}).encode()
+    body = tomli_w.dumps({"instances": [_entry(spec) for spec in specs]}).encode()
+    head = {"last_updated": now_rfc3339(), "sha256": hashlib.sha256(body).hexdigest()}
+    return tomli_w.dumps(head).encode() + b"\n" + body
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
 
 
 def _entry(spec: InstanceSpec) -> dict[str, Any]:
