@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from teimgr.atomic_write import write_atomically
+from teimgr.durable_files import write_atomically
 from teimgr.errors import Code, InvalidConfig
 from teimgr.spec import WorkerSpec
 

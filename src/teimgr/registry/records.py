@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from teimgr.atomic_write import write_atomically
+from teimgr.durable_files import write_atomically
 from teimgr.spec import now_rfc3339
 
 log = logging.getLogger(__name__)

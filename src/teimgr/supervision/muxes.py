@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from teimgr import __version__
-from teimgr.atomic_write import write_atomically
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
+from teimgr.durable_files import write_atomically
 from teimgr.http_server import bind
 from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
 from teimgr.observability.metrics import DaemonMetrics

@@ -26,9 +26,9 @@ from typing import Any
 
 import tomli_w
 
-from teimgr.durable_files import duplicate, lock_file, write_atomically
 from teimgr.config import schema
 from teimgr.config.settings import Settings
+from teimgr.durable_files import duplicate, lock_file, write_atomically
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec, now_rfc3339
 
@@ -131,13 +131,17 @@ class Store:
     def _start_empty(self) -> Loaded:
         if not self._previous.exists():
             dangles = self._named.is_symlink()
-            return Loaded((), f"state_file: {self._named} is a link to {self._path}, which is missing" if dangles else None)
+            return Loaded(
+                (), f"state_file: {self._named} is a link to {self._path}, which is missing" if dangles else None
+            )
         kept = self._path.with_name(f"{self._path.name}.backup-{_now()}")
         try:
             self._previous.rename(kept)
         except OSError as error:
             return Loaded((), f"state file {self._path} is missing; {self._previous} could not be kept: {error}")
-        return Loaded((), f"state file {self._path} is missing, no instance was restored; the one before is kept as {kept}")
+        return Loaded(
+            (), f"state file {self._path} is missing, no instance was restored; the one before is kept as {kept}"
+        )
 
     def _try_set_aside(self) -> str:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.atomic_write import duplicate, write_atomically
+from teimgr.durable_files import duplicate, write_atomically
 
 
 def test_a_file_is_replaced_whole_and_nothing_else_stays_in_the_folder(tmp_path: Path) -> None:
