@@ -1,4 +1,4 @@
-"""Small files: atomic replacement (a reader, or a restart after a crash, finds the old content or the new one), locks."""
+"""Atomic replacement of small files, so that a crash leaves the old content or the new one; file locks."""
 
 from __future__ import annotations
 

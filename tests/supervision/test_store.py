@@ -222,7 +222,7 @@ def test_a_link_to_a_missing_file_is_an_alarm(tmp_path: Path) -> None:
     link = tmp_path / "state.toml"
     link.symlink_to(tmp_path / "target.toml")
 
-    assert "which is missing" in str(Store(link).load().alarm)
+    assert "target.toml is missing, to which" in str(Store(link).load().alarm)
 
 
 def test_a_link_into_a_missing_folder_is_refused(tmp_path: Path) -> None:

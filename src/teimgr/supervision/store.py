@@ -129,19 +129,15 @@ class Store:
         return aside
 
     def _start_empty(self) -> Loaded:
+        missing = f"state file {self._path} is missing"
         if not self._previous.exists():
-            dangles = self._named.is_symlink()
-            return Loaded(
-                (), f"state_file: {self._named} is a link to {self._path}, which is missing" if dangles else None
-            )
+            return Loaded((), f"{missing}, to which {self._named} is a link" if self._named.is_symlink() else None)
         kept = self._path.with_name(f"{self._path.name}.backup-{_now()}")
         try:
             self._previous.rename(kept)
         except OSError as error:
-            return Loaded((), f"state file {self._path} is missing; {self._previous} could not be kept: {error}")
-        return Loaded(
-            (), f"state file {self._path} is missing, no instance was restored; the one before is kept as {kept}"
-        )
+            return Loaded((), f"{missing}; the generation before could not be kept: {error}")
+        return Loaded((), f"{missing}, no instance was restored; the generation before is kept as {kept}")
 
     def _try_set_aside(self) -> str:
         try:
