@@ -14,7 +14,7 @@ from tests.support.mux_process import running
 
 from teimgr.directory import RoutingSnapshot
 from teimgr.errors import Code, DeadlineExceeded, Overloaded, TooLarge, Unavailable, error_from_code
-from teimgr.routing import replica as replica_module
+from teimgr.routing import links
 from teimgr.routing.links import ByteBudget, LinkLimits
 from teimgr.routing.router import Router
 from teimgr.wire.frames import Flag, Method
@@ -184,7 +184,7 @@ async def test_a_worker_alive_behind_lost_links_is_found_again(route: Any, start
 async def test_a_worker_that_closes_every_link_is_asked_less_and_less_often(
     route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_module, "RECONNECT_MAX_S", 0.2)
+    monkeypatch.setattr(links, "RECONNECT_MAX_S", 0.2)
     worker: FrameWorker = await start_worker(echo)
     router = route(running("a", worker))
     pauses = []
@@ -230,7 +230,7 @@ async def test_a_worker_out_of_reach_for_want_of_descriptors_is_not_lost(route: 
 async def test_a_search_for_a_worker_goes_on_while_descriptors_are_short(
     route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_module, "RECONNECT_MAX_S", 0.01)
+    monkeypatch.setattr(links, "RECONNECT_MAX_S", 0.01)
     worker: FrameWorker = await start_worker(echo)
     router = route(running("a", worker))
     await call(router)

@@ -21,8 +21,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Liveness, Readiness
-from teimgr.routing.links import LinkLimits
-from teimgr.routing.replica import Replica
+from teimgr.routing.links import LinkLimits, Replica
 from teimgr.spec import State, now_rfc3339
 from teimgr.supervision.manager import Manager
 from teimgr.wire.frames import Flag, Method

@@ -20,8 +20,7 @@ from teimgr.errors import (
     Unavailable,
     error_from_code,
 )
-from teimgr.routing.links import LinkLimits, LinkStats, PendingCall, WorkerReply
-from teimgr.routing.replica import Replica
+from teimgr.routing.links import LinkLimits, LinkStats, PendingCall, Replica, WorkerReply
 from teimgr.spec import State
 from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
