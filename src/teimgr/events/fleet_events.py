@@ -1,7 +1,7 @@
 """Fleet events: changes of instances, found by comparing views, in a ring buffer that readers follow.
 
 The ring keeps the last `KEPT` events. A reader follows it at its own pace from any id; one that is slower than the ring
-misses events, which the ids show. So a slow reader delays nobody and costs no memory.
+misses events, which the ids show. So a slow reader delays no other and costs no memory.
 """
 
 from __future__ import annotations

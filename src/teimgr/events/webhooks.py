@@ -72,7 +72,6 @@ class Webhooks:
                 self._tasks[webhook] = asyncio.create_task(self._follow(webhook), name=name)
 
     def alarms(self) -> list[str]:
-        """A sentence for each webhook whose last event could not be delivered."""
         return [f"webhook {public_url(webhook.url)}: {reason}" for webhook, reason in self._failing.items()]
 
     async def _follow(self, webhook: Webhook) -> None:

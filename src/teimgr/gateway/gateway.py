@@ -54,7 +54,7 @@ _MAX_REPLY_BYTES = 256 * 2**20
 
 
 class DialectPath(NamedTuple):
-    """A route: `path` is Starlette's template, `inner` the path that the worker knows.
+    """A route: `path` is Starlette's template, `inner` the path in the worker.
 
     With `{model}` or `{name}` in the template the path names the model or the instance, else the body does. `others`
     are the dialects that may be chosen instead of `dialect`.
@@ -128,7 +128,6 @@ class Gateway:
         ]
 
     async def close(self) -> None:
-        """Close the links to the workers; calls in flight fail."""
         self._unsubscribe()
         await self._router.close()
 

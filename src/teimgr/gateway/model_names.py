@@ -23,7 +23,6 @@ class ModelNames:
         self._aliases = aliases
 
     def restricted(self, router: RouterView) -> ModelNames:
-        """The names over the part of the router that one caller may use."""
         return self if router is self._router else ModelNames(router, self._aliases)
 
     def lease(self, model: str | None) -> Lease:
@@ -92,15 +91,19 @@ class ModelNames:
         return [entry.name for entry in self._router.snapshot.entries]
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    """Similar names, as the end of a sentence."""
-    spellings: dict[str, list[str]] = {}
-    for one in known:
-        for word in {one.casefold(), one.casefold().rpartition("/")[2]}:  # a model's id, or that without its owner
-            spellings.setdefault(word, []).append(one)
+def _nearest(name: str, candidates: list[str]) -> str:
+    by_spelling: dict[str, list[str]] = {}
+    for each in candidates:
+        for spelling in {
+            each.casefold(),
+            each.casefold().rpartition("/")[2],
+        }:  # a model's id, or that without its owner
+            by_spelling.setdefault(spelling, []).append(each)
     given = name[:_COMPARED_CHARS].casefold()
-    words = difflib.get_close_matches(given, spellings, _NEAREST, 0.5) or [word for word in spellings if given in word]
-    nearest = list(dict.fromkeys(one for word in words for one in sorted(spellings[word], key=len)))[:_NEAREST]
+    similar = difflib.get_close_matches(given, by_spelling, _NEAREST, 0.5) or [
+        key for key in by_spelling if given in key
+    ]
+    nearest = list(dict.fromkeys(one for key in similar for one in sorted(by_spelling[key], key=len)))[:_NEAREST]
     if nearest:
         return f"; did you mean {' or '.join(map(repr, nearest))}?"
-    return f"; there are {', '.join(map(repr, known[:_NEAREST]))}" if known else "; there are none"
+    return f"; there are {', '.join(map(repr, candidates[:_NEAREST]))}" if candidates else "; there are none"

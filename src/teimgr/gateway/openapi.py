@@ -28,7 +28,6 @@ _NOTES = {
 
 
 def describe(app: FastAPI) -> None:
-    """Add the inference routes to the document of `app`."""
     own = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -54,7 +53,7 @@ def _paths() -> dict[str, Any]:
     ok = {"200": {"description": "OK", "content": _json({"type": "object"})}}
     not_found = {"404": _failure("the name is unknown")}
     paths_of: dict[str, Any] = {
-        "/v1/models": _get("What the `model` of a request may say", ok),
+        "/v1/models": _get("Names for the `model` of a request", ok),
         "/v1/models/{model}": _get("One of them", ok | not_found, "model"),
     }
     for path in paths():
@@ -63,7 +62,7 @@ def _paths() -> dict[str, Any]:
         else:
             failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
             failures["default"] = _failure("a failure")
-            paths_of[path.path] = _get("The model and the limits, as in TEI's /info", ok | failures, "name")
+            paths_of[path.path] = _get("The model and its limits, in the form of TEI", ok | failures, "name")
     return paths_of
 
 

@@ -144,7 +144,6 @@ class LocalWorker(ProcessHandle):
         self._status = status
 
     def on_gone(self, call: Callable[[LocalWorker], None]) -> None:
-        """Call this once when the process is gone, or released."""
         self._exit.add_done_callback(lambda _: call(self))
 
     async def exit_status(self) -> int | None:

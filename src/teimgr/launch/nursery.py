@@ -265,7 +265,6 @@ def exec_afresh(entry: Entry, kept: Sequence[int], *arguments: str) -> NoReturn:
 
 
 def write_run_file(request: dict[str, Any], pid: int) -> None:
-    """Write the run file of the new worker, unless it has ended already."""
     spec = WorkerSpec.from_json(request["spec"])
     paths = WorkerPaths(Path(request["run_dir"]), request["incarnation"])
     run_file = WorkerRunFile.of(

@@ -54,7 +54,6 @@ class NurseryLink:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the nursery, while there is one."""
         return self._process.process.pid if self._process else None
 
     def start(self) -> None:
@@ -278,7 +277,6 @@ class _NurseryProcess:
 
 
 def _kill_unclaimed(pidfd: int | None) -> None:
-    """Kill a worker whose launch was abandoned."""
     if pidfd is not None:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)

@@ -101,7 +101,6 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 @cache
 def boot_id() -> str:
-    """Changes with every boot of the kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -243,7 +242,6 @@ _OTHER_FILE = re.compile(r"mux-.*|nursery\.log.*|daemon\.lock")
 
 
 def new_incarnation() -> str:
-    """A unique name for one worker process."""
     return secrets.token_hex(6)
 
 
@@ -302,13 +300,11 @@ class WorkerPaths:
 
 
 def all_worker_paths(folder: Path) -> list[WorkerPaths]:
-    """Every worker that has a file in `folder`, in the order of their names."""
     found = {match[1] for entry in os.scandir(folder) if (match := _WORKER_FILE.fullmatch(entry.name))}
     return [WorkerPaths(folder, incarnation) for incarnation in sorted(found)]
 
 
 def socket_fits(folder: Path) -> bool:
-    """Whether the path of a worker's socket in `folder` is short enough for the kernel."""
     return len(os.fsencode(WorkerPaths(folder, new_incarnation()).socket)) <= _SOCKET_PATH_BYTES
 
 

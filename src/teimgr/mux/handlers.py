@@ -183,7 +183,6 @@ def _output_dtype(rpc: Rpc, context: Context) -> bytes:
 
 
 async def _reply(rpc: Rpc, reply: WorkerReply, context: Context) -> bytes:
-    """The reply's message, after initial metadata with its compute cost."""
     if rpc.reports_compute and reply.timings is not None:
         await context.send_initial_metadata(tuple(reply.timings.headers().items()))
     return reply.payload
@@ -192,7 +191,7 @@ async def _reply(rpc: Rpc, reply: WorkerReply, context: Context) -> bytes:
 class MuxHealth(HealthService):
     """Health by instance name, updated from the directory: SERVING while the instance is running.
 
-    Check and Watch need no key, as /health does: monitors have none, and must know a name to ask for it. List shows
+    Check and Watch need no key, as /health does: monitors have none, and give a name themselves. List shows
     the names, so it requires the right to read by `policy`. `services` are served as long as the process, besides "".
     """
 
@@ -203,7 +202,6 @@ class MuxHealth(HealthService):
         self._statuses: dict[str, int] = dict(self._services)
 
     def update(self, snapshot: RoutingSnapshot) -> None:
-        """Take the statuses of a new snapshot."""
         if not self.is_stopped:
             instances = {e.name: SERVING if e.state is State.RUNNING else NOT_SERVING for e in snapshot.entries}
             self._statuses = instances | self._services

@@ -292,7 +292,6 @@ class MuxControl:
 
 
 def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
-    """Channel arguments of the gRPC server."""
     return (
         ("grpc.max_receive_message_length", config.max_message_bytes),
         # Replies are checked by the links, with a better error text.
@@ -314,7 +313,6 @@ async def serve(config: MuxConfig) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point; returns the exit status."""
     try:
         config = MuxConfig.read(Path(arguments[1]))
     except (IndexError, OSError, InvalidConfig) as error:

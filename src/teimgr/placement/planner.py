@@ -95,7 +95,7 @@ def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
     return _inventory(shown, f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the {len(inventory.gpus)} cards")
 
 
-def _inventory(gpus: Iterable[Gpu], reason_for_none: str = "the driver knows no card") -> Inventory:
+def _inventory(gpus: Iterable[Gpu], reason_for_none: str = "the driver lists no card") -> Inventory:
     found = tuple(gpus)
     return Inventory(found, "" if found else reason_for_none)
 
@@ -276,7 +276,7 @@ def place(
 
 
 def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
-    """The number of workers that `spec` asks for; "per-gpu" is one for each card, and at least one."""
+    """The number of workers; "per-gpu" is one for each card, and at least one."""
     return max(1, len(inventory.gpus)) if spec.replicas == "per-gpu" else spec.replicas
 
 

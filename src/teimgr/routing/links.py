@@ -48,16 +48,16 @@ class ByteBudget:
         """Wait until `count` bytes fit, and take them."""
         if self.try_take(count):
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        place = (turn, count)
-        self._waiting.append(place)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = (granted, count)
+        self._waiting.append(waiter)
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if granted.done() and not granted.cancelled():
                 self.give_back(count)
             else:
-                self._waiting.remove(place)
+                self._waiting.remove(waiter)
                 self._serve()
             raise
 
@@ -68,9 +68,9 @@ class ByteBudget:
 
     def _serve(self) -> None:
         while self._waiting and self._fits(self._waiting[0][1]):
-            turn, count = self._waiting.popleft()
+            granted, count = self._waiting.popleft()
             self.taken_bytes += count
-            turn.set_result(None)
+            granted.set_result(None)
 
     def _fits(self, count: int) -> bool:
         return self.taken_bytes == 0 or self.taken_bytes + count <= self._limit_bytes

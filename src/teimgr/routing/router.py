@@ -289,6 +289,6 @@ def _least_busy(candidates: Iterable[tuple[str, Replica]]) -> Lease:
 
 
 def _load(candidate: tuple[str, Replica]) -> tuple[int, int, int]:
-    """Bytes under way, then idle streams, then calls served so far: idle replicas take turns."""
+    """Bytes under way, then idle streams, then calls served so far: idle replicas alternate."""
     replica = candidate[1]
     return replica.outstanding_bytes, replica.leases, replica.calls

@@ -166,7 +166,6 @@ class ManagedInstance:
             await asyncio.wait([*self._tasks.values()])
 
     def forget(self) -> None:
-        """Remove the instance from the directory for good."""
         self._is_forgotten = True
         self._context.directory.remove(self.spec.name)
 
@@ -343,7 +342,6 @@ class ManagedInstance:
         self._context.on_fleet_changed()
 
     def _publish(self) -> None:
-        """Write the instance's entry in the directory."""
         if self._is_forgotten:
             return
         serving = self._serving

@@ -1,7 +1,7 @@
 """State machine of one replica, as a pure function of events and time.
 
 `Life.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects come
-out, which the supervisor carries out. It does not know which replica it is, nor of others.
+out, which the supervisor carries out. It is independent of other replicas.
 
 `TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises; an observation at `-` concerns a worker
 that has ended, and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING only), so

@@ -310,7 +310,6 @@ class Manager:
         return replace(view, state=State.STARTING)
 
     def _on_fleet_changed(self) -> None:
-        """Update metrics, events, and each worker's share of the CPU."""
         views = self.list()
         self._metrics.fleet(views)
         self.on_views_changed(views)

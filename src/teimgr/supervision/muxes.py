@@ -275,7 +275,7 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
 
 
 class Muxes:
-    """The mux processes that the settings ask for: supervised within `running`, ended by `stop`."""
+    """The mux processes of the settings: supervised within `running`, ended by `stop`."""
 
     def __init__(
         self, settings: Settings, directory: Directory, metrics: DaemonMetrics, policy: PolicyInForce | None = None

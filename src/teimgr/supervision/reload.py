@@ -212,7 +212,6 @@ def _in_effect(old: Configuration, new: Configuration) -> Configuration:
 
 
 def _top(path: str) -> str:
-    """The top-level key that the one at `path` is in or below."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 

@@ -126,7 +126,6 @@ class Supervisor:
         self._life = replace(self._life, policy=self._policy())
 
     def set_threads(self, threads: int) -> None:
-        """Set the CPU threads of the present worker and of later ones."""
         self._threads = threads
         if self._worker is not None:
             self._worker.set_threads(threads)

@@ -123,7 +123,7 @@ def check_model(worker: WorkerSpec) -> None:
     Files that are absent are left to the worker, which fetches them.
 
     Raises:
-        InvalidConfig: The model cannot be served, or not as `worker` asks; the message has the reason.
+        InvalidConfig: The model cannot be served, or not with these options; the message has the reason.
     """
     try:
         folder = Path(worker.model_id).expanduser()

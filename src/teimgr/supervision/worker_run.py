@@ -96,7 +96,7 @@ class WorkerRun:
     def end(self, grace_s: float, *, handover: bool = False) -> None:
         """Let the worker finish its calls within `grace_s`, then kill it. A later call may shorten the grace.
 
-        With `handover` it first goes on serving, for a part of that time, routers that do not know its successor yet.
+        With `handover` it first goes on serving, for a part of that time, routers that do not have its successor yet.
         """
         self._grace_s = grace_s
         self._handover = handover
@@ -244,7 +244,7 @@ class Prober:
         self._batches: int | None = None
 
     async def probe(self, link: ControlLink | None) -> None:
-        """Return when the worker is known to be healthy.
+        """Check the worker; returns when it is healthy.
 
         Raises:
             TeimgrError: it is not; the message is the reason.
