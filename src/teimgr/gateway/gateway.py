@@ -1,8 +1,8 @@
 """The inference gateway: each HTTP request is forwarded to a worker of the model it names, its reply passed back.
 
 `paths()` lists the routes with their dialect; bodies are parsed and answers written by the workers
-(`worker/dialects/`). Where several products share a path it answers in the form of the first dialect listed. The header
-`CHOICE` selects another one, and so does a prefix in a client's base address: `/infinity/classify` is Infinity's.
+(`worker/dialects/`). Where several products share a path, the default is the first dialect listed. The header
+`x-teimgr-dialect` selects another one, as does a prefix of the path: `/infinity/classify` is Infinity's.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from teimgr.wire.http_frames import (
 
 log = logging.getLogger(__name__)
 
-CHOICE = "x-teimgr-dialect"
+DIALECT_HEADER = "x-teimgr-dialect"
 # The request headers that a dialect may read.
-_HEADERS = ("content-type", "accept", CHOICE)
+_HEADERS = ("content-type", "accept", DIALECT_HEADER)
 # Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20
 
@@ -56,8 +56,8 @@ _MAX_REPLY_BYTES = 256 * 2**20
 class DialectPath(NamedTuple):
     """A route: `path` is Starlette's template, `inner` the path in the worker.
 
-    With `{model}` or `{name}` in the template the path names the model or the instance, else the body does. `others`
-    are the dialects that may be chosen instead of `dialect`.
+    `{model}` or `{name}` in the template names the model or the instance, else the body has it. `others` are the
+    dialects that may be chosen instead of `dialect`.
     """
 
     path: str
@@ -67,7 +67,7 @@ class DialectPath(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-_SHARED: dict[str, tuple[str, ...]] = {
+_DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/v1/embeddings": (OPENAI, VLLM),
     "/v1/embed": (COHERE,),
     "/v2/embed": (COHERE,),
@@ -89,7 +89,7 @@ _TEI = (
 
 def paths() -> Iterator[DialectPath]:
     """Every route: shared paths, dialect-prefixed paths, SIE, TEI under /instances/{name}."""
-    for path, (first, *others) in _SHARED.items():
+    for path, (first, *others) in _DIALECTS_OF_PATH.items():
         yield DialectPath(path, first, path, others=tuple(others))
         for dialect in (first, *others):
             if dialect in (JINA, VLLM, INFINITY):
@@ -133,7 +133,7 @@ class Gateway:
 
     async def _endpoint(self, path: DialectPath, request: Request) -> Response:
         """The worker's reply, or a failure in the form of the dialect; counted by dialect, route and status."""
-        dialect = request.headers.get(CHOICE, path.dialect)
+        dialect = request.headers.get(DIALECT_HEADER, path.dialect)
         if dialect not in path.others:
             dialect = path.dialect
         began = time.perf_counter()
@@ -246,17 +246,17 @@ def _string(literal: Buffer) -> str | None:
         return None
 
 
-# Bodies up to here share a budget of their own, so that interactive requests never wait for a pipeline's.
+# Bodies up to this size have a budget of their own, so that interactive requests never wait for bulk ones.
 SMALL_BYTES = 64 * 1024
-_SMALL_IN_ALL = 64 * 2**20
-_LARGE_IN_ALL = 256 * 2**20
-# How long a body may wait for its budget, and how long its client may take to send it.
-_TURN_S = 30.0
-_SENDING_S = 120.0
+_SMALL_BODIES_BYTES = 64 * 2**20
+_LARGE_BODIES_BYTES = 256 * 2**20
+# Limits on the wait of a body for its budget, and on the time in which its client sends it.
+_BUDGET_WAIT_S = 30.0
+_BODY_TIMEOUT_S = 120.0
 
 
 class SlowClient(Exception):
-    """The body did not come in time."""
+    """The body was not received in time."""
 
 
 class Bodies:
@@ -264,8 +264,8 @@ class Bodies:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._small = ByteBudget(_SMALL_IN_ALL)
-        self._large = ByteBudget(max(_LARGE_IN_ALL, limit_bytes))
+        self._small = ByteBudget(_SMALL_BODIES_BYTES)
+        self._large = ByteBudget(max(_LARGE_BODIES_BYTES, limit_bytes))
 
     @asynccontextmanager
     async def read(self, request: Request, head: bytes) -> AsyncIterator[bytearray]:
@@ -281,14 +281,14 @@ class Bodies:
         budget = self._small if size <= SMALL_BYTES else self._large
         size = min(size, self.limit_bytes)  # more is not kept
         try:
-            async with asyncio.timeout(_TURN_S):
+            async with asyncio.timeout(_BUDGET_WAIT_S):
                 await budget.take(size)
         except TimeoutError:
             raise Overloaded("Too many large requests are being read; try again later") from None
         try:
             buffer = bytearray(head)
             try:
-                async with asyncio.timeout(_SENDING_S):
+                async with asyncio.timeout(_BODY_TIMEOUT_S):
                     fits = await read_into(buffer, request.stream(), self.limit_bytes)
             except TimeoutError:
                 raise SlowClient from None

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI
 
-from teimgr.gateway.gateway import CHOICE, DialectPath, paths
+from teimgr.gateway.gateway import DIALECT_HEADER, DialectPath, paths
 
 _TAG = "inference"
 _NOTES = {
@@ -68,7 +68,7 @@ def _paths() -> dict[str, Any]:
 
 def _post(path: DialectPath) -> dict[str, Any]:
     known = _file()["operations"][path.dialect][path.inner]
-    also = f" The header `{CHOICE}` chooses {' or '.join(path.others)} instead." if path.others else ""
+    also = f" The header `{DIALECT_HEADER}` chooses {' or '.join(path.others)} instead." if path.others else ""
     return {
         "tags": [_TAG],
         "summary": known["summary"],

@@ -148,7 +148,6 @@ def _to_proto(file: FileDescriptor) -> FileDescriptorProto:
 
 
 def _v1_of(alpha: FileDescriptorProto) -> FileDescriptorProto:
-    """The v1 file: the v1alpha file under another name."""
     text = text_format.MessageToString(alpha).replace("v1alpha", "v1")
     v1 = text_format.Parse(text, FileDescriptorProto())
     v1.name = "grpc/reflection/v1/reflection.proto"

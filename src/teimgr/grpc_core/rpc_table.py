@@ -70,11 +70,7 @@ class Rpc:
     reports_compute: bool
 
     def worker_method(self) -> Method:
-        """The method to request from the worker.
-
-        Raises:
-            Unsupported: no frame exists for this RPC.
-        """
+        """The method to request from the worker; raises Unsupported: no frame exists for this RPC."""
         if self.method is None:
             raise Unsupported(f"{self.name} is not served by this version of teimgr")
         return self.method

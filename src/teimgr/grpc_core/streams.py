@@ -11,11 +11,11 @@ from teimgr.grpc_core.rpc_table import Rpc
 from teimgr.wire.frames import Flag
 from teimgr.wire.protobuf import Slice, varint
 
-# A stream with more messages in flight than this is bulk work: its next ones go to the bulk lane.
+# Messages of a stream beyond this many in flight go to the bulk lane.
 INTERACTIVE_MESSAGES = 4
-# Replies that a slow client has not taken are held in memory: large ones shrink the window to about this much.
+# Replies that a slow client has not read stay in memory: the window of large ones shrinks to about this many bytes.
 HELD_BYTES = 64 * 1024 * 1024
-# Arrow batches are megabytes each: enough of them to keep a worker busy, few enough to bound the memory.
+# Arrow batches are megabytes each: enough to keep a worker busy, few enough to bound the memory.
 ARROW_WINDOW = 4
 
 # Returns the next message of a request stream, None after the last.
@@ -40,14 +40,12 @@ class StreamWindow:
         return Flag.WAIT | Flag.BULK if self.in_flight > INTERACTIVE_MESSAGES else Flag.WAIT
 
     async def enter(self) -> None:
-        """Wait for room and take it."""
         while self.in_flight >= self._allowed:
             self._has_room.clear()
             await self._has_room.wait()
         self.in_flight += 1
 
     def leave(self, reply_bytes: int = 0) -> None:
-        """Release the room of one message, whose reply had `reply_bytes` bytes."""
         self.in_flight -= 1
         if reply_bytes:
             self._allowed = min(self._limit, max(INTERACTIVE_MESSAGES, HELD_BYTES // reply_bytes))
@@ -211,11 +209,7 @@ class PairCollector:
         return Flag.WAIT | Flag.BULK if self._count > INTERACTIVE_MESSAGES else Flag.WAIT
 
     def payload(self) -> bytes:
-        """The `RerankPairs` message.
-
-        Raises:
-            InvalidInput: no message had a request.
-        """
+        """The `RerankPairs` message; raises InvalidInput: no message had a request."""
         if not self._count:
             raise InvalidInput("Missing rerank request")
         return bytes(self._buffer)

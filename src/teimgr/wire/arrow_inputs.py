@@ -68,7 +68,7 @@ def texts_of(columns: list[pa.Array], limit_bytes: int) -> list[str | None]:
     """
     total = sum(map(_text_bytes, columns))
     if total > limit_bytes:
-        raise TooLarge(f"Arrow batch says {total} bytes of text, the limit is {limit_bytes} bytes")
+        raise TooLarge(f"Arrow batch has {total} bytes of text, the limit is {limit_bytes} bytes")
     texts: list[str | None] = []
     for column in columns:
         texts.extend(column.to_pylist())
@@ -125,10 +125,9 @@ class InputBatches:
 def read_inputs(
     ipc: bytes | memoryview,
     limit_bytes: int,
-    *,
+    check_rows: Callable[[int], None] = lambda rows: None,
     kind: InputKind | None = None,
     key_columns: Sequence[str] = (),
-    check_rows: Callable[[int], None] = lambda rows: None,
 ) -> InputBatches:
     """Decode and fully validate a stream of inputs; without a `kind`, the column names determine it.
 
@@ -160,7 +159,6 @@ def _kind_by_names(names: list[str]) -> InputKind:
 
 
 def _names(names: list[str], kind: InputKind) -> tuple[str, ...]:
-    """The names of the columns that inputs of this kind consist of."""
     if kind is InputKind.IDS:
         return ("input_ids",)
     if kind is InputKind.TEXT:

@@ -87,12 +87,10 @@ def sparse_column(
 
 
 def number_column(name: str, numbers: NDArray[np.float32], failed: Failed) -> Column:
-    """A Float32 per row, from float32 [n]."""
     return Column(pa.field(name, pa.float32()), pa.array(numbers, mask=failed))
 
 
 def error_column(count: int, errors: Mapping[int, TeimgrError]) -> Column:
-    """The error text of each failed row, null elsewhere."""
     texts = [errors[row].message if row in errors else None for row in range(count)] if errors else None
     values = pa.nulls(count, pa.string()) if texts is None else pa.array(texts, pa.string())
     return Column(pa.field("error", pa.string()), values)
@@ -135,8 +133,8 @@ def write_vectors(
     vectors: NDArray[np.float32],
     errors: Mapping[int, TeimgrError],
     rows: Sequence[int],
-    *,
     precision: Precision = Precision.FLOAT32,
+    *,
     lz4: bool = False,
 ) -> memoryview:
     """The IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows.

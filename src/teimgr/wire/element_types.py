@@ -41,11 +41,9 @@ class Precision(str, Enum):
         return self in (Precision.INT8, Precision.UINT8)
 
     def elements(self, width: int) -> int:
-        """Number of elements of a vector of `width` numbers."""
         return -(-width // _BITS) if self in (Precision.BINARY, Precision.UBINARY) else width
 
     def size_bytes(self, width: int) -> int:
-        """Bytes of a vector of `width` numbers."""
         return self.elements(width) * self.dtype.itemsize
 
 

@@ -44,7 +44,6 @@ class ErrorDetails(NamedTuple):
 
 
 def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpReply:
-    """The response in `dialect` to a call that failed with `error`."""
     status = _status(dialect, error.code)
     if param is None and error.code in (*_UNKNOWN, Code.AMBIGUOUS_INSTANCE):
         param = "model"
@@ -84,34 +83,14 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
     return {"retry-after": str(_SIE_LOADING_S if loading else RETRY_AFTER_S)}
 
 
-def _tei(details: ErrorDetails) -> object:
-    return {"error": details.message, "error_type": STATUS[details.code].tei}
-
-
-def _tei_openai(details: ErrorDetails) -> object:
-    return {"message": details.message, "code": details.status, "type": STATUS[details.code].tei}
-
-
 def _openai(details: ErrorDetails) -> object:
     kind, code = _OPENAI_TYPES.get(details.status, ("invalid_request_error", None))
     return {"error": {"message": details.message, "type": kind, "param": details.param, "code": code}}
 
 
-def _cohere(details: ErrorDetails) -> object:
-    return {"message": details.message}
-
-
-def _jina(details: ErrorDetails) -> object:
-    return {"detail": details.message}
-
-
 def _vllm(details: ErrorDetails) -> object:
     kind = _VLLM_TYPES.get(details.status, "BadRequestError" if details.status < 500 else "InternalServerError")
     return {"error": {"message": details.message, "type": kind, "param": details.param, "code": details.status}}
-
-
-def _infinity(details: ErrorDetails) -> object:
-    return {"error": {"message": details.message, "type": None, "param": details.param, "code": details.status}}
 
 
 def _sie(details: ErrorDetails) -> object:
@@ -151,13 +130,13 @@ _VLLM_TYPES = {
     504: "TimeoutError",
 }
 _BODIES: Mapping[str, Callable[[ErrorDetails], object]] = {
-    TEI: _tei,
-    TEI_OPENAI: _tei_openai,
+    TEI: lambda one: {"error": one.message, "error_type": STATUS[one.code].tei},
+    TEI_OPENAI: lambda one: {"message": one.message, "code": one.status, "type": STATUS[one.code].tei},
     OPENAI: _openai,
-    COHERE: _cohere,
-    JINA: _jina,
+    COHERE: lambda one: {"message": one.message},
+    JINA: lambda one: {"detail": one.message},
     VLLM: _vllm,
-    INFINITY: _infinity,
+    INFINITY: lambda one: {"error": {"message": one.message, "type": None, "param": one.param, "code": one.status}},
     SIE: _sie,
 }
 # Codes of refusals, which have none of their own; 400 and 422 are inputs that break a rule.

@@ -122,13 +122,7 @@ class Timings(NamedTuple):
 
 
 def pack_header(
-    length: int,
-    type: FrameType,
-    method: int,
-    id: int,
-    flags: int = 0,
-    deadline_ms: int = 0,
-    context_bytes: int = 0,
+    length: int, type: FrameType, method: int, id: int, flags: int = 0, deadline_ms: int = 0, context_bytes: int = 0
 ) -> bytes:
     """The 24 bytes before a context and a payload, which have `length` bytes together."""
     return HEADER.pack(length, type, method, flags, id, deadline_ms, context_bytes)
@@ -140,17 +134,14 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
 
 
 def split_timings(payload: bytes) -> tuple[Timings, bytes]:
-    """Split a reply flagged TIMINGS into the timings and the payload."""
     return Timings._make(TIMINGS.unpack_from(payload)), payload[TIMINGS.size :]
 
 
 def pack_error(error: TeimgrError) -> bytes:
-    """The payload of an ERROR frame."""
     return bytes((error.code,)) + error.message.encode("utf-8", "replace")
 
 
 def unpack_error(payload: bytes) -> TeimgrError:
-    """The exception of an ERROR frame's payload."""
     code = payload[0] if payload else 0
     return error_from_code(code, payload[1:].decode("utf-8", "replace"))
 
@@ -195,13 +186,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes accepted by `send` that the socket has not taken."""
         waiting = sum(len(part) for part in self._outgoing)
         return waiting + (self._transport.get_write_buffer_size() if self._transport else 0)
 
     @property
     def is_open(self) -> bool:
-        """Whether frames can still be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def send(
@@ -277,7 +266,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._parse()
 
     def eof_received(self) -> bool:
-        """Treat a half-close as the end of the connection."""
         return False
 
     def _parse(self) -> None:
@@ -324,7 +312,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
 
 def _with_context(header: Header, buffer: bytearray, start: int) -> tuple[Header, int]:
-    """The header with the context at `start`, and the offset of the payload."""
     if not header.context_bytes:
         return header, start
     begin = start + min(header.context_bytes, header.length)

@@ -51,11 +51,7 @@ def request_head(request: HttpRequest) -> bytes:
 
 
 def read_request(payload: Buffer) -> HttpRequest:
-    """Parse a request; the body is a view of `payload`.
-
-    Raises:
-        ValueError: the payload is malformed.
-    """
+    """Parse a request; the body is a view of `payload`; raises ValueError: the payload is malformed."""
     head, body = _split(payload)
     try:
         dialect, method, path = (_text(head[name]) for name in ("dialect", "method", "path"))
@@ -70,11 +66,7 @@ def pack_reply(reply: HttpReply) -> bytes:
 
 
 def read_reply(payload: Buffer) -> HttpReply:
-    """Parse a reply; the body is a view of `payload`.
-
-    Raises:
-        ValueError: the payload is malformed.
-    """
+    """Parse a reply; the body is a view of `payload`; raises ValueError: the payload is malformed."""
     head, body = _split(payload)
     status = head.get("status")
     if not isinstance(status, int) or not 200 <= status <= 599:

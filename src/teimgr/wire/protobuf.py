@@ -37,7 +37,6 @@ class Envelope(NamedTuple):
 
 
 def malformed(reason: str) -> InvalidInput:
-    """The error for bytes that are not a protobuf message."""
     return InvalidInput(f"Malformed message: {reason}")
 
 

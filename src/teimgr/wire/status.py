@@ -86,5 +86,4 @@ class GrpcStatus(NamedTuple):
 
     @classmethod
     def of(cls, error: TeimgrError) -> GrpcStatus:
-        """The status of a failed call, the message cut to what fits into trailers."""
         return cls(STATUS[error.code].grpc, error.message[:MAX_MESSAGE_CHARS], ((CODE_KEY, error.code.name),))

@@ -1,5 +1,5 @@
 """The worker process: one model, its engine, and the protocols over which calls arrive.
 
-The path of a call: `link_server`, `grpc_port` or `http_port` → `methods` (gRPC and Arrow) or `dialects` (HTTP) →
-`dispatcher`, with `limits` → the engine, and back. `process` is the life of the process.
+The path of a call (`calls`): `link_server`, `grpc_port` or `http_port` → `methods` and `arrow_calls`, or `dialects` by
+`http_inference` → `dispatcher` → the engine, and back. `process` is the life of the process.
 """

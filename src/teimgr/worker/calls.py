@@ -1,18 +1,24 @@
-"""Calls of a worker: one request from its arrival to its one reply, over a link, gRPC or HTTP."""
+"""Calls of a worker, each from its arrival to its one reply, and the limiter that admits or refuses them."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from teimgr.engine.job import Job, Lane
-from teimgr.errors import InvalidInput, TeimgrError, TooLarge
+from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, characters
+from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.spec import LoadedModel
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Timings, pack_error
+
+_NUMBER_BYTES = 4
+# Tokens that an input may have beyond its characters: special tokens, a prompt, the padding of a query.
+_EXTRA_TOKENS = 64
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -24,10 +30,10 @@ class CallReply(NamedTuple):
     timings: Timings | None = None
 
 
-class Unwritten(NamedTuple):
-    """A reply so large that a codec thread encodes it, by `write`: replies of other calls need not wait for it."""
+class DeferredReply(NamedTuple):
+    """A reply so large that a codec thread encodes it, by `encode`: replies of other calls need not wait for it."""
 
-    write: Callable[[], CallReply]
+    encode: Callable[[], CallReply]
 
 
 class WorkerCall:
@@ -93,11 +99,7 @@ class MethodCall(WorkerCall):
         self.payload = payload
 
     def message(self, kind: type[MessageT]) -> MessageT:
-        """The payload as a protobuf message of type `kind`.
-
-        Raises:
-            InvalidInput: it is no such message.
-        """
+        """The payload as a protobuf message of type `kind`; raises InvalidInput where it is none."""
         try:
             return kind.FromString(self.payload)
         except DecodeError as error:
@@ -138,28 +140,146 @@ class LinkCall(MethodCall):
 
 
 def raise_first(job: Job) -> None:
-    """Raise the error of the first input that failed, where a call fails as a whole."""
     if job.errors:
         raise job.errors[min(job.errors)]
 
 
 def within(payload: bytes, limit_bytes: int) -> bytes:
-    """`payload`, checked against the limit of a reply.
-
-    Raises:
-        TooLarge: it is over `limit_bytes`.
-    """
+    """`payload` itself; raises TooLarge where it is over `limit_bytes`, the limit of a reply."""
     if len(payload) > limit_bytes:
         raise TooLarge(f"Reply of {len(payload)} bytes is larger than the limit of {limit_bytes} bytes")
     return payload
 
 
-def truncates_left(direction: int) -> bool:
-    """Whether texts are truncated at their beginning: a `tei.v1.TruncationDirection` as a bool.
+def request_options(message: Any, output: Output | frozenset[Output], **more: Any) -> InferOptions:
+    """The options of a request of `tei.v1` or Arrow; `more` are the other fields of `InferOptions`.
 
     Raises:
-        InvalidInput: a number that is not in the enum.
+        InvalidInput: `truncation_direction` is not in its enum.
     """
+    direction = message.truncation_direction
     if direction not in (tei_pb2.TRUNCATION_DIRECTION_RIGHT, tei_pb2.TRUNCATION_DIRECTION_LEFT):
         raise InvalidInput(f"`truncation_direction` {direction} is unknown: 0 (right) or 1 (left)")
-    return bool(direction == tei_pb2.TRUNCATION_DIRECTION_LEFT)
+    return InferOptions(
+        frozenset((output,)) if isinstance(output, Output) else output,
+        truncate=message.truncate,
+        truncation_left=direction == tei_pb2.TRUNCATION_DIRECTION_LEFT,
+        **more,
+    )
+
+
+def optional(message: Message, field: str) -> Any:
+    return getattr(message, field) if message.HasField(field) else None
+
+
+class FairLimiter:
+    """A FIFO limiter: bounds on the number and bytes of the calls admitted, and of those waiting in its queue.
+
+    Where no other call is admitted (or none waits), a call of any size fits. Strictly in order of arrival: small calls
+    do not pass large ones. `on_error` gets a call whose `proceed` raised, and the error. For the loop's thread.
+    """
+
+    def __init__(
+        self,
+        on_error: Callable[[WorkerCall, Exception], None],
+        *,
+        max_bytes: float,
+        max_calls: float = math.inf,
+        max_waiting: float = math.inf,
+        max_waiting_bytes: float = math.inf,
+    ) -> None:
+        self._on_error = on_error
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._max_waiting = max_waiting
+        self._max_waiting_bytes = max_waiting_bytes
+        self._admitted: dict[WorkerCall, int] = {}  # sizes
+        self._admitted_bytes = 0
+        self._queue: dict[WorkerCall, tuple[int, Callable[[], None]]] = {}  # in order of arrival
+        self._queued_bytes = 0
+        self._is_admitting = False
+
+    def __len__(self) -> int:
+        return len(self._admitted) + len(self._queue)
+
+    def __contains__(self, call: WorkerCall) -> bool:
+        return call in self._admitted or call in self._queue
+
+    def enter(self, call: WorkerCall, size_bytes: int, proceed: Callable[[], None], may_wait: bool = True) -> None:
+        """Admit `call` and run `proceed`, now or, where it `may_wait`, when enough calls have left.
+
+        Raises:
+            Overloaded: it does not fit now, and may not wait or the queue is full.
+        """
+        if not self._queue and self._fits(size_bytes):
+            self._admit(call, size_bytes, proceed)
+        elif may_wait and self._fits_in_queue(size_bytes):
+            self._queue[call] = size_bytes, proceed
+            self._queued_bytes += size_bytes
+        else:
+            raise Overloaded
+
+    def leave(self, call: WorkerCall) -> bool:
+        """Release what an answered or cancelled call holds, admit the next ones; False when it holds nothing."""
+        if (size_bytes := self._admitted.pop(call, None)) is not None:
+            self._admitted_bytes -= size_bytes
+        elif (entry := self._queue.pop(call, None)) is not None:
+            self._queued_bytes -= entry[0]
+        else:
+            return False
+        if self._queue and not self._is_admitting:
+            self._admit_from_queue()
+        return True
+
+    def _fits(self, size_bytes: int) -> bool:
+        if not self._admitted:
+            return True
+        return len(self._admitted) < self._max_calls and self._admitted_bytes + size_bytes <= self._max_bytes
+
+    def _fits_in_queue(self, size_bytes: int) -> bool:
+        if not self._queue:
+            return True
+        return len(self._queue) < self._max_waiting and self._queued_bytes + size_bytes <= self._max_waiting_bytes
+
+    def _admit(self, call: WorkerCall, size_bytes: int, proceed: Callable[[], None]) -> None:
+        self._admitted[call] = size_bytes
+        self._admitted_bytes += size_bytes
+        try:
+            proceed()
+        except Exception as error:
+            self._on_error(call, error)
+
+    def _admit_from_queue(self) -> None:
+        """Not reentrant: a call whose `proceed` raises is released within `_admit`, and `leave` checks the flag."""
+        self._is_admitting = True
+        try:
+            while self._queue:
+                call, (size_bytes, proceed) = next(iter(self._queue.items()))
+                if not self._fits(size_bytes):
+                    return
+                del self._queue[call]
+                self._queued_bytes -= size_bytes
+                self._admit(call, size_bytes, proceed)
+        finally:
+            self._is_admitting = False
+
+
+def max_token_bytes(model: LoadedModel, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
+    """An upper bound of the float32 bytes of vectors per token of `inputs`, with a token per character; else 0."""
+    width = sum(token_width(model, output) for output in outputs)
+    if not width:
+        return 0
+    tokens = sum(min(characters(item) + _EXTRA_TOKENS, model.max_input_length) for item in inputs)
+    return tokens * width * _NUMBER_BYTES
+
+
+def token_width(model: LoadedModel, output: Output) -> int:
+    """Numbers of a vector per token; 0 for an output that has none."""
+    if output is Output.MULTI_VECTOR:
+        return model.multi_vector_dimension
+    return model.token_dimension if output is Output.TOKENS else 0
+
+
+def over_limit(count: int, limit: int) -> str | None:
+    """TEI's sentence for a batch of too many inputs; None for one within the limit."""
+    return f"batch size {count} > maximum allowed batch size {limit}" if count > limit else None

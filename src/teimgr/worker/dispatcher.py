@@ -16,20 +16,20 @@ from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Internal, TeimgrError, Unavailable
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.worker.calls import CallReply, Unwritten, WorkerCall
-from teimgr.worker.limits import FairLimiter, max_token_bytes
+from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
 from teimgr.worker.worker_metrics import TeiMetrics
 
 log = logging.getLogger(__name__)
 
-# Calls admitted beyond those that run, and payloads of the largest size: they bound the worker's memory.
+# Bounds on the worker's memory: calls admitted for each one that may run at a time, bytes of admitted calls in payloads
+# of the largest size, and calls that wait for admission.
 _QUEUED_PER_RUNNING = 4
 _MAX_PAYLOADS = 8
 _MAX_WAITING = 65536
 
 ResultT = TypeVar("ResultT")
-Encode = Callable[[Job], CallReply | Unwritten]
-Outcome = tuple[WorkerCall, Job, CallReply | Unwritten | TeimgrError]
+Encode = Callable[[Job], CallReply | DeferredReply]
+Outcome = tuple[WorkerCall, Job, CallReply | DeferredReply | TeimgrError]
 
 
 class Part(NamedTuple):
@@ -64,7 +64,6 @@ class Submission:
         self._unfinished = len(parts)
 
     def cancel(self) -> None:
-        """Withdraw the inputs that have not started."""
         for job in self.jobs:
             job.cancel()
 
@@ -105,7 +104,7 @@ class Dispatcher:
     1. Admission (`serve`, `infer`, `admit`): within a number of calls and payload bytes; calls that may wait queue up.
     2. Result memory (`submit`): calls whose results grow with every token wait until the result budget has room.
     3. The engine (`_start`): one job per part.
-    4. Encoding (`deliver`): on the engine's finisher thread; very large replies on a codec thread (`_encode_late`).
+    4. Encoding (`deliver`): on the engine's finisher thread; very large replies on a codec thread (`_encode_deferred`).
     5. The reply (`_finish`, `answer`): everything the call holds is released first.
 
     An error at any stage is sent as the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
@@ -134,24 +133,18 @@ class Dispatcher:
         self._idle.set()
 
     def attach(self, engine: Engine) -> None:
-        """Serve inference with `engine` from now on."""
         self._engine = engine
         self.metrics.attach(engine.stats, engine.info.max_input_length)
 
     @property
     def engine(self) -> Engine:
-        """The loaded engine.
-
-        Raises:
-            Unavailable: it is still loading.
-        """
+        """The loaded engine; raises Unavailable: it is still loading."""
         if self._engine is None:
             raise Unavailable(f"Instance '{self.spec.name}' is loading its model")
         return self._engine
 
     @property
     def calls(self) -> int:
-        """The number of unanswered calls."""
         return len(self._call_limiter) + len(self._answering)
 
     # Stage 1: admission.
@@ -228,7 +221,7 @@ class Dispatcher:
             assert isinstance(submission, Submission)
             if (whole := submission.complete()) is None:
                 continue
-            reply: CallReply | Unwritten | TeimgrError
+            reply: CallReply | DeferredReply | TeimgrError
             try:
                 reply = submission.encode(whole)
             except TeimgrError as error:
@@ -239,12 +232,11 @@ class Dispatcher:
         self._loop.call_soon_threadsafe(self._finish_all, outcomes)
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Run blocking codec work on one of the codec threads."""
         return await self._loop.run_in_executor(self._codec, work, *arguments)
 
-    async def _encode_late(self, call: WorkerCall, job: Job, unwritten: Unwritten) -> None:
+    async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
         if call in self._call_limiter:  # and stays there: its memory is at its largest now
-            self._finish(call, job, await self.off_loop(unwritten.write))
+            self._finish(call, job, await self.off_loop(deferred.encode))
 
     # Stage 5: the reply.
 
@@ -269,8 +261,8 @@ class Dispatcher:
 
     def _finish_all(self, outcomes: list[Outcome]) -> None:
         for call, job, outcome in outcomes:
-            if isinstance(outcome, Unwritten):
-                self._spawn(call, self._encode_late(call, job, outcome))
+            if isinstance(outcome, DeferredReply):
+                self._spawn(call, self._encode_deferred(call, job, outcome))
             else:
                 self._finish(call, job, outcome)
 
@@ -287,7 +279,7 @@ class Dispatcher:
                 log.debug("call answered", extra=fields | ({"code": error.code.name} if error else {}))
 
     def _fail(self, call: WorkerCall, error: Exception) -> None:
-        """Fail a call whose handler, submission or late encoding raised."""
+        """Fail a call whose handler, submission or deferred encoding raised."""
         if (submission := self._submissions.get(call)) is not None:
             submission.cancel()
         known = error if isinstance(error, TeimgrError) else masked(error, call.context)
@@ -319,7 +311,6 @@ class Dispatcher:
         self._closed = True
 
     async def drained(self, grace_s: float) -> None:
-        """Wait until no call is unanswered, at most `grace_s`."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
@@ -24,94 +23,57 @@ from teimgr.wire.status import STATUS
 from teimgr.worker.dialects import tei
 from teimgr.worker.dialects.openapi import instance_document
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.http.bodies import BadRequest, check_content_type, to_json
-from teimgr.worker.http.inference import HttpHandler, HttpInference, json_reply
+from teimgr.worker.http_inference import BadRequest, HttpHandler, HttpInference, check_content_type, json_reply, to_json
 from teimgr.worker.worker_metrics import TeiMetrics
-
-
-class RequestContextMiddleware:
-    """Set the request context of each HTTP request and echo its request id."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        context = RequestContext.from_headers(
-            {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        )
-
-        async def echoing(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                echoed = (REQUEST_ID.encode(), context.request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), echoed]}
-            await send(message)
-
-        with use_context(context):
-            await self._app(scope, receive, echoing)
-
 
 _PUBLIC = {"/health", "/ping", "/metrics", "/docs"}
 _PUBLIC_FOLDERS = ("/docs/", "/api-doc/")
-_VARY = "origin, access-control-request-method, access-control-request-headers"
+_VARY = (b"vary", b"origin, access-control-request-method, access-control-request-headers")
+_ALLOW_ORIGIN = b"access-control-allow-origin"
+_PREFLIGHT = {"access-control-allow-methods": "GET,POST", "access-control-allow-headers": "content-type"}
 
 
-class CorsMiddleware:
-    """CORS as TEI has it: replies are readable by pages of `origins`, or of all where there is none or a `*`.
+class PortMiddleware:
+    """The request context with its id, CORS and the API key of an instance's port, in this order.
 
-    GET and POST, and `content-type` as the only header, so that a page cannot send a key. Preflight requests are
-    answered here, before authentication.
+    CORS as TEI has it: pages of the allowed origins may read replies, or all pages where none is set or one is `*`; GET
+    and POST, and `content-type` as the only header, so that a page cannot send a key. Preflight requests are answered
+    before authentication. Without the key: 401 without a body; health, metrics and documents are public.
     """
-
-    def __init__(self, app: ASGIApp, origins: Sequence[str] = ()) -> None:
-        self._app = app
-        self._origins = frozenset(origins)
-        self._any = not origins or "*" in origins
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        allowed = self._allowed(Headers(scope=scope).get("origin"))
-
-        async def send_with_origin(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(allowed)
-            await send(message)
-
-        if scope["method"] == "OPTIONS":
-            methods = {"access-control-allow-methods": "GET,POST", "access-control-allow-headers": "content-type"}
-            await Response(headers=methods)(scope, receive, send_with_origin)
-        else:
-            await self._app(scope, receive, send_with_origin)
-
-    def _allowed(self, origin: str | None) -> dict[str, str]:
-        if self._any:
-            return {"vary": _VARY, "access-control-allow-origin": "*"}
-        if origin in self._origins:
-            assert origin is not None
-            return {"vary": _VARY, "access-control-allow-origin": origin}
-        return {"vary": _VARY}
-
-
-class ApiKeyMiddleware:
-    """Require `Authorization: Bearer KEY`, else 401 without a body. Health, metrics and documents are public."""
 
     def __init__(self, app: ASGIApp, spec: WorkerSpec) -> None:
         self._app = app
         self._spec = spec
+        self._origins = frozenset(spec.cors_allow_origin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_public(scope) or self._has_key(scope):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-        else:
-            await Response(status_code=401)(scope, receive, send)
+            return
+        # Reversed: the first of several headers of one name counts.
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in reversed(scope["headers"])}
+        context = RequestContext.from_headers(headers)
+        added = [*self._cors(headers.get("origin")), (REQUEST_ID.encode(), context.request_id.encode())]
 
-    def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return self._spec.accepts(given)
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        app = self._app
+        if scope["method"] == "OPTIONS":
+            app = Response(headers=_PREFLIGHT)
+        elif not _is_public(scope) and not self._spec.accepts(headers.get("authorization", "").encode("latin-1")):
+            app = Response(status_code=401)
+        with use_context(context):
+            await app(scope, receive, send_with_headers)
+
+    def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
+        if not self._origins or "*" in self._origins:
+            return [_VARY, (_ALLOW_ORIGIN, b"*")]
+        if origin is not None and origin in self._origins:
+            return [_VARY, (_ALLOW_ORIGIN, origin.encode("latin-1"))]
+        return [_VARY]
 
 
 def _is_public(scope: Scope) -> bool:
@@ -155,7 +117,6 @@ class InstancePort:
         return HTMLResponse(page(instance_document(), "/api-doc/openapi.json"), headers=HEADERS)
 
     def post(self, path: str, route: HttpHandler) -> Endpoint:
-        """The endpoint of `route`, with a response for each way in which it may fail."""
         dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
 
         async def endpoint(request: Request) -> Response:
@@ -199,8 +160,7 @@ def create_app(dispatcher: Dispatcher) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    guarded = app if dispatcher.spec.api_key is None else ApiKeyMiddleware(app, dispatcher.spec)
-    return RequestContextMiddleware(CorsMiddleware(guarded, dispatcher.spec.cors_allow_origin))
+    return PortMiddleware(app, dispatcher.spec)
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:

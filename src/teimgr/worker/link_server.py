@@ -18,11 +18,10 @@ from teimgr.worker.methods import handle
 
 log = logging.getLogger(__name__)
 
-# Beyond the largest gRPC message: more than the rest of a frame takes.
-FRAME_SLACK_BYTES = 64 * 1024
-
+# Upper bound of what a frame has beside its message.
+_FRAME_SLACK_BYTES = 64 * 1024
 # Time limit of a control command without a deadline.
-CONTROL_LIMIT_S = 5.0
+_CONTROL_LIMIT_S = 5.0
 
 Control = Callable[[bytes, float], Awaitable[bytes]]
 
@@ -37,7 +36,7 @@ class LinkServer:
     def __init__(self, dispatcher: Dispatcher, controls: dict[Method, Control]) -> None:
         self.dispatcher = dispatcher
         self.controls = controls
-        self.max_frame_bytes = dispatcher.spec.max_message_bytes + FRAME_SLACK_BYTES
+        self.max_frame_bytes = dispatcher.spec.max_message_bytes + _FRAME_SLACK_BYTES
         self.open: set[LinkConnection] = set()
         self.ports: dict[int, socket.socket] = {}
         self.has_shared_ports = False
@@ -49,7 +48,6 @@ class LinkServer:
         self._announcement = b"{}"
 
     def protocol(self) -> LinkConnection:
-        """The protocol of an accepted connection."""
         return LinkConnection(self)
 
     @property
@@ -68,13 +66,12 @@ class LinkServer:
             link.send(FrameType.REPLY, Method.WATCH, id, self._announcement)
 
     def watch(self, link: LinkConnection, id: int) -> None:
-        """Send `link` the current state and every later one."""
         self._watchers[link] = id
         self.watched.set()
         self.unwatched.clear()
         link.send(FrameType.REPLY, Method.WATCH, id, self._announcement)
 
-    def forget(self, link: LinkConnection) -> None:
+    def remove(self, link: LinkConnection) -> None:
         self.open.discard(link)
         if not self.open:
             self._none_open.set()
@@ -113,7 +110,7 @@ class LinkConnection(FrameProtocol):
         self._server.open.add(self)
 
     def pause_writing(self) -> None:
-        """Read no more requests while the peer does not read its replies."""
+        """Backpressure: stop reading requests while the peer does not read its replies."""
         if self._transport is not None:
             self._transport.pause_reading()
 
@@ -131,14 +128,15 @@ class LinkConnection(FrameProtocol):
         elif header.method == Method.SHARE_PORTS:
             self._share_ports(header)
         elif header.method in self._server.controls:
-            self._control(header, payload)
+            task = asyncio.get_running_loop().create_task(self._run_control(header, payload))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         else:
             self.is_callers = True
             handle(self._server.dispatcher, LinkCall(self, self._unanswered, header, payload))
 
     def link_lost(self, error: Exception | None) -> None:
-        """Cancel the open calls and commands of the peer."""
-        self._server.forget(self)
+        self._server.remove(self)
         for id in tuple(self._unanswered):
             self._cancel(id)
         for task in tuple(self._tasks):
@@ -162,14 +160,9 @@ class LinkConnection(FrameProtocol):
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as own:
             socket.send_fds(own, [frame], descriptors)
 
-    def _control(self, header: Header, payload: bytes) -> None:
-        task = asyncio.get_running_loop().create_task(self._run_control(header, payload))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _run_control(self, header: Header, payload: bytes) -> None:
         try:
-            limit_s = header.deadline_ms / 1000 or CONTROL_LIMIT_S
+            limit_s = header.deadline_ms / 1000 or _CONTROL_LIMIT_S
             reply = await self._server.controls[Method(header.method)](payload, limit_s)
         except asyncio.CancelledError:
             self._fail(header, Cancelled("the worker is stopping"))

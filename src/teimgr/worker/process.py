@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -36,9 +36,6 @@ from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http_port import create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
 from teimgr.worker.worker_metrics import engine_page, process_page
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +243,6 @@ class Worker:
         return EXIT_PERMANENT if permanent else EXIT_TRANSIENT
 
     def _announce(self, state: str, **more: Any) -> dict[str, Any]:
-        """Send the worker's state to the watchers, and return it."""
         self._state = state
         facts = {
             "state": state,

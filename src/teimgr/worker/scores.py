@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.job import Output
 from teimgr.errors import WrongModelKind
+from teimgr.model_files import Kind
 from teimgr.spec import LoadedModel
 
 
@@ -43,32 +44,19 @@ def _best_first(scores: NDArray[np.float32]) -> list[int]:
     return order
 
 
-RERANKER = "reranker"
-_SCORING = ("classifier", RERANKER)
-
-
 def need_reranker_http(model: LoadedModel) -> None:
-    """Check that the model is a reranker, for a request over HTTP.
-
-    Raises:
-        WrongModelKind: it is not.
-    """
-    if model.kind != RERANKER:
+    """Raises WrongModelKind where the model is no reranker, for a request over HTTP."""
+    if model.kind != Kind.RERANKER:
         raise WrongModelKind("Backend error: model is not a re-ranker model")
 
 
 def need_reranker_grpc(model: LoadedModel) -> None:
-    """Check that the model is a reranker, for a request over gRPC.
-
-    Raises:
-        WrongModelKind: it is not; classifiers have an error text of their own.
-    """
-    if model.kind in _SCORING and model.kind != RERANKER:
-        raise WrongModelKind("model is not a re-ranker model")
-    if model.kind != RERANKER:
-        raise WrongModelKind("model is not a classifier model")
+    """Raises WrongModelKind where the model is no reranker, for a request over gRPC."""
+    if model.kind != Kind.RERANKER:
+        is_classifier = model.kind == Kind.CLASSIFIER
+        raise WrongModelKind(f"model is not a {'re-ranker' if is_classifier else 'classifier'} model")
 
 
 def output_per_token(model: LoadedModel) -> Output:
     """The output of "embed all": vectors of a late-interaction model, the last hidden states of any other."""
-    return Output.MULTI_VECTOR if model.kind == "multi-vector" else Output.TOKENS
+    return Output.MULTI_VECTOR if model.kind == Kind.MULTI_VECTOR else Output.TOKENS

@@ -53,7 +53,6 @@ class Histogram:
         return histogram
 
     def samples(self) -> list[Sample]:
-        """None before the first observation."""
         return [*exposition.histogram(self._bounds, self._counts, self._sum)] if any(self._counts) else []
 
 
@@ -111,7 +110,6 @@ class TeiMetrics:
         self._stats: Callable[[], EngineStats] | None = None
 
     def attach(self, stats: Callable[[], EngineStats], max_input_length: int) -> None:
-        """Report the loaded engine, whose inputs are at most `max_input_length` tokens."""
         self._stats = stats
         self._lengths = Histogram([bound for bound in catalogue.LENGTH_BOUNDS if bound <= max_input_length])
 
@@ -137,15 +135,12 @@ class TeiMetrics:
             self._lengths.observe(timings.tokens / served, served)
 
     def failed(self, error: TeimgrError) -> None:
-        """Count the failure of an input, or of a call before it reached the engine."""
         self._failures[_FAILURES.get(error.code, "inference")] += 1
 
     def dropped(self) -> None:
-        """Count a call that its caller cancelled."""
         self._failures["dropped"] += 1
 
     def batch_too_large(self) -> None:
-        """Count a call with more inputs than a client may send at once."""
         self._failures["batch_size"] += 1
 
     def page(self) -> Page:
@@ -162,7 +157,6 @@ class TeiMetrics:
         return page
 
     def render(self) -> str:
-        """The page in Prometheus text format, as TEI renders it."""
         return exposition.text(self.page(), helps=False)
 
 
@@ -191,7 +185,6 @@ def _method(inputs: int) -> str:
 
 
 def engine_page(stats: EngineStats) -> Page:
-    """Metrics of the engine: lanes, queue, device, memory."""
     page: Page = {
         catalogue.BATCHES: [Sample("", {"lane": lane}, of.batches) for lane, of in stats.lanes.items()],
         catalogue.TEXTS: [Sample("", {"lane": lane}, of.texts) for lane, of in stats.lanes.items()],

@@ -106,7 +106,7 @@ async def test_inputs_may_be_contents_of_texts(ask: Asking) -> None:
     [
         ({"texts": []}, "`texts` cannot be empty"),
         ({"texts": ["fog", ""]}, "`texts` cannot have an empty text"),
-        ({"texts": None, "images": ["data:image/png;base64,"]}, "no model here sees images"),
+        ({"texts": None, "images": ["data:image/png;base64,"]}, "images are not supported"),
         ({"embedding_types": ["float4"]}, "embedding_types"),
         ({"output_dimension": 0}, "positive"),
         ({"truncate": "MIDDLE"}, "truncate"),

@@ -6,8 +6,8 @@ import numpy as np
 import orjson
 
 from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
-from teimgr.worker.dialects.tei_requests import per_token, ranks, similarities, sparse
-from teimgr.worker.http.bodies import number_count
+from teimgr.worker.dialects.tei import per_token, ranks, similarities, sparse
+from teimgr.worker.http_inference import number_count
 
 
 def finished(inputs: int) -> Job:

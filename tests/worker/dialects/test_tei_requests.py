@@ -11,7 +11,8 @@ import pytest
 from teimgr.engine.job import Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import LoadedModel, WorkerSpec
-from teimgr.worker.dialects.tei_requests import (
+from teimgr.worker.calls import over_limit
+from teimgr.worker.dialects.tei import (
     DecodeRequest,
     OpenAICompatRequest,
     TeiEmbedAllRequest,
@@ -23,9 +24,16 @@ from teimgr.worker.dialects.tei_requests import (
     TeiVertexRequest,
     TokenizeRequest,
 )
-from teimgr.worker.http.bodies import TEI_BODY, BadRequest, Body, check_content_type, parse
-from teimgr.worker.http.inference import InferenceRequest, JobSpec, ServedModel
-from teimgr.worker.limits import over_limit
+from teimgr.worker.http_inference import (
+    TEI_BODY,
+    BadRequest,
+    Body,
+    InferenceRequest,
+    JobSpec,
+    ServedModel,
+    check_content_type,
+    parse,
+)
 
 NO_SHAPE = "Failed to deserialize the JSON body into the target type: "
 

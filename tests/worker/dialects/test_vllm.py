@@ -186,12 +186,12 @@ async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
         ("/score", {"model": "reranke", "text_1": "a", "text_2": "b"}, 404, "did you mean"),
         ("/classify", {"model": "dense", "input": "a"}, 400, "does not do classification"),
         ("/classify", {"model": "classifier", "input": [""]}, 400, "cannot have an empty text"),
-        ("/pooling", {"model": "dense", "input": "a", "task": "token_classify"}, 400, "no model here"),
+        ("/pooling", {"model": "dense", "input": "a", "task": "token_classify"}, 400, "not supported"),
         ("/pooling", {"model": "dense", "input": "a", "task": "x"}, 400, "task"),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 0}, 400, "at least 1"),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 2}, 400, "no token"),
         ("/pooling", {"model": "dense", "messages": [{"role": "user", "content": "a"}]}, 400, "input: Field required"),
-        ("/embeddings", {"model": "dense", "input": "a", "modality": "image"}, 400, "no model here takes image"),
+        ("/embeddings", {"model": "dense", "input": "a", "modality": "image"}, 400, "only text is supported"),
     ],
 )
 async def test_errors_have_the_field_of_openais(ask: Asking, path: str, body: Any, status: int, said: str) -> None:

@@ -15,8 +15,7 @@ from teimgr.wire.http_frames import HttpRequest, pack_reply, read_request
 from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dialects import cohere, infinity, openai, sie, tei, vllm
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.http.bodies import BadRequest
-from teimgr.worker.http.inference import HttpInference, RouteTable
+from teimgr.worker.http_inference import BadRequest, HttpInference, RouteTable
 
 ROUTES: Mapping[str, RouteTable] = {
     TEI: tei.ROUTES,

@@ -13,19 +13,8 @@ from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.worker import http_inference as http
 from teimgr.worker.dialects import rerank
-from teimgr.worker.http.bodies import U32, BadRequest, Body, ModelName, encoded_vector, new_id, text_of_parts, to_json
-from teimgr.worker.http.inference import (
-    DOCUMENT_PROMPTS,
-    QUERY_PROMPTS,
-    HttpHandler,
-    HttpInference,
-    JobSpec,
-    RouteTable,
-    ServedModel,
-    need_texts,
-    prompt_among,
-)
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 _PRECISIONS = {
@@ -36,39 +25,38 @@ _PRECISIONS = {
 }
 # The model's prompts that fit an `input_type`, in order of preference.
 _PROMPTS: Mapping[str, tuple[str, ...]] = {
-    "search_query": ("search_query", *QUERY_PROMPTS),
-    "search_document": ("search_document", *DOCUMENT_PROMPTS),
+    "search_query": ("search_query", *http.QUERY_PROMPTS),
+    "search_document": ("search_document", *http.DOCUMENT_PROMPTS),
     "classification": ("classification", "Classification"),
     "clustering": ("clustering", "Clustering"),
 }
 
 
-class CohereEmbedRequest(Body):
-    """What to embed, and in which types; texts alone, for no model here sees images."""
+class CohereEmbedRequest(http.Body):
+    """Texts to embed, and the types of the vectors; images are not supported."""
 
-    model: ModelName = None
+    model: http.ModelName = None
     texts: list[str] | None = None
     inputs: Annotated[list[dict[str, Any]] | None, Field(description="version 2: contents of parts of type text")] = (
         None
     )
-    images: Annotated[list[str] | None, Field(description="refused: no model here sees images")] = None
+    images: Annotated[list[str] | None, Field(description="not supported")] = None
     input_type: Annotated[
         str | None, Field(description="search_query, search_document, …: chooses the model's prompt of that name")
     ] = None
     embedding_types: list[EmbeddingType] | None = None
-    output_dimension: U32 | None = None
+    output_dimension: http.U32 | None = None
     max_tokens: Annotated[int | None, Field(ge=1, description="texts are cut to so many tokens")] = None
     truncate: Literal["NONE", "START", "END", "none", "start", "end"] | None = None
 
     @property
     def truncation(self) -> str:
-        """`truncate` in upper case, END where it is absent."""
         return (self.truncate or "END").upper()
 
     def contents(self) -> list[str]:
         """The texts; raises BadRequest for images and parts that are not text."""
         if self.images:
-            raise BadRequest(400, "images: no model here sees images", "images")
+            raise http.BadRequest(400, "images: images are not supported", "images")
         if self.inputs is None:
             return self.texts or []
         return [_text_of(place, one) for place, one in enumerate(self.inputs)]
@@ -76,14 +64,14 @@ class CohereEmbedRequest(Body):
 
 def _text_of(place: int, content: dict[str, Any]) -> str:
     found = content.get("content")
-    text = text_of_parts(found) if isinstance(found, list) else found
+    text = http.text_of_parts(found) if isinstance(found, list) else found
     if not isinstance(text, str):
-        raise BadRequest(400, f"inputs.{place}.content: only parts of type text are taken here", "inputs")
+        raise http.BadRequest(400, f"inputs.{place}.content: only parts of type text are supported", "inputs")
     return text
 
 
-def _embed(version: str) -> HttpHandler:
-    async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:
+def _embed(version: str) -> http.HttpHandler:
+    async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, CohereEmbedRequest)
         texts = await inference.truncated(body.contents(), body.max_tokens, left=body.truncation == "START")
         return await inference.respond(lambda served: _job(version, body, texts, served))
@@ -91,8 +79,8 @@ def _embed(version: str) -> HttpHandler:
     return handle
 
 
-def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: ServedModel) -> JobSpec:
-    need_texts(texts, "texts")
+def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: http.ServedModel) -> http.JobSpec:
+    http.need_texts(texts, "texts")
     if body.output_dimension == 0:
         raise InvalidInput("`output_dimension` should be positive")
     prompts = _PROMPTS.get(body.input_type or "", (body.input_type or "",))
@@ -100,16 +88,16 @@ def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: Serve
         outputs=frozenset({Output.DENSE}),
         truncate=body.truncation != "NONE",
         truncation_left=body.truncation == "START",
-        prompt_name=prompt_among(served.model, prompts),
+        prompt_name=http.prompt_among(served.model, prompts),
         dimensions=body.output_dimension,
     )
     by_type = version == "2" or body.embedding_types is not None
     types = body.embedding_types or ["float"]
 
     def encode(job: Job) -> bytes:
-        return to_json(
+        return http.to_json(
             {
-                "id": new_id("embed"),
+                "id": http.new_id("embed"),
                 "embeddings": {name: _as_type(job.vectors, name) for name in types} if by_type else job.vectors,
                 "texts": body.texts if body.texts is not None else texts,
                 "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": job.tokens}},
@@ -117,20 +105,20 @@ def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: Serve
             }
         )
 
-    return JobSpec(texts, options, encode)
+    return http.JobSpec(texts, options, encode)
 
 
 def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:
     if name == "base64":
-        return [encoded_vector(vector, True) for vector in vectors]
+        return [http.encoded_vector(vector, True) for vector in vectors]
     return vectors if name == "float" else converted(vectors, _PRECISIONS[name])
 
 
-ROUTES: RouteTable = {
+ROUTES: http.RouteTable = {
     ("POST", "/v1/embed"): _embed("1"),
     ("POST", "/v2/embed"): _embed("2"),
     ("POST", "/v1/rerank"): rerank.handler(rerank.COHERE_1),
     ("POST", "/v2/rerank"): rerank.handler(rerank.COHERE_2),
 }
 # Jina's defaults, for clients that choose its dialect.
-JINA_ROUTES: RouteTable = {("POST", "/v1/rerank"): rerank.handler(rerank.JINA)}
+JINA_ROUTES: http.RouteTable = {("POST", "/v1/rerank"): rerank.handler(rerank.JINA)}

@@ -7,49 +7,28 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
+from teimgr.model_files import Kind
+from teimgr.worker import http_inference as http
 from teimgr.worker import scores
 from teimgr.worker.dialects import rerank
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat
-from teimgr.worker.http.bodies import (
-    U32,
-    BadRequest,
-    Input,
-    ModelName,
-    Texts,
-    encoded_vector,
-    engine_inputs,
-    new_id,
-    to_json,
-    unix_time,
-    usage,
-)
-from teimgr.worker.http.inference import (
-    InferenceRequest,
-    JobSpec,
-    RouteTable,
-    ServedModel,
-    need_kind,
-    need_texts,
-    single,
-)
 
 
-class InfinityEmbeddingsRequest(InferenceRequest):
+class InfinityEmbeddingsRequest(http.InferenceRequest):
     """Texts, or token ids, to embed. A late-interaction model answers with a vector per token."""
 
-    model: ModelName = None
-    input: Input
+    model: http.ModelName = None
+    input: http.Input
     encoding_format: EncodingFormat = "float"
-    dimensions: Annotated[U32 | None, Field(description="0: all")] = None
+    dimensions: Annotated[http.U32 | None, Field(description="0: all")] = None
     modality: Annotated[Literal["text", "image", "audio"], Field(description="only text is served")] = "text"
 
-    def job(self, served: ServedModel) -> JobSpec:
-        """One vector per text, or one per token."""
+    def job(self, served: http.ServedModel) -> http.JobSpec:
         if self.modality != "text":
-            raise BadRequest(400, f"modality: no model here takes {self.modality}", "modality")
-        inputs = engine_inputs(self.input)
-        need_texts(inputs, "input")
-        output = Output.MULTI_VECTOR if served.model.kind == "multi-vector" else Output.DENSE
+            raise http.BadRequest(400, f"modality: only text is supported, not {self.modality}", "modality")
+        inputs = http.engine_inputs(self.input)
+        http.need_texts(inputs, "input")
+        output = Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.DENSE
         options = InferOptions(
             frozenset({output}), truncate=served.spec.auto_truncate, dimensions=self.dimensions or None
         )
@@ -58,44 +37,43 @@ class InfinityEmbeddingsRequest(InferenceRequest):
         def encode(job: Job) -> bytes:
             rows: Any = job.multi_vectors if output is Output.MULTI_VECTOR else job.vectors
             data = [
-                {"object": "embedding", "embedding": encoded_vector(row, in_base64), "index": index}
+                {"object": "embedding", "embedding": http.encoded_vector(row, in_base64), "index": index}
                 for index, row in enumerate(rows)
             ]
-            return to_json({"object": "list", "data": data} | _rest(self.model or served.name, job))
+            return http.to_json({"object": "list", "data": data} | _rest(self.model or served.name, job))
 
-        return JobSpec(inputs, options, encode, BATCH_LIMIT)
+        return http.JobSpec(inputs, options, encode, BATCH_LIMIT)
 
 
-class InfinityClassifyRequest(InferenceRequest):
+class InfinityClassifyRequest(http.InferenceRequest):
     """Texts to classify."""
 
-    model: ModelName = None
-    input: Texts
+    model: http.ModelName = None
+    input: http.Texts
     raw_scores: Annotated[bool, Field(description="logits instead of scores")] = False
 
-    def job(self, served: ServedModel) -> JobSpec:
-        """Every label with its score, best first."""
-        need_texts(self.input, "input")
-        need_kind(served.model, ("classifier", scores.RERANKER), "classification")
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        http.need_texts(self.input, "input")
+        http.need_kind(served.model, (Kind.CLASSIFIER, Kind.RERANKER), "classification")
         options = InferOptions(
             frozenset({Output.SCORES}), truncate=served.spec.auto_truncate, raw_scores=self.raw_scores
         )
 
         def encode(job: Job) -> bytes:
             data = [[one._asdict() for one in scores.predictions(row, served.model.labels)] for row in job.scores]
-            return to_json({"object": "classify", "data": data} | _rest(self.model or served.name, job))
+            return http.to_json({"object": "classify", "data": data} | _rest(self.model or served.name, job))
 
-        return JobSpec(self.input, options, encode)
+        return http.JobSpec(self.input, options, encode)
 
 
 def _rest(model: str, job: Job) -> dict[str, Any]:
-    return {"model": model, "usage": usage(job.tokens), "id": new_id("infinity"), "created": unix_time()}
+    return {"model": model, "usage": http.usage(job.tokens), "id": http.new_id("infinity"), "created": http.unix_time()}
 
 
-classify = single(InfinityClassifyRequest)
+classify = http.single(InfinityClassifyRequest)
 
-ROUTES: RouteTable = {
-    ("POST", "/embeddings"): single(InfinityEmbeddingsRequest),
+ROUTES: http.RouteTable = {
+    ("POST", "/embeddings"): http.single(InfinityEmbeddingsRequest),
     ("POST", "/rerank"): rerank.handler(rerank.INFINITY),
     ("POST", "/classify"): classify,
 }

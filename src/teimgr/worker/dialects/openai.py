@@ -10,8 +10,7 @@ from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import EmptyInput
-from teimgr.worker.http.bodies import U32, Input, ModelName, encoded_vector, engine_inputs, to_json, usage
-from teimgr.worker.http.inference import InferenceRequest, JobSpec, RouteTable, ServedModel, single
+from teimgr.worker import http_inference as http
 
 # What the official service takes in one request; its clients cut their batches accordingly.
 BATCH_LIMIT = 2048
@@ -19,40 +18,39 @@ BATCH_LIMIT = 2048
 EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
 
 
-class OpenAIEmbeddingsRequest(InferenceRequest):
+class OpenAIEmbeddingsRequest(http.InferenceRequest):
     """What to embed: a text, texts, token ids, or lists of token ids."""
 
-    model: ModelName = None
-    input: Input
+    model: http.ModelName = None
+    input: http.Input
     encoding_format: EncodingFormat | None = "float"
-    dimensions: Annotated[U32 | None, Field(description="leading dimensions to keep")] = None
+    dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep")] = None
     user: Annotated[str | None, Field(description="not used")] = None
 
-    def job(self, served: ServedModel) -> JobSpec:
+    def job(self, served: http.ServedModel) -> http.JobSpec:
         """Dense vectors of length 1; truncation as the instance is set."""
-        inputs = engine_inputs(self.input)
+        inputs = http.engine_inputs(self.input)
         if any(one is None or not len(one) for one in inputs):
             raise EmptyInput("`input` cannot be an empty string or an empty array")
         options = InferOptions(
             outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
         )
         encode = partial(embedding_list, self.model or served.name, self.encoding_format == "base64")
-        return JobSpec(inputs, options, encode, BATCH_LIMIT)
+        return http.JobSpec(inputs, options, encode, BATCH_LIMIT)
 
 
 def embedding_list(model: str, in_base64: bool, job: Job) -> bytes:
-    """OpenAI's list object of a finished job."""
-    return to_json(
+    return http.to_json(
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "embedding": encoded_vector(vector, in_base64), "index": index}
+                {"object": "embedding", "embedding": http.encoded_vector(vector, in_base64), "index": index}
                 for index, vector in enumerate(job.vectors)
             ],
             "model": model,
-            "usage": usage(job.tokens),
+            "usage": http.usage(job.tokens),
         }
     )
 
 
-ROUTES: RouteTable = {("POST", "/v1/embeddings"): single(OpenAIEmbeddingsRequest)}
+ROUTES: http.RouteTable = {("POST", "/v1/embeddings"): http.single(OpenAIEmbeddingsRequest)}

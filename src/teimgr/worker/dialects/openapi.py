@@ -21,7 +21,7 @@ from typing_extensions import TypeAliasType
 from teimgr import __version__
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
 from teimgr.wire.status import STATUS
-from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei_requests, vllm
+from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, vllm
 
 _TAG = "Text Embeddings Inference"
 
@@ -193,26 +193,24 @@ class Operation(NamedTuple):
 
 
 TEI_OPERATIONS = {
-    "/embed": Operation("embed", "Dense vectors", tei_requests.TeiEmbedRequest, EmbedResponse),
-    "/embed_all": Operation("embed_all", "A vector per token", tei_requests.TeiEmbedAllRequest, EmbedAllResponse),
-    "/embed_sparse": Operation(
-        "embed_sparse", "Sparse vectors", tei_requests.TeiEmbedSparseRequest, EmbedSparseResponse
-    ),
-    "/predict": Operation("predict", "Scores of labels", tei_requests.TeiPredictRequest, PredictResponse),
-    "/rerank": Operation("rerank", "Texts by relevance to a query", tei_requests.TeiRerankRequest, RerankResponse),
+    "/embed": Operation("embed", "Dense vectors", tei.TeiEmbedRequest, EmbedResponse),
+    "/embed_all": Operation("embed_all", "A vector per token", tei.TeiEmbedAllRequest, EmbedAllResponse),
+    "/embed_sparse": Operation("embed_sparse", "Sparse vectors", tei.TeiEmbedSparseRequest, EmbedSparseResponse),
+    "/predict": Operation("predict", "Scores of labels", tei.TeiPredictRequest, PredictResponse),
+    "/rerank": Operation("rerank", "Texts by relevance to a query", tei.TeiRerankRequest, RerankResponse),
     "/similarity": Operation(
-        "similarity", "Likeness of sentences to one sentence", tei_requests.TeiSimilarityRequest, SimilarityResponse
+        "similarity", "Likeness of sentences to one sentence", tei.TeiSimilarityRequest, SimilarityResponse
     ),
-    "/tokenize": Operation("tokenize", "Tokens of texts", tei_requests.TokenizeRequest, TokenizeResponse),
-    "/decode": Operation("decode", "Texts of token ids", tei_requests.DecodeRequest, DecodeResponse),
+    "/tokenize": Operation("tokenize", "Tokens of texts", tei.TokenizeRequest, TokenizeResponse),
+    "/decode": Operation("decode", "Texts of token ids", tei.DecodeRequest, DecodeResponse),
     "/v1/embeddings": Operation(
         "openai_embed",
         "Dense vectors in the OpenAI form",
-        tei_requests.OpenAICompatRequest,
+        tei.OpenAICompatRequest,
         OpenAICompatResponse,
         OpenAICompatErrorResponse,
     ),
-    "/vertex": Operation("vertex_compatibility", "Vertex AI's form", tei_requests.TeiVertexRequest, VertexResponse),
+    "/vertex": Operation("vertex_compatibility", "Vertex AI's form", tei.TeiVertexRequest, VertexResponse),
 }
 
 # Status, description, and whether the body may be TEI's JSON (an error of the model or its rules) and plain text (an
@@ -252,9 +250,7 @@ def instance_document() -> dict[str, Any]:
                 },
             ),
             "/info": _get(
-                "get_model_info",
-                "The model and the limits",
-                {"200": {"description": "OK", "content": _json(TeiInfo)}},
+                "get_model_info", "The model and the limits", {"200": {"description": "OK", "content": _json(TeiInfo)}}
             ),
             "/metrics": _get("metrics", "Prometheus metrics", {"200": {"description": "OK", "content": _PLAIN}}),
         },

@@ -1,50 +1,40 @@
-"""Reranking in the dialects of Cohere, Jina, vLLM and Infinity: one tolerant request, and an answer in each form.
+"""Reranking for the dialects of Cohere, Jina, vLLM and Infinity, and relevance scores for vLLM and SIE.
 
-`/v1/rerank` is a path of three of them, so its answer is the union of theirs. They disagree only on whether documents
-are returned by default: Jina and vLLM return them, the others do not.
+`/v1/rerank` is a path of three of them, so its answer is the union of theirs. Only the default of `return_documents`
+differs: true for Jina and vLLM, false for the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
-from teimgr.engine.job import InferOptions, Job, Output, Pair
+from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput
+from teimgr.model_files import Kind
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.worker.http.bodies import (
-    U32,
-    BadRequest,
-    Body,
-    ModelName,
-    best_first,
-    new_id,
-    text_of_parts,
-    to_json,
-    unix_time,
-    usage,
-)
-from teimgr.worker.http.inference import HttpHandler, HttpInference, JobSpec, ServedModel, need_kind
-from teimgr.worker.scores import RERANKER
+from teimgr.worker import http_inference as http
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
 
 Document = str | dict[str, Any]
 
 
-class RerankRequest(Body):
-    """A query, and the documents that are to be ordered by how well they answer it."""
+class RerankRequest(http.Body):
+    """A query, and the documents to rank by relevance to it."""
 
-    model: ModelName = None
+    model: http.ModelName = None
     query: str
     documents: Annotated[
         list[Document], Field(description="texts, or objects with `text` (or what `rank_fields` names)")
     ]
-    top_n: Annotated[U32 | None, Field(description="how many to answer with; absent or 0: all")] = None
+    top_n: Annotated[http.U32 | None, Field(description="how many to answer with; absent or 0: all")] = None
     return_documents: bool | None = None
     rank_fields: Annotated[list[str] | None, Field(description="fields of a document that make its text")] = None
     max_tokens_per_doc: Annotated[int | None, Field(ge=1, description="documents are cut to so many tokens")] = None
@@ -62,9 +52,9 @@ class RerankRequest(Body):
             return "\n".join(str(document[field]) for field in self.rank_fields if document.get(field) is not None)
         found = document.get("text", document.get("content"))
         if isinstance(found, list):
-            found = text_of_parts(found)
+            found = http.text_of_parts(found)
         if not isinstance(found, str):
-            raise BadRequest(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
+            raise http.BadRequest(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
         return found
 
 
@@ -84,10 +74,8 @@ class RerankForm(NamedTuple):
     documents: bool
 
 
-def handler(form: RerankForm) -> HttpHandler:
-    """The handler of a route that answers in `form`."""
-
-    async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:
+def handler(form: RerankForm) -> http.HttpHandler:
+    async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, RerankRequest)
         texts = await inference.truncated(body.texts(), body.max_tokens_per_doc)
         return await inference.respond(lambda served: _job(body, texts, form, served))
@@ -95,30 +83,32 @@ def handler(form: RerankForm) -> HttpHandler:
     return handle
 
 
-def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: ServedModel) -> JobSpec:
+def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.ServedModel) -> http.JobSpec:
     if not texts:
         raise EmptyInput("`documents` cannot be empty")
-    need_kind(served.model, (RERANKER,), "reranking")
+    http.need_kind(served.model, (Kind.RERANKER,), "reranking")
     truncate = served.spec.auto_truncate if body.truncation is None else body.truncation
     options = InferOptions(outputs=frozenset({Output.SCORES}), truncate=truncate, raw_scores=bool(body.raw_scores))
     returned = form.documents if body.return_documents is None else body.return_documents
 
     def encode(job: Job) -> bytes:
-        rows = best_first(job.scores[:, 0], body.top_n or None)
-        return to_json(form.write(Ranking(body.model or served.name, job, rows, body.documents if returned else None)))
+        rows = http.best_first(job.scores[:, 0], body.top_n or None)
+        return http.to_json(
+            form.write(Ranking(body.model or served.name, job, rows, body.documents if returned else None))
+        )
 
-    return JobSpec([Pair(body.query, text) for text in texts], options, encode)
+    return http.JobSpec([Pair(body.query, text) for text in texts], options, encode)
 
 
 def _union(version: str, ranking: Ranking) -> dict[str, Any]:
     """Cohere's `id` and `meta`, Jina's `object` and `usage`, vLLM's `model` and `usage`."""
     units = math.ceil(len(ranking.job.inputs) / _DOCUMENTS_PER_SEARCH_UNIT)
     return {
-        "id": new_id("rerank"),
+        "id": http.new_id("rerank"),
         "object": "list",
         "model": ranking.model,
         "results": _results(ranking),
-        "usage": usage(ranking.job.tokens),
+        "usage": http.usage(ranking.job.tokens),
         "meta": {
             "api_version": {"version": version},
             "billed_units": {"search_units": units},
@@ -129,9 +119,9 @@ def _union(version: str, ranking: Ranking) -> dict[str, Any]:
 
 def _vllm(ranking: Ranking) -> dict[str, Any]:
     return {
-        "id": new_id("rerank"),
+        "id": http.new_id("rerank"),
         "model": ranking.model,
-        "usage": usage(ranking.job.tokens),
+        "usage": http.usage(ranking.job.tokens),
         "results": _results(ranking),
     }
 
@@ -146,14 +136,14 @@ def _infinity(ranking: Ranking) -> dict[str, Any]:
             for row in ranking.rows
         ],
         "model": ranking.model,
-        "usage": usage(ranking.job.tokens),
-        "id": new_id("infinity"),
-        "created": unix_time(),
+        "usage": http.usage(ranking.job.tokens),
+        "id": http.new_id("infinity"),
+        "created": http.unix_time(),
     }
 
 
 def _results(ranking: Ranking) -> list[dict[str, Any]]:
-    """The results of all but Infinity: a document that was sent as a text is returned as an object."""
+    """The results of all but Infinity: a document sent as a text is returned as an object."""
     results: list[dict[str, Any]] = []
     for row in ranking.rows:
         result: dict[str, Any] = {"index": row, "relevance_score": ranking.job.scores[row, 0]}
@@ -169,3 +159,85 @@ COHERE_2 = RerankForm(partial(_union, "2"), documents=False)
 JINA = RerankForm(partial(_union, "1"), documents=True)
 VLLM = RerankForm(_vllm, documents=True)
 INFINITY = RerankForm(_infinity, documents=False)
+
+
+# Scores of documents to queries.
+
+# The output by which the texts of a model are compared. Dense and sparse vectors: dot product (the cosine, where the
+# vectors have length 1). Vectors per token: sum over the query's tokens of the best match in the document.
+_OUTPUT_OF_KIND: dict[str, Output] = {
+    Kind.EMBEDDING: Output.DENSE,
+    Kind.SPARSE: Output.SPARSE,
+    Kind.MULTI_VECTOR: Output.MULTI_VECTOR,
+}
+
+
+class Relevance(NamedTuple):
+    """`scores` is float32 [N]; `tokens` counts those of all inputs."""
+
+    scores: NDArray[np.float32]
+    tokens: int
+
+
+async def relevance(
+    inference: http.HttpInference,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    *,
+    truncate: bool,
+    raw_scores: bool = False,
+    with_prompts: bool = False,
+) -> Relevance:
+    """A score per document, for one query or for one query each.
+
+    `with_prompts` puts the model's own prompts for queries and for documents before the texts of embedding models.
+
+    Raises:
+        WrongModelKind: a classifier has no such score.
+        TeimgrError: as `HttpInference.jobs`.
+    """
+    model = inference.served.model
+    http.need_kind(model, (Kind.RERANKER, *_OUTPUT_OF_KIND), "scoring")
+    if model.kind == Kind.RERANKER:
+        pairs = [Pair(queries[min(row, len(queries) - 1)], text) for row, text in enumerate(documents)]
+        options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=raw_scores)
+        [scored] = await inference.jobs([lambda served: http.JobSpec(pairs, options)])
+        return Relevance(scored.scores[:, 0], scored.tokens)
+
+    def side(role: str, prompts: Sequence[str]) -> InferOptions:
+        name = role if model.kind == Kind.MULTI_VECTOR else http.prompt_among(model, prompts if with_prompts else ())
+        return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name)
+
+    of_queries, of_documents = await inference.jobs(
+        [
+            lambda served: http.JobSpec(queries, side("query", http.QUERY_PROMPTS)),
+            lambda served: http.JobSpec(documents, side("document", http.DOCUMENT_PROMPTS)),
+        ]
+    )
+    scores = await inference.dispatcher.off_loop(_compared, model.kind, of_queries, of_documents)
+    return Relevance(scores, of_queries.tokens + of_documents.tokens)
+
+
+def _compared(kind: str, queries: Job, documents: Job) -> NDArray[np.float32]:
+    last = len(queries.inputs) - 1
+    if kind == Kind.EMBEDDING:
+        left = queries.vectors if last else np.broadcast_to(queries.vectors, documents.vectors.shape)
+        return np.asarray(np.einsum("nd,nd->n", left, documents.vectors), np.float32)
+    rows = range(len(documents.inputs))
+    if kind == Kind.SPARSE:
+        return np.array([_product(queries.sparse[min(i, last)], documents.sparse[i]) for i in rows], np.float32)
+    of_tokens = [(queries.multi_vectors[min(i, last)], documents.multi_vectors[i]) for i in rows]
+    return np.array([_best_matches(*pair) for pair in of_tokens], np.float32)
+
+
+def _product(first: SparseRow | None, second: SparseRow | None) -> np.float32:
+    assert first is not None
+    assert second is not None
+    _, here, there = np.intersect1d(first.indices, second.indices, assume_unique=True, return_indices=True)
+    return np.float32(first.values[here] @ second.values[there])
+
+
+def _best_matches(query: NDArray[np.float32] | None, document: NDArray[np.float32] | None) -> np.float32:
+    assert query is not None
+    assert document is not None
+    return np.float32((query @ document.T).max(axis=1).sum()) if len(document) else np.float32(0)

@@ -17,22 +17,12 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
 from teimgr.http_server import media_type
+from teimgr.model_files import Kind
 from teimgr.spec import LoadedModel
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
-from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.http.bodies import JSON, JSON_BODY, BadRequest, Body, BodyFormat, best_first, to_json
-from teimgr.worker.http.inference import (
-    DOCUMENT_PROMPTS,
-    QUERY_PROMPTS,
-    HttpInference,
-    JobSpec,
-    RouteTable,
-    ServedModel,
-    json_reply,
-    need_texts,
-    prompt_among,
-)
+from teimgr.worker import http_inference as http
+from teimgr.worker.dialects.rerank import relevance
 
 MSGPACK = "application/msgpack"
 _MSGPACK_TYPES = (MSGPACK, "application/x-msgpack")
@@ -51,18 +41,18 @@ _PRECISIONS = {
 _NOT_SERVED = ("lora_id", "muvera", "pooling", "query_template", "doc_template")
 
 
-class Item(Body):
-    """What is encoded; texts alone, for no model here sees or hears."""
+class Item(http.Body):
+    """What is encoded: a text. Images, audio, video and documents are not supported."""
 
     id: str | None = None
     text: str | None = None
-    images: Annotated[list[Any] | None, Field(description="refused")] = None
-    audio: Annotated[Any | None, Field(description="refused")] = None
-    video: Annotated[Any | None, Field(description="refused")] = None
-    document: Annotated[Any | None, Field(description="refused")] = None
+    images: Annotated[list[Any] | None, Field(description="not supported")] = None
+    audio: Annotated[Any | None, Field(description="not supported")] = None
+    video: Annotated[Any | None, Field(description="not supported")] = None
+    document: Annotated[Any | None, Field(description="not supported")] = None
 
 
-class EncodeParams(Body):
+class EncodeParams(http.Body):
     """Which outputs, in which type, and how."""
 
     output_types: list[OutputType] | None = None
@@ -72,69 +62,68 @@ class EncodeParams(Body):
 
     @property
     def outputs(self) -> Sequence[OutputType]:
-        """`output_types`, dense where none are given."""
         return self.output_types or ["dense"]
 
 
-class SieEncodeRequest(Body):
+class SieEncodeRequest(http.Body):
     """`POST /v1/encode/{model}`."""
 
     items: list[Item]
     params: EncodeParams | None = None
 
 
-class SieScoreRequest(Body):
+class SieScoreRequest(http.Body):
     """`POST /v1/score/{model}`."""
 
     query: Item
     items: list[Item]
-    instruction: Annotated[str | None, Field(description="refused")] = None
+    instruction: Annotated[str | None, Field(description="not supported")] = None
     options: dict[str, Any] | None = None
 
 
-async def _encode(inference: HttpInference, request: HttpRequest) -> HttpReply:
+async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     began = time.monotonic()
     body = await inference.read(request, SieEncodeRequest, _body_format(request))
     [job] = await inference.jobs([lambda served: _job(body, served)])
     return await inference.dispatcher.off_loop(_encoded, inference.served, request, body, job, began)
 
 
-async def _score(inference: HttpInference, request: HttpRequest) -> HttpReply:
+async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, SieScoreRequest, _body_format(request))
     if body.instruction:
-        raise BadRequest(400, "instruction: not served here", "instruction")
+        raise http.BadRequest(400, "instruction: is not supported", "instruction")
     _check_options(body.options or {})
     query = _text(body.query, "query")
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
-    need_texts(texts, "items")
+    http.need_texts(texts, "items")
     served = inference.served
     found = await relevance(inference, [query], texts, truncate=served.spec.auto_truncate, with_prompts=True)
     scores = [
         {"item_id": body.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
-        for rank, row in enumerate(best_first(found.scores))
+        for rank, row in enumerate(http.best_first(found.scores))
     ]
     answer = {"model": served.name, "query_id": body.query.id, "scores": scores}
     return _reply(request, answer | {"usage": {"input_tokens": found.tokens}})
 
 
-def _job(body: SieEncodeRequest, served: ServedModel) -> JobSpec:
+def _job(body: SieEncodeRequest, served: http.ServedModel) -> http.JobSpec:
     params = body.params or EncodeParams()
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
-    need_texts(texts, "items")
+    http.need_texts(texts, "items")
     options = params.options or {}
     _check_options(options)
     chosen = InferOptions(
         outputs=frozenset(_OUTPUTS[name] for name in params.outputs),
         truncate=served.spec.auto_truncate,
         prompt_name=_prompt(params, options, served.model),
-        normalize=options.get("normalize") is not False and served.model.kind != "sparse",
+        normalize=options.get("normalize") is not False and served.model.kind != Kind.SPARSE,
     )
-    return JobSpec(texts, chosen)
+    return http.JobSpec(texts, chosen)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     if found := [name for name in _NOT_SERVED if options.get(name)]:
-        raise BadRequest(400, f"options.{found[0]}: not served here", "options")
+        raise http.BadRequest(400, f"options.{found[0]}: is not supported", "options")
 
 
 def _prompt(params: EncodeParams, options: Mapping[str, Any], model: LoadedModel) -> str | None:
@@ -143,16 +132,20 @@ def _prompt(params: EncodeParams, options: Mapping[str, Any], model: LoadedModel
             known = ", ".join(model.prompts) or "none"
             raise InvalidInput(f"params.instruction: must be the name of a prompt of the model; there are: {known}")
         return params.instruction
-    return prompt_among(model, QUERY_PROMPTS if options.get("is_query") else DOCUMENT_PROMPTS)
+    return http.prompt_among(model, http.QUERY_PROMPTS if options.get("is_query") else http.DOCUMENT_PROMPTS)
 
 
 def _text(item: Item, place: str) -> str:
     if any(one is not None for one in (item.images, item.audio, item.video, item.document)) or item.text is None:
-        raise BadRequest(400, f"{place}: must have a text, and nothing else can be encoded here", place.split(".")[0])
+        raise http.BadRequest(
+            400, f"{place}: must have a text; images, audio, video and documents are not supported", place.split(".")[0]
+        )
     return item.text
 
 
-def _encoded(served: ServedModel, request: HttpRequest, body: SieEncodeRequest, job: Job, began: float) -> HttpReply:
+def _encoded(
+    served: http.ServedModel, request: HttpRequest, body: SieEncodeRequest, job: Job, began: float
+) -> HttpReply:
     params = body.params or EncodeParams()
     dtype = params.output_dtype or (params.options or {}).get("output_dtype") or "float32"
     if dtype not in _PRECISIONS:
@@ -181,7 +174,7 @@ def _vectors(name: OutputType, job: Job, model: LoadedModel, dtype: str) -> list
         half = dtype == "float16"
         return [
             {
-                "dims": model.dimension if model.kind == "sparse" else None,
+                "dims": model.dimension if model.kind == Kind.SPARSE else None,
                 "dtype": "float16" if half else "float32",
                 "indices": vector.indices.astype(np.int32),
                 "values": converted(vector.values, Precision.FLOAT16) if half else vector.values,
@@ -212,19 +205,19 @@ def _is_msgpack(content_type: str) -> bool:
     return media_type(content_type) in _MSGPACK_TYPES
 
 
-_MSGPACK_BODY = BodyFormat(decode=_unpack, accepts=_is_msgpack, undecodable="The body is no msgpack: {}")
+_MSGPACK_BODY = http.BodyFormat(decode=_unpack, accepts=_is_msgpack, undecodable="The body is no msgpack: {}")
 
 
-def _body_format(request: HttpRequest) -> BodyFormat:
-    return _MSGPACK_BODY if _is_msgpack(request.headers.get("content-type", "")) else JSON_BODY
+def _body_format(request: HttpRequest) -> http.BodyFormat:
+    return _MSGPACK_BODY if _is_msgpack(request.headers.get("content-type", "")) else http.JSON_BODY
 
 
 def _reply(request: HttpRequest, answer: dict[str, Any]) -> HttpReply:
     """The answer in JSON where that is accepted, in msgpack where that is accepted or was sent, else in JSON."""
     accepted = request.headers.get("accept", "")
     wants_msgpack = any(one in accepted for one in _MSGPACK_TYPES)
-    if JSON in accepted or not (wants_msgpack or _is_msgpack(request.headers.get("content-type", ""))):
-        return json_reply(to_json(answer))
+    if http.JSON in accepted or not (wants_msgpack or _is_msgpack(request.headers.get("content-type", ""))):
+        return http.json_reply(http.to_json(answer))
     return HttpReply(200, {"content-type": MSGPACK}, msgpack.packb(answer, default=_array, use_bin_type=True))
 
 
@@ -235,4 +228,4 @@ def _array(value: object) -> dict[bytes, Any]:
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
 
 
-ROUTES: RouteTable = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}
+ROUTES: http.RouteTable = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}

@@ -1,32 +1,296 @@
 """TEI's routes (Text Embeddings Inference 1.9.3), on an instance's own port and on the daemon's.
 
-Bodies, sentences and orders are TEI's; inference answers carry their cost in headers.
+One class per request, the encoders of their answers, then the handlers. Bodies, sentences and orders are TEI's;
+inference answers carry their cost in headers.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import orjson
+from pydantic import Field, ValidationError
 
 from teimgr import __version__
-from teimgr.errors import TeimgrError
+from teimgr.engine.job import InferOptions, Job, Output, Pair
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
+from teimgr.model_files import Kind
 from teimgr.spec import LoadedModel
 from teimgr.wire.http_frames import HttpReply, HttpRequest
-from teimgr.worker.dialects import tei_requests
-from teimgr.worker.http.bodies import TEI_BODY, to_json
-from teimgr.worker.http.inference import (
-    HttpHandler,
-    HttpInference,
-    InferenceRequest,
-    RouteTable,
-    ServedModel,
-    json_reply,
-)
+from teimgr.worker import http_inference as http
+from teimgr.worker import scores
+from teimgr.worker.calls import over_limit
+from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
+
+if TYPE_CHECKING:  # importing the engine imports torch
+    from teimgr.engine.engine import Engine
 
 
-def info(served: ServedModel) -> dict[str, Any]:
+class OpenAICompatRequest(http.InferenceRequest):
+    """`POST /v1/embeddings`. `model` and `user` are read and not used: an instance serves one model."""
+
+    input: http.Input
+    model: Annotated[str | None, Field(description="not used")] = None
+    user: Annotated[str | None, Field(description="not used")] = None
+    encoding_format: EncodingFormat = "float"
+    dimensions: http.U32 | None = None
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        """Dense vectors of length 1; truncation as the instance is set, on the right."""
+        options = InferOptions(
+            outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
+        )
+        encode = partial(embedding_list, served.name, self.encoding_format == "base64")
+        limit = max(BATCH_LIMIT, served.spec.max_client_batch_size)
+        return http.JobSpec(http.engine_inputs(self.input), options, encode, limit)
+
+
+def vectors(job: Job) -> bytes:
+    return http.to_json(job.vectors)
+
+
+def per_token(job: Job) -> bytes:
+    """`[[[0.1, …], …], …]`: input, token, value."""
+    return http.to_json([np.ascontiguousarray(rows) for rows in job.multi_vectors or job.tokens_of])
+
+
+def sparse(job: Job) -> bytes:
+    """`[[{"index": 5, "value": 0.1}, …], …]`, ascending indices."""
+    rows = [
+        [{"index": index, "value": value} for index, value in zip(vector.indices.tolist(), vector.values, strict=True)]
+        for vector in job.sparse
+        if vector is not None
+    ]
+    return http.to_json(rows)
+
+
+def predictions(labels: Sequence[str], is_batch: bool, job: Job) -> bytes:
+    """`[{"score": 0.9, "label": "x"}, …]`, best first, or a list of those for a batch."""
+    rows = [[one._asdict() for one in scores.predictions(row, labels)] for row in job.scores]
+    return http.to_json(rows if is_batch else rows[0])
+
+
+def ranks(texts: Sequence[str] | None, job: Job) -> bytes:
+    """`[{"index": 1, "score": 0.9}, …]`, best first; with the text between the two where `texts` are given."""
+    return http.to_json(
+        [
+            {"index": rank.row, **({} if texts is None else {"text": texts[rank.row]}), "score": rank.score}
+            for rank in scores.ranks(job.scores)
+        ]
+    )
+
+
+def similarities(job: Job) -> bytes:
+    """`[0.9, …]`: the cosine of the first vector with each of the others; 0 where one of the two is zero."""
+    wide = job.vectors.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1)
+    products = lengths[0] * lengths[1:]
+    dots = wide[1:] @ wide[0]
+    cosines = np.divide(dots, products, out=np.zeros_like(dots), where=products > 0)
+    return http.to_json(cosines.astype(np.float32))
+
+
+class TeiTruncation(http.Body):
+    """Fields for texts that are too long: null leaves it to the instance."""
+
+    truncate: bool | None = None
+    truncation_direction: http.TruncationDirection = "right"
+
+    def options(self, served: http.ServedModel, output: Output, **more: Any) -> InferOptions:
+        return InferOptions(
+            outputs=frozenset({output}),
+            truncate=served.spec.auto_truncate if self.truncate is None else self.truncate,
+            truncation_left=self.truncation_direction.lower() == "left",
+            **more,
+        )
+
+
+class TeiEmbedAllRequest(http.InferenceRequest, TeiTruncation):
+    """`POST /embed_all`: a vector per token."""
+
+    inputs: http.Input
+    prompt_name: str | None = None
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        """Hidden states, or the token vectors that a late-interaction model makes of them."""
+        return self._job(served, scores.output_per_token(served.model), per_token)
+
+    def _job(
+        self, served: http.ServedModel, output: Output, encode: Callable[[Job], bytes], **more: Any
+    ) -> http.JobSpec:
+        options = self.options(served, output, prompt_name=self.prompt_name, **more)
+        return http.JobSpec(http.engine_inputs(self.inputs), options, encode, served.spec.max_client_batch_size)
+
+
+class TeiEmbedSparseRequest(TeiEmbedAllRequest):
+    """`POST /embed_sparse`: the weights of vocabulary entries."""
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        return self._job(served, Output.SPARSE, sparse)
+
+
+class TeiEmbedRequest(TeiEmbedAllRequest):
+    """`POST /embed`: a vector per input."""
+
+    normalize: bool = True
+    dimensions: http.U32 | None = None
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        return self._job(served, Output.DENSE, vectors, normalize=self.normalize, dimensions=self.dimensions)
+
+
+class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
+    """`POST /predict`: a score per label. A list of strings is one text or one pair, a list of such lists a batch."""
+
+    inputs: http.PredictInput
+    raw_scores: bool = False
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        """Scores, as a list per input where a batch was sent."""
+        batch: list[list[str]] = [[self.inputs]] if isinstance(self.inputs, str) else _batch(self.inputs)
+        options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
+        encode = partial(predictions, served.model.labels, batch is self.inputs)
+        inputs = [texts[0] if len(texts) == 1 else Pair(*texts) for texts in batch]
+        return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
+
+
+class TeiRerankRequest(http.InferenceRequest, TeiTruncation):
+    """`POST /rerank`: texts by how well they answer a query."""
+
+    query: str
+    texts: list[str]
+    raw_scores: bool = False
+    return_text: bool = False
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        """A score per pair of query and text."""
+        if not self.texts:
+            raise EmptyInput("`texts` cannot be empty")
+        scores.need_reranker_http(served.model)
+        options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
+        encode = partial(ranks, self.texts if self.return_text else None)
+        inputs = [Pair(self.query, text) for text in self.texts]
+        return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
+
+
+class TeiSimilarityInput(http.Body):
+    """A sentence, and those it is compared with."""
+
+    source_sentence: str
+    sentences: list[str]
+
+
+class TeiSimilarityParameters(TeiTruncation):
+    """How the sentences are embedded."""
+
+    prompt_name: str | None = None
+
+
+class TeiSimilarityRequest(http.InferenceRequest):
+    """`POST /similarity`: how near sentences are to one sentence."""
+
+    inputs: TeiSimilarityInput
+    parameters: TeiSimilarityParameters | None = None
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        """Dense vectors, not normalized; the answer is the cosine of the first with each of the others."""
+        if not self.inputs.sentences:
+            raise EmptyInput("`inputs.sentences` cannot be empty")
+        parameters = self.parameters or TeiSimilarityParameters()
+        options = parameters.options(served, Output.DENSE, prompt_name=parameters.prompt_name, normalize=False)
+        inputs = [self.inputs.source_sentence, *self.inputs.sentences]
+        return http.JobSpec(inputs, options, similarities, served.spec.max_client_batch_size)
+
+
+# The request class of a body on a path that names no task.
+REQUEST_OF_KIND: dict[str, type[http.InferenceRequest]] = {
+    Kind.EMBEDDING: TeiEmbedRequest,
+    Kind.SPARSE: TeiEmbedSparseRequest,
+    Kind.MULTI_VECTOR: TeiEmbedAllRequest,
+    Kind.RERANKER: TeiRerankRequest,
+    Kind.CLASSIFIER: TeiPredictRequest,
+}
+
+# On /vertex a rerank request is recognized by its fields.
+_OF_KIND = REQUEST_OF_KIND | {Kind.RERANKER: TeiPredictRequest}
+
+
+class TeiVertexRequest(http.Body):
+    """`POST /vertex`: what an instance may be depends on the model."""
+
+    instances: Annotated[list[Any], Field(fail_fast=True)]
+
+    def requests(self, model: LoadedModel) -> list[http.InferenceRequest]:
+        """Each instance as a rerank request if it is one, else as the request of the model's kind.
+
+        Raises:
+            InvalidInput: an instance is neither.
+        """
+        found: list[http.InferenceRequest] = []
+        for place, instance in enumerate(self.instances):
+            is_rerank = isinstance(instance, dict) and instance.keys() >= {"query", "texts"}
+            kind = TeiRerankRequest if is_rerank else _OF_KIND[model.kind]
+            try:
+                found.append(kind.model_validate(instance))
+            except ValidationError as error:
+                raise InvalidInput(f"Failed to deserialize instance {place}: {http.first_error(error)}") from error
+        return found
+
+
+class TokenizeRequest(http.Body):
+    """`POST /tokenize`: the tokens of texts, untruncated."""
+
+    inputs: http.TokenizeInput
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+    def answer(self, engine: Engine, limit: int) -> bytes:
+        """`[[{"id": 101, "text": "[CLS]", "special": true, "start": null, "stop": null}, …], …]`.
+
+        Blocks while the tokenizer works, on at most `limit` texts.
+
+        Raises:
+            EmptyInput, InvalidInput, TokenizerFailed
+        """
+        texts = [self.inputs] if isinstance(self.inputs, str) else self.inputs
+        if not texts:
+            raise EmptyInput("`inputs` cannot be empty")
+        _check_count(texts, limit)
+        tokens = (engine.tokenize(text, self.add_special_tokens, self.prompt_name) for text in texts)
+        return http.to_json([[asdict(token) for token in of_text] for of_text in tokens])
+
+
+class DecodeRequest(http.Body):
+    """`POST /decode`: the texts of token ids."""
+
+    ids: http.InputIds
+    skip_special_tokens: bool = True
+
+    def answer(self, engine: Engine, limit: int) -> bytes:
+        """`["what is deep learning?", …]`; otherwise as `TokenizeRequest.answer`."""
+        batch: list[list[int]] = _batch(self.ids)
+        _check_count(batch, limit)
+        return http.to_json([engine.decode(ids, self.skip_special_tokens) for ids in batch])
+
+
+def _check_count(batch: Sequence[object], limit: int) -> None:
+    if (message := over_limit(len(batch), limit)) is not None:
+        raise InvalidInput(message)
+
+
+def _batch(value: Any) -> Any:
+    return value if value and isinstance(value[0], list) else [value]
+
+
+# Handlers.
+
+
+def info(served: http.ServedModel) -> dict[str, Any]:
     """The answer of `/info`: TEI's fields in its order, then teimgr's own."""
     spec, model = served.spec, served.model
     return {
@@ -61,7 +325,7 @@ def info(served: ServedModel) -> dict[str, Any]:
 
 def _model_type(model: LoadedModel) -> dict[str, Any]:
     """TEI has three kinds of models; all that give vectors are embedding models."""
-    if model.kind not in ("classifier", "reranker"):
+    if model.kind not in (Kind.CLASSIFIER, Kind.RERANKER):
         return {"embedding": {"pooling": model.pooling}}
     labels = {
         "id2label": {str(index): label for index, label in enumerate(model.labels)},
@@ -70,37 +334,36 @@ def _model_type(model: LoadedModel) -> dict[str, Any]:
     return {model.kind: labels}
 
 
-async def get_info(inference: HttpInference, request: HttpRequest) -> HttpReply:
-    """`/info`: the model and the limits."""
-    return json_reply(to_json(info(inference.served)))
+async def get_info(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+    return http.json_reply(http.to_json(info(inference.served)))
 
 
-def _inference(kind: type[InferenceRequest] | None = None) -> HttpHandler:
+def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHandler:
     """The handler of an inference route; without `kind` the model decides what the body is."""
 
-    async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:
-        body = await inference.read(request, kind or _default_task(inference.served.model), TEI_BODY)
+    async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+        body = await inference.read(request, kind or _default_task(inference.served.model), http.TEI_BODY)
         return await inference.respond(body.job, timings=True)
 
     return handle
 
 
-def _default_task(model: LoadedModel) -> type[InferenceRequest]:
+def _default_task(model: LoadedModel) -> type[http.InferenceRequest]:
     """The request class where the path names no task; Hugging Face's endpoints set one by the variable `TASK`."""
-    if model.kind == "embedding" and os.environ.get("TASK") == "sentence-similarity":
-        return tei_requests.TeiSimilarityRequest
-    return tei_requests.REQUEST_OF_KIND[model.kind]
+    if model.kind == Kind.EMBEDDING and os.environ.get("TASK") == "sentence-similarity":
+        return TeiSimilarityRequest
+    return REQUEST_OF_KIND[model.kind]
 
 
-def _tokenizer(kind: type[tei_requests.TokenizeRequest | tei_requests.DecodeRequest]) -> HttpHandler:
+def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
     """The handler of a route that needs neither a permit nor the device."""
 
-    async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:
-        body = await inference.read(request, kind, TEI_BODY)
+    async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+        body = await inference.read(request, kind, http.TEI_BODY)
         dispatcher = inference.dispatcher
         try:
             limit = dispatcher.spec.max_client_batch_size
-            return json_reply(await dispatcher.off_loop(body.answer, dispatcher.engine, limit))
+            return http.json_reply(await dispatcher.off_loop(body.answer, dispatcher.engine, limit))
         except TeimgrError as error:
             dispatcher.metrics.failed(error)
             raise
@@ -108,25 +371,25 @@ def _tokenizer(kind: type[tei_requests.TokenizeRequest | tei_requests.DecodeRequ
     return handle
 
 
-async def _vertex(inference: HttpInference, request: HttpRequest) -> HttpReply:
+async def _vertex(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     """`/vertex`: any number of jobs, each with a permit of its own."""
-    body = await inference.read(request, tei_requests.TeiVertexRequest, TEI_BODY)
+    body = await inference.read(request, TeiVertexRequest, http.TEI_BODY)
     replies = await inference.run([one.job for one in body.requests(inference.served.model)])
-    return json_reply(orjson.dumps({"predictions": [orjson.Fragment(reply.payload) for reply in replies]}))
+    return http.json_reply(orjson.dumps({"predictions": [orjson.Fragment(reply.payload) for reply in replies]}))
 
 
 OPENAI_PATHS = ("/v1/embeddings", "/embeddings")  # whose errors have OpenAI's fields
 
-ROUTES: RouteTable = {
-    ("POST", "/embed"): _inference(tei_requests.TeiEmbedRequest),
-    ("POST", "/embed_all"): _inference(tei_requests.TeiEmbedAllRequest),
-    ("POST", "/embed_sparse"): _inference(tei_requests.TeiEmbedSparseRequest),
-    ("POST", "/predict"): _inference(tei_requests.TeiPredictRequest),
-    ("POST", "/rerank"): _inference(tei_requests.TeiRerankRequest),
-    ("POST", "/similarity"): _inference(tei_requests.TeiSimilarityRequest),
-    **{("POST", path): _inference(tei_requests.OpenAICompatRequest) for path in OPENAI_PATHS},
-    ("POST", "/tokenize"): _tokenizer(tei_requests.TokenizeRequest),
-    ("POST", "/decode"): _tokenizer(tei_requests.DecodeRequest),
+ROUTES: http.RouteTable = {
+    ("POST", "/embed"): _inference(TeiEmbedRequest),
+    ("POST", "/embed_all"): _inference(TeiEmbedAllRequest),
+    ("POST", "/embed_sparse"): _inference(TeiEmbedSparseRequest),
+    ("POST", "/predict"): _inference(TeiPredictRequest),
+    ("POST", "/rerank"): _inference(TeiRerankRequest),
+    ("POST", "/similarity"): _inference(TeiSimilarityRequest),
+    **{("POST", path): _inference(OpenAICompatRequest) for path in OPENAI_PATHS},
+    ("POST", "/tokenize"): _tokenizer(TokenizeRequest),
+    ("POST", "/decode"): _tokenizer(DecodeRequest),
     ("POST", "/"): _inference(),
     ("POST", "/invocations"): _inference(),
     ("POST", "/vertex"): _vertex,

@@ -15,43 +15,22 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
+from teimgr.model_files import Kind
 from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.worker import http_inference as http
 from teimgr.worker.dialects import infinity, openai, rerank
-from teimgr.worker.dialects.relevance import relevance
-from teimgr.worker.http.bodies import (
-    BadRequest,
-    Body,
-    Input,
-    ModelName,
-    Texts,
-    encoded_vector,
-    engine_inputs,
-    new_id,
-    to_json,
-    unix_time,
-    usage,
-)
-from teimgr.worker.http.inference import (
-    HttpInference,
-    JobSpec,
-    RouteTable,
-    ServedModel,
-    json_reply,
-    need_kind,
-    need_texts,
-)
-from teimgr.worker.scores import RERANKER
+from teimgr.worker.dialects.rerank import relevance
 
 _PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
 
-Text = str | Texts
+Text = str | http.Texts
 Task = Literal["embed", "classify", "token_embed", "token_classify"]
 
 
-class VllmRequest(Body):
+class VllmRequest(http.Body):
     """The fields that all requests share: the model and the truncation."""
 
-    model: ModelName = None
+    model: http.ModelName = None
     truncate_prompt_tokens: Annotated[
         int | None, Field(ge=-1, description="cut to so many tokens, -1: to what the model takes; absent: refuse")
     ] = None
@@ -60,10 +39,9 @@ class VllmRequest(Body):
 
     @property
     def left(self) -> bool:
-        """Whether the beginning is cut off."""
         return self.truncation_side == "left"
 
-    def limit(self, served: ServedModel) -> int | None:
+    def limit(self, served: http.ServedModel) -> int | None:
         """The tokens that texts are cut to before the engine's own truncation; None where that suffices.
 
         Raises:
@@ -71,11 +49,10 @@ class VllmRequest(Body):
         """
         tokens = self.truncate_prompt_tokens
         if tokens == 0:
-            raise BadRequest(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
+            raise http.BadRequest(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
         return None if tokens is None or not 0 < tokens < served.model.max_input_length else tokens
 
     def options(self, output: Output, **more: Any) -> InferOptions:
-        """Options for `output`; `more` are other fields of `InferOptions`."""
         truncate = self.truncate_prompt_tokens is not None
         return InferOptions(frozenset({output}), truncate=truncate, truncation_left=self.left, **more)
 
@@ -101,7 +78,7 @@ class VllmScoreRequest(VllmRequest):
         first = self._first_of("queries", "text_1", "data_1")
         second = self._first_of("documents", "items", "text_2", "data_2")
         if len(first) not in (1, len(second)):
-            raise BadRequest(400, f"Input lengths must be 1:1, 1:N or N:N, not {len(first)}:{len(second)}")
+            raise http.BadRequest(400, f"Input lengths must be 1:1, 1:N or N:N, not {len(first)}:{len(second)}")
         return first, second
 
     def _first_of(self, *names: str) -> list[str]:
@@ -109,15 +86,15 @@ class VllmScoreRequest(VllmRequest):
             value: str | list[str] | None = getattr(self, name)
             if value is not None:
                 texts = [value] if isinstance(value, str) else value
-                need_texts(texts, name)
+                http.need_texts(texts, name)
                 return texts
-        raise BadRequest(400, f"{names[0]}: Field required (or {', '.join(names[1:])})", names[0])
+        raise http.BadRequest(400, f"{names[0]}: Field required (or {', '.join(names[1:])})", names[0])
 
 
 class VllmClassifyRequest(VllmRequest):
     """Texts or ids to classify. `raw_scores` is Infinity's field: with it the answer has Infinity's form."""
 
-    input: Input
+    input: http.Input
     use_activation: Annotated[bool | None, Field(description="false: logits instead of probabilities")] = None
     raw_scores: Annotated[bool | None, Field(description="Infinity's: answered in its form")] = None
 
@@ -125,14 +102,14 @@ class VllmClassifyRequest(VllmRequest):
 class VllmPoolingRequest(VllmRequest):
     """Texts or ids to pool; without a task the output is the model's own."""
 
-    input: Input
+    input: http.Input
     task: Task | None = None
     encoding_format: Literal["float", "base64"] = "float"
     normalize: bool | None = None
     use_activation: bool | None = None
 
 
-async def _score(inference: HttpInference, request: HttpRequest) -> HttpReply:
+async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VllmScoreRequest)
     queries, documents = body.sides()
     limit = body.limit(inference.served)
@@ -141,18 +118,18 @@ async def _score(inference: HttpInference, request: HttpRequest) -> HttpReply:
     truncate, raw_scores = body.truncate_prompt_tokens is not None, body.use_activation is False
     found = await relevance(inference, queries, documents, truncate=truncate, raw_scores=raw_scores)
     data = [{"index": row, "object": "score", "score": score} for row, score in enumerate(found.scores)]
-    return json_reply(_list("score", body.model or inference.served.name, data, found.tokens))
+    return http.json_reply(_list("score", body.model or inference.served.name, data, found.tokens))
 
 
-async def _classify(inference: HttpInference, request: HttpRequest) -> HttpReply:
+async def _classify(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VllmClassifyRequest)
     if body.raw_scores is not None:
         return await infinity.classify(inference, request)
-    inputs = await _truncated(inference, body, engine_inputs(body.input))
+    inputs = await _truncated(inference, body, http.engine_inputs(body.input))
 
-    def job(served: ServedModel) -> JobSpec:
-        need_texts(inputs, "input")
-        need_kind(served.model, ("classifier", RERANKER), "classification")
+    def job(served: http.ServedModel) -> http.JobSpec:
+        http.need_texts(inputs, "input")
+        http.need_kind(served.model, (Kind.CLASSIFIER, Kind.RERANKER), "classification")
         labels = served.model.labels
 
         def encode(job: Job) -> bytes:
@@ -162,17 +139,17 @@ async def _classify(inference: HttpInference, request: HttpRequest) -> HttpReply
             ]
             return _list("classify", body.model or served.name, data, job.tokens)
 
-        return JobSpec(inputs, body.options(Output.SCORES, raw_scores=body.use_activation is False), encode)
+        return http.JobSpec(inputs, body.options(Output.SCORES, raw_scores=body.use_activation is False), encode)
 
     return await inference.respond(job)
 
 
-async def _pooling(inference: HttpInference, request: HttpRequest) -> HttpReply:
+async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VllmPoolingRequest)
-    inputs = await _truncated(inference, body, engine_inputs(body.input))
+    inputs = await _truncated(inference, body, http.engine_inputs(body.input))
 
-    def job(served: ServedModel) -> JobSpec:
-        need_texts(inputs, "input")
+    def job(served: http.ServedModel) -> http.JobSpec:
+        http.need_texts(inputs, "input")
         output = _output(body.task, served)
 
         def encode(job: Job) -> bytes:
@@ -181,43 +158,38 @@ async def _pooling(inference: HttpInference, request: HttpRequest) -> HttpReply:
                 rows = job.multi_vectors or job.tokens_of
             in_base64 = body.encoding_format == "base64"
             data = [
-                {"index": row, "object": "pooling", "data": encoded_vector(values, in_base64)}
+                {"index": row, "object": "pooling", "data": http.encoded_vector(values, in_base64)}
                 for row, values in enumerate(rows)
             ]
             return _list("pool", body.model or served.name, data, job.tokens)
 
-        normalize = body.normalize is not False and served.model.kind != "sparse"
+        normalize = body.normalize is not False and served.model.kind != Kind.SPARSE
         options = body.options(output, normalize=normalize, raw_scores=body.use_activation is False)
-        return JobSpec(inputs, options, encode)
+        return http.JobSpec(inputs, options, encode)
 
     return await inference.respond(job)
 
 
-def _output(task: Task | None, served: ServedModel) -> Output:
-    """The output of a task, or of the model where no task is given.
-
-    Raises:
-        InvalidInput: no model here does the task.
-    """
+def _output(task: Task | None, served: http.ServedModel) -> Output:
+    """The output of a task, or of the model where no task is given; raises InvalidInput: the task is not supported."""
     scoring = "scores" in served.model.outputs
     if task is None:
-        task = "classify" if scoring else "token_embed" if served.model.kind == "multi-vector" else "embed"
+        task = "classify" if scoring else "token_embed" if served.model.kind == Kind.MULTI_VECTOR else "embed"
     if task == "token_classify":
-        raise InvalidInput("task: no model here classifies single tokens")
+        raise InvalidInput("task: token classification is not supported")
     if task == "token_embed":
-        return Output.MULTI_VECTOR if served.model.kind == "multi-vector" else Output.TOKENS
+        return Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.TOKENS
     return Output.SCORES if task == "classify" else Output.DENSE
 
 
-async def _truncated(inference: HttpInference, body: VllmRequest, inputs: list[EngineInput]) -> list[EngineInput]:
-    """The inputs, cut to the request's limit."""
+async def _truncated(inference: http.HttpInference, body: VllmRequest, inputs: list[EngineInput]) -> list[EngineInput]:
     limit = body.limit(inference.served)
     if limit is None:
         return inputs
     return await inference.dispatcher.off_loop(lambda: [_fit(inference, one, limit, body.left) for one in inputs])
 
 
-def _fit(inference: HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
+def _fit(inference: http.HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
     """An input of at most `limit` tokens, special ones and the default prompt included."""
     if isinstance(one, np.ndarray):
         return one[-limit:] if left else one[:limit]
@@ -227,36 +199,40 @@ def _fit(inference: HttpInference, one: EngineInput, limit: int, left: bool) -> 
     text = engine.cut(one, limit, left=left)
     over = len(engine.tokenize(text, True, None)) - limit
     if over >= limit:
-        raise BadRequest(400, f"truncate_prompt_tokens: {limit} leave no token of the text", "truncate_prompt_tokens")
+        raise http.BadRequest(
+            400, f"truncate_prompt_tokens: {limit} leave no token of the text", "truncate_prompt_tokens"
+        )
     return engine.cut(text, limit - over, left=left) if over > 0 else text
 
 
 def _fit_pairs(
-    inference: HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
+    inference: http.HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
 ) -> list[str]:
     """Documents cut so that each has at most `limit` tokens together with its query."""
     engine = inference.dispatcher.engine
     taken = [len(engine.tokenize(query, True, None)) + _PAIR_TOKENS for query in queries]
     room = [limit - taken[min(row, len(taken) - 1)] for row in range(len(documents))]
     if min(room) < 1:
-        raise BadRequest(400, f"truncate_prompt_tokens: {limit} leave no token of a document", "truncate_prompt_tokens")
+        raise http.BadRequest(
+            400, f"truncate_prompt_tokens: {limit} leave no token of a document", "truncate_prompt_tokens"
+        )
     return [engine.cut(text, tokens, left=left) for text, tokens in zip(documents, room, strict=True)]
 
 
 def _list(prefix: str, model: str, data: list[dict[str, Any]], tokens: int) -> bytes:
-    return to_json(
+    return http.to_json(
         {
-            "id": new_id(prefix),
+            "id": http.new_id(prefix),
             "object": "list",
-            "created": unix_time(),
+            "created": http.unix_time(),
             "model": model,
             "data": data,
-            "usage": usage(tokens) | {"completion_tokens": 0},
+            "usage": http.usage(tokens) | {"completion_tokens": 0},
         }
     )
 
 
-ROUTES: RouteTable = {
+ROUTES: http.RouteTable = {
     **openai.ROUTES,
     **{("POST", path): _score for path in ("/score", "/v1/score")},
     **{("POST", path): rerank.handler(rerank.VLLM) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},

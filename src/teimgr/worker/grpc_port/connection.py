@@ -110,12 +110,10 @@ class Connection(H2Protocol, AbstractHandler):
         task.add_done_callback(partial(self._ended, stream, release_stream))
 
     def cancel(self, stream: Stream) -> None:
-        """The client reset an RPC."""
         if stream in self._calls:
             self._calls[stream][1].cancel()
 
     def close(self) -> None:
-        """The connection was lost."""
         for _, task in self._calls.values():
             task.cancel()
 

@@ -19,6 +19,7 @@ from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
 from teimgr.grpc_core.streams import PairCollector, StreamPump
+from teimgr.model_files import Kind
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.frames import Flag
@@ -38,9 +39,9 @@ _PAUSE_S = 30.0
 _HEALTH_POLL_S = 1.0
 _ALWAYS_SERVING = ("", "tei.v1.Info", "tei.v1.Tokenize")
 _KINDS_OF_SERVICE = {
-    "tei.v1.Embed": ("embedding", "sparse", "multi-vector"),
-    "tei.v1.Predict": ("classifier", "reranker"),
-    "tei.v1.Rerank": ("reranker",),
+    "tei.v1.Embed": (Kind.EMBEDDING, Kind.SPARSE, Kind.MULTI_VECTOR),
+    "tei.v1.Predict": (Kind.CLASSIFIER, Kind.RERANKER),
+    "tei.v1.Rerank": (Kind.RERANKER,),
 }
 
 
@@ -79,11 +80,7 @@ class WorkerHealth(HealthService):
         self._dispatcher = dispatcher
 
     def status_of(self, service: str) -> int:
-        """The ServingStatus now.
-
-        Raises:
-            RpcStatusError: unknown service.
-        """
+        """The ServingStatus now; raises RpcStatusError: unknown service."""
         if service not in _ALWAYS_SERVING and service not in _KINDS_OF_SERVICE:
             raise RpcStatusError(NOT_FOUND, "service not registered")
         if self.is_stopped:
@@ -113,7 +110,6 @@ class GrpcPort:
             self._standard[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
 
     def protocol(self, server_state: ServerState) -> Connection:
-        """The protocol of an accepted connection, for `http_server.serving`."""
         return Connection(self._serve, self._dispatcher.spec.max_message_bytes, server_state)
 
     def stop(self) -> None:
@@ -204,7 +200,6 @@ class GrpcPort:
 
 
 async def _read(stream: RpcStream, kind: Any) -> Any:
-    """The next message of a standard service, None after the last."""
     raw = await stream.receive()
     if raw is None:
         return None

@@ -78,7 +78,6 @@ class ReceiveBuffer:
         self._received.set()
 
     def eof(self) -> None:
-        """The client half-closed."""
         self._ended = True
         self._received.set()
 
@@ -108,11 +107,7 @@ class RpcStream:
         return 0 if self.metadata.get("content-type") in _CONTENT_TYPES else 415
 
     def timeout_s(self) -> float | None:
-        """The client's timeout, None for no bound.
-
-        Raises:
-            InvalidInput: malformed header.
-        """
+        """The client's timeout, None for no bound; raises InvalidInput: malformed header."""
         text = self.metadata.get("grpc-timeout")
         if text is None:
             return None
@@ -149,11 +144,7 @@ class RpcStream:
         await self._stream.send_headers([*_HEAD, *(metadata or {}).items()])
 
     async def send(self, message: bytes) -> None:
-        """Send one message, waiting for the client's flow control.
-
-        Raises:
-            TooLarge: it exceeds the message limit.
-        """
+        """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
         if len(message) > self._max_message_bytes:
             raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_message_bytes} bytes)")
         if not self._opened:
@@ -161,7 +152,6 @@ class RpcStream:
         await self._stream.send_data(b"\0" + len(message).to_bytes(4, "big") + message)
 
     async def finish(self, status: GrpcStatus) -> None:
-        """End the call with trailers."""
         trailers = [] if self._opened else [*_HEAD]
         trailers.append(("grpc-status", str(status.number)))
         if status.message:
@@ -172,7 +162,6 @@ class RpcStream:
         self._reset_if_open()
 
     async def refuse(self, http_status: int) -> None:
-        """Answer a request that is not gRPC."""
         await self._stream.send_headers([(":status", str(http_status))], end_stream=True)
         self._reset_if_open()
 

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair
-from teimgr.errors import InvalidInput, TooLarge
+import numpy as np
+
+from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow
+from teimgr.errors import InvalidInput, TeimgrError, TooLarge
+from teimgr.model_files import Kind
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.spec import LoadedModel
+from teimgr.wire import arrow_tables as tables
 from teimgr.wire.arrow_inputs import InputKind, read_inputs, read_texts
-from teimgr.wire.arrow_tables import write_sparse, write_table, write_vectors
 from teimgr.wire.element_types import NUMBER_OF, Precision
-from teimgr.wire.replies import arrow_response
-from teimgr.worker.calls import CallReply, MethodCall, truncates_left
+from teimgr.wire.protobuf import varint
+from teimgr.worker.calls import CallReply, MethodCall, max_token_bytes, optional, request_options, token_width
 from teimgr.worker.dispatcher import Dispatcher, Part
-from teimgr.worker.limits import max_token_bytes
-from teimgr.worker.methods import arrow_results
-from teimgr.worker.methods.arrow_results import ArrowReplyForm
 
 T = TypeVar("T")
 ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseArrowRequest | arrow_pb2.ArrowRequest
 
-# A table may decode to this multiple of the message limit, whatever a compressed body claims; the engine may hold as
-# much of vectors per token until they are encoded.
+# Limit on the decoded size of a table, and on the vectors per token that the engine holds for it, as a multiple of the
+# message limit; a compressed body may declare any size.
 _MAX_INFLATION = 8
 
 # The output of a request that names none, by the kind of the model.
-_DEFAULT_OUTPUT = {
-    "embedding": Output.DENSE,
-    "sparse": Output.SPARSE,
-    "multi-vector": Output.MULTI_VECTOR,
-    "reranker": Output.SCORES,
-    "classifier": Output.SCORES,
+_DEFAULT_OUTPUT: Mapping[str, Output] = {
+    Kind.EMBEDDING: Output.DENSE,
+    Kind.SPARSE: Output.SPARSE,
+    Kind.MULTI_VECTOR: Output.MULTI_VECTOR,
+    Kind.RERANKER: Output.SCORES,
+    Kind.CLASSIFIER: Output.SCORES,
 }
 _OUTPUTS: Mapping[int, Output] = {
     arrow_pb2.OUTPUT_DENSE: Output.DENSE,
@@ -60,7 +62,7 @@ _ELEMENTS: Mapping[int, Precision] = {
 _LZ4: Mapping[int, bool] = {multiplexer_pb2.ARROW_COMPRESSION_NONE: False, multiplexer_pb2.ARROW_COMPRESSION_LZ4: True}
 _PRECISIONS: Mapping[int, Precision] = {number: precision for precision, number in NUMBER_OF.items()}
 _DTYPES = {"f32": Precision.FLOAT32, "f16": Precision.FLOAT16}
-# How `arrow_output_dtype` and call statistics spell them.
+# The spelling of `arrow_output_dtype` and of call statistics.
 _DTYPE_NAMES = {precision: name for name, precision in _DTYPES.items()}
 
 
@@ -75,37 +77,31 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     """`EmbedArrow`; an absent `normalize` means false here."""
     message = call.message(multiplexer_pb2.EmbedArrowRequest)
     form = embed_form(message, dispatcher.spec.arrow_output_dtype)
-    options = InferOptions(
-        truncate=message.truncate,
-        truncation_left=truncates_left(message.truncation_direction),
-        prompt_name=_prompt_name(message),
+    options = request_options(
+        message,
+        Output.DENSE,
+        prompt_name=optional(message, "prompt_name"),
         normalize=message.normalize,
-        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        dimensions=optional(message, "dimensions"),
     )
 
     def read(limits: _Limits) -> ReadTable:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
         return ReadTable(
-            texts, lambda job: write_vectors(job.vectors, job.errors, rows, precision=form.dense, lz4=form.lz4)
+            texts, lambda job: tables.write_vectors(job.vectors, job.errors, rows, form.dense, lz4=form.lz4)
         )
 
     _serve_table(dispatcher, call, options, form, read, noop=message.noop)
 
 
 def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
-    """`EmbedSparseArrow`."""
     message = call.message(multiplexer_pb2.EmbedSparseArrowRequest)
     form = ArrowReplyForm(lz4=_lz4(message))
-    options = InferOptions(
-        outputs=frozenset({Output.SPARSE}),
-        truncate=message.truncate,
-        truncation_left=truncates_left(message.truncation_direction),
-        prompt_name=_prompt_name(message),
-    )
+    options = request_options(message, Output.SPARSE, prompt_name=optional(message, "prompt_name"))
 
     def read(limits: _Limits) -> ReadTable:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
-        return ReadTable(texts, lambda job: write_sparse(job.sparse, job.errors, rows, lz4=form.lz4))
+        return ReadTable(texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4))
 
     _serve_table(dispatcher, call, options, form, read, noop=message.noop)
 
@@ -118,19 +114,17 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     form = infer_form(message, options)
     kind = _known("input", message.input, _INPUTS, "0 to 3")
     key_columns = list(dict.fromkeys(message.key_columns))  # a stream's first options come with every message
-    if taken := set(key_columns) & set(arrow_results.names(options.outputs)):
+    if taken := set(key_columns) & set(column_names(options.outputs)):
         raise InvalidInput(f"Key columns may not be called {sorted(taken)}: columns of the answer are")
 
     def read(limits: _Limits) -> ReadTable:
-        batches = read_inputs(
-            message.arrow_ipc, limits.decoded_bytes, kind=kind, key_columns=key_columns, check_rows=limits.check_rows
-        )
+        batches = read_inputs(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns)
         inputs = [Pair(*item) if isinstance(item, tuple) else item for item in batches.inputs]
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
         def write(job: Job) -> memoryview:
-            columns = arrow_results.columns(model, form, job, job.errors | batches.refused)
-            return write_table(columns, batches.rows, batches.keys, lz4=form.lz4)
+            errors = job.errors | batches.refused
+            return tables.write_table(reply_columns(model, form, job, errors), batches.rows, batches.keys, lz4=form.lz4)
 
         return ReadTable(inputs, write)
 
@@ -147,7 +141,7 @@ def _serve_table(
 ) -> None:
     """Admit the call, read its table on a codec thread, run the model unless `noop`, and write the reply."""
     call.output_dtype = _DTYPE_NAMES.get(form.dense, form.dense.value)
-    call.streamed = False  # a table is a request of its own, of a stream too
+    call.streamed = False  # each table of a stream counts as a request
 
     async def run() -> None:
         dispatcher.engine.check(options)
@@ -155,7 +149,7 @@ def _serve_table(
         table = await dispatcher.off_loop(read, limits)
 
         def encode(job: Job) -> CallReply:
-            limits.check_reply(arrow_results.ragged_bytes(dispatcher.engine.info, form, job))
+            limits.check_reply(ragged_bytes(dispatcher.engine.info, form, job))
             reply = arrow_response(table.write(job))
             limits.check_reply(len(reply))
             return CallReply(reply)
@@ -164,18 +158,18 @@ def _serve_table(
             dispatcher.metrics.received(len(table.inputs))
             dispatcher.submit(call, [Part(range(len(table.inputs)), table.inputs, options)], encode)
         else:
-            job = arrow_results.with_placeholder_results(dispatcher.engine.info, Job(table.inputs, options, Lane.BULK))
+            job = with_placeholder_results(dispatcher.engine.info, Job(table.inputs, options, Lane.BULK))
             dispatcher.answer(call, await dispatcher.off_loop(encode, job))
 
     dispatcher.admit_async(call, run)
 
 
 class _Limits:
-    """Bounds of one table: its decoded bytes, what the engine holds for it, and its reply."""
+    """Bounds of one table: its decoded bytes, the vectors per token held for it, and its reply."""
 
     def __init__(self, dispatcher: Dispatcher, options: InferOptions, form: ArrowReplyForm) -> None:
         self._message_bytes = dispatcher.spec.max_message_bytes
-        self._row_bytes = arrow_results.least_row_bytes(dispatcher.engine.info, options, form)
+        self._row_bytes = least_row_bytes(dispatcher.engine.info, options, form)
         self.decoded_bytes = self._message_bytes * _MAX_INFLATION
 
     def check_rows(self, rows: int) -> None:
@@ -218,13 +212,12 @@ def infer_options(message: arrow_pb2.ArrowRequest, model: LoadedModel) -> InferO
     """
     known = {arrow_pb2.OUTPUT_UNSPECIFIED: _DEFAULT_OUTPUT[model.kind], **_OUTPUTS}
     wanted = message.outputs or [arrow_pb2.OUTPUT_UNSPECIFIED]
-    return InferOptions(
-        outputs=frozenset(_known("outputs", number, known, "0 to 5") for number in wanted),
-        truncate=message.truncate,
-        truncation_left=truncates_left(message.truncation_direction),
-        prompt_name=_prompt_name(message),
+    return request_options(
+        message,
+        frozenset(_known("outputs", number, known, "0 to 5") for number in wanted),
+        prompt_name=optional(message, "prompt_name"),
         normalize=message.normalize if message.HasField("normalize") else True,
-        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        dimensions=optional(message, "dimensions"),
         raw_scores=message.raw_scores,
     )
 
@@ -244,10 +237,6 @@ def infer_form(message: arrow_pb2.ArrowRequest, options: InferOptions) -> ArrowR
     return ArrowReplyForm(lz4=_lz4(message), dense=dense, token=token)
 
 
-def _prompt_name(message: ArrowRequest) -> str | None:
-    return message.prompt_name if message.HasField("prompt_name") else None
-
-
 def _lz4(message: ArrowRequest) -> bool:
     return _known("compression", message.compression, _LZ4, "0 (none) or 1 (LZ4)")
 
@@ -256,3 +245,93 @@ def _known(field: str, number: int, meanings: Mapping[int, T], choices: str) -> 
     if number not in meanings:
         raise InvalidInput(f"`{field}` {number} is unknown: {choices}")
     return meanings[number]
+
+
+def arrow_response(ipc: memoryview) -> bytes:
+    """`EmbedArrowResponse` and its like: the Arrow IPC stream is their field 1, wire type 2."""
+    return b"".join((b"\x0a", varint(len(ipc)), ipc))
+
+
+# Columns of a reply.
+
+_ORDER = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS, Output.SCORES)
+_OFFSET_BYTES = _NUMBER_BYTES = 4
+# As tei-manager; each row adds one to the indices.
+_NOOP_INDICES = np.array([0, 100, 200], np.uint32)
+_NOOP_VALUES = np.array([1.0, 0.5, 0.25], np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowReplyForm:
+    """Encoding of a reply: element types of dense vectors and of vectors per token, compression of bodies."""
+
+    lz4: bool
+    dense: Precision = Precision.FLOAT32
+    token: Precision = Precision.FLOAT32
+
+
+def column_names(outputs: Collection[Output]) -> list[str]:
+    """Names of a reply's columns, in order, after the key columns."""
+    return [_name(output) for output in _ORDER if output in outputs] + ["error"]
+
+
+def least_row_bytes(model: LoadedModel, options: InferOptions, form: ArrowReplyForm) -> int:
+    """Bytes of the smallest possible row of a reply: a single token, no sparse entries."""
+    least = {
+        Output.DENSE: form.dense.size_bytes(options.dimensions or model.dimension),
+        Output.SPARSE: _OFFSET_BYTES,
+        Output.MULTI_VECTOR: _OFFSET_BYTES + form.token.size_bytes(model.multi_vector_dimension),
+        Output.TOKENS: _OFFSET_BYTES + form.token.size_bytes(model.token_dimension),
+        Output.SCORES: _NUMBER_BYTES * max(len(model.labels), 1),
+    }
+    return sum(least[output] for output in options.outputs)
+
+
+def ragged_bytes(model: LoadedModel, form: ArrowReplyForm, job: Job) -> int:
+    entries = sum(len(vector.indices) for vector in job.sparse if vector is not None)
+    total = entries * tables.ENTRY_BYTES
+    for matrices, width in ((job.multi_vectors, model.multi_vector_dimension), (job.tokens_of, model.token_dimension)):
+        total += sum(len(matrix) for matrix in matrices if matrix is not None) * form.token.size_bytes(width)
+    return total
+
+
+def reply_columns(
+    model: LoadedModel, form: ArrowReplyForm, job: Job, errors: Mapping[int, TeimgrError]
+) -> list[tables.Column]:
+    """A column per requested output, and `error`; a row in `errors` is null in every output column."""
+    failed = tables.failed_rows(len(job.inputs), errors)
+    made = [_column(output, model, form, job, failed) for output in _ORDER if output in job.options.outputs]
+    return [*made, tables.error_column(len(job.inputs), errors)]
+
+
+def with_placeholder_results(model: LoadedModel, job: Job) -> Job:
+    """`job` with placeholder results, for `noop` and tables without rows: zeros, three sparse entries per row."""
+    count = len(job.inputs)
+    job.vectors = np.zeros((count, job.options.dimensions or model.dimension), np.float32)
+    job.scores = np.zeros((count, max(len(model.labels), 1)), np.float32)
+    if Output.SPARSE in job.options.outputs:
+        job.sparse = [SparseRow(_NOOP_INDICES + np.uint32(row), _NOOP_VALUES) for row in range(count)]
+    return job
+
+
+def _column(output: Output, model: LoadedModel, form: ArrowReplyForm, job: Job, failed: tables.Failed) -> tables.Column:
+    name = _name(output)
+    if output is Output.DENSE:
+        return tables.vector_column(name, job.vectors, failed, form.dense, _described(form.dense, job.vectors.shape[1]))
+    if output is Output.SPARSE:
+        return tables.sparse_column(name, job.sparse)
+    if output is Output.SCORES:
+        if model.kind == Kind.RERANKER:
+            return tables.number_column(name, job.scores[:, 0], failed)
+        return tables.vector_column(name, job.scores, failed, metadata={"labels": json.dumps(model.labels)})
+    matrices = job.multi_vectors if output is Output.MULTI_VECTOR else job.tokens_of
+    width = token_width(model, output)
+    return tables.matrix_column(name, matrices, width, form.token, _described(form.token, width))
+
+
+def _described(precision: Precision, width: int) -> dict[str, str]:
+    return {"precision": precision.value, "width": str(width)}
+
+
+def _name(output: Output) -> str:
+    return output.value.replace("-", "_")

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.models import (
@@ -31,7 +34,8 @@ from teimgr.errors import Code
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import frames_pb2
-from teimgr.wire.frames import Flag, Method
+from teimgr.wire.frames import Flag, Method, Timings
+from teimgr.worker.methods import embed_all_response, embed_response, embed_sparse_response
 
 INSIDE = 5  # calls: one running and four behind it, of `max_concurrent_requests=1`
 LONG = "fog " * 200
@@ -538,3 +542,60 @@ async def _samples(worker: WorkerProcess) -> dict[tuple[str, str], float]:
     samples = (sample for family in families for sample in family.samples if "le" not in sample.labels)
     # The parser gives counters the `_total` that TEI leaves out.
     return {(sample.name.removesuffix("_total"), "".join(sample.labels.values())): sample.value for sample in samples}
+
+
+# Array replies, packed by hand, are the bytes that protobuf writes.
+
+uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+floats = st.floats(width=32)
+some_timings = st.builds(Timings, uint32, uint32, uint64, uint64, uint64, uint64)
+
+
+def metadata_of(timings: Timings) -> tei_pb2.Metadata:
+    return tei_pb2.Metadata(
+        compute_chars=timings.chars,
+        compute_tokens=timings.tokens,
+        total_time_ns=timings.total_ns,
+        tokenization_time_ns=timings.tokenization_ns,
+        queue_time_ns=timings.queue_ns,
+        inference_time_ns=timings.inference_ns,
+    )
+
+
+@given(st.lists(floats, max_size=40), some_timings)
+def test_embed_response_is_byte_identical_to_protobuf(values: list[float], timings: Timings) -> None:
+    message = tei_pb2.EmbedResponse(embeddings=values, metadata=metadata_of(timings))
+
+    assert embed_response(np.array(values, np.float32), timings) == message.SerializeToString()
+
+
+@given(st.lists(st.tuples(uint32 | st.integers(0, 40_000), floats), max_size=40), some_timings)
+def test_embed_sparse_response_is_byte_identical_to_protobuf(
+    entries: list[tuple[int, float]], timings: Timings
+) -> None:
+    message = tei_pb2.EmbedSparseResponse(metadata=metadata_of(timings))
+    for index, value in entries:
+        message.sparse_embeddings.add(index=index, value=value)
+    indices = np.array([index for index, _ in entries], np.uint32)
+    values = np.array([value for _, value in entries], np.float32)
+
+    assert embed_sparse_response(indices, values, timings) == message.SerializeToString()
+
+
+@given(arrays(np.float32, st.tuples(st.integers(0, 9), st.integers(0, 40)), elements=st.floats(width=32)), some_timings)
+def test_embed_all_response_is_byte_identical_to_protobuf(vectors: NDArray[np.float32], timings: Timings) -> None:
+    message = tei_pb2.EmbedAllResponse(metadata=metadata_of(timings))
+    for vector in vectors:
+        message.token_embeddings.add(embeddings=vector.tolist())
+
+    assert embed_all_response(vectors, timings) == message.SerializeToString()
+
+
+def test_values_that_are_a_slice_of_others_are_packed_too() -> None:
+    timings = Timings(0, 0, 0, 0, 0, 0)
+    wide = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+    assert embed_all_response(wide[:, 1:3], timings) == embed_all_response(wide[:, 1:3].copy(), timings)
+    assert embed_sparse_response(np.array([1, 2, 3], np.uint32), wide[:, 2], timings) == embed_sparse_response(
+        np.array([1, 2, 3], np.uint32), wide[:, 2].copy(), timings
+    )

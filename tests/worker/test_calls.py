@@ -10,8 +10,7 @@ import pytest
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.errors import Overloaded
 from teimgr.spec import LoadedModel
-from teimgr.worker.calls import WorkerCall
-from teimgr.worker.limits import FairLimiter, max_token_bytes
+from teimgr.worker.calls import FairLimiter, WorkerCall, max_token_bytes
 
 
 def unexpected(call: WorkerCall, error: Exception) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.models import CORPUS, LABELS, WIDTH, build_classifier, build_cross_encoder, build_m3, build_splade
 from tests.support.worker_process import Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
 
@@ -17,6 +19,7 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.frames import Method
+from teimgr.worker.arrow_calls import arrow_response
 
 TEXTS = list(CORPUS[:6])
 LIMIT_BYTES = 1 << 20
@@ -406,3 +409,8 @@ async def test_a_single_call_still_works_beside_a_large_table(m3_link: WorkerLin
 
     assert len((await m3_link.answer(text_id)).vector) == WIDTH
     assert (await m3_link.answer(table_id)).reply
+
+
+@given(st.binary(min_size=1, max_size=300))
+def test_arrow_response_is_byte_identical_to_protobuf(ipc: bytes) -> None:
+    assert arrow_response(ipc) == multiplexer_pb2.EmbedArrowResponse(arrow_ipc=ipc).SerializeToString()

@@ -1,0 +1,419 @@
+"""HTTP inference, shared by all dialects: bodies, calls through the dispatcher, parts of JSON answers. No sockets.
+
+The instance's own port and the frames of the daemon's gateway both end in `HttpInference`. Unions in bodies are tried
+from left to right and the first match wins, as in TEI: `[1, 2]` is one input of two ids, `[]` is one of none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, WithJsonSchema
+from pydantic_core import core_schema
+from typing_extensions import TypeAliasType
+
+from teimgr.engine.job import InferOptions, Job, Lane, Pair
+from teimgr.engine.job import Input as EngineInput
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
+from teimgr.http_server import is_json
+from teimgr.spec import LoadedModel, WorkerSpec
+from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
+from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
+from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall, over_limit, raise_first
+from teimgr.worker.dispatcher import Dispatcher
+
+JSON = "application/json"
+
+_U32_MAX = 2**32 - 1
+_I32_MAX = 2**31 - 1
+
+
+class _FirstMatch:
+    """Annotation of a union: members are tried from left to right, and a mismatch is one error, not one per member."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        union = handler(source)
+        assert union["type"] == "union"
+        error = {"custom_error_type": "no_match", "custom_error_message": "data did not match any of its forms"}
+        return {**union, "mode": "left_to_right", **error}
+
+
+_FIRST_MATCH = _FirstMatch()
+
+U32 = Annotated[int, Field(ge=0, le=_U32_MAX)]
+# A list of another type fails at its first element: no report on thousands before the union's next member is tried.
+Ids = Annotated[list[U32], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+OneOrTwo = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
+
+InputType = TypeAliasType("InputType", Annotated[str | Ids, _FIRST_MATCH])
+Input = TypeAliasType("Input", Annotated[InputType | Annotated[list[InputType], Field(fail_fast=True)], _FIRST_MATCH])
+InputIds = TypeAliasType("InputIds", Annotated[Ids | Annotated[list[Ids], Field(fail_fast=True)], _FIRST_MATCH])
+TokenizeInput = TypeAliasType("TokenizeInput", Annotated[str | Texts, _FIRST_MATCH])
+PredictInput = TypeAliasType(
+    "PredictInput",
+    Annotated[str | OneOrTwo | Annotated[list[OneOrTwo], Field(min_length=1, fail_fast=True)], _FIRST_MATCH],
+)
+TruncationDirection = TypeAliasType(
+    "TruncationDirection",
+    Annotated[Literal["Left", "left", "Right", "right"], WithJsonSchema({"type": "string", "enum": ["Left", "Right"]})],
+)
+ModelName = Annotated[str | None, Field(description="an instance, a model id or an alias")]
+
+
+class Body(BaseModel):
+    """A JSON object: types are strict, unknown fields are ignored, null is accepted where a field declares it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class BadRequest(Exception):
+    """A request whose body cannot be read: HTTP status, sentence, and the field at fault if there is one."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def reply(self, dialect: str) -> HttpReply:
+        """The response in `dialect`; TEI's web framework answers in plain text."""
+        if dialect in (TEI, TEI_OPENAI):
+            return HttpReply(self.status, {"content-type": "text/plain; charset=utf-8"}, self.message.encode())
+        return refusal(dialect, self.status, self.message, self.param)
+
+
+class BodyFormat(NamedTuple):
+    """How a body is decoded, and a dialect's sentences for one that cannot be decoded or has another shape.
+
+    `{}` in `undecodable` is the decoder's error, in `misshapen` the place and error of the first wrong value; `root`
+    names the place of the body itself.
+    """
+
+    decode: Callable[[Buffer], Any] = orjson.loads
+    accepts: Callable[[str], bool] = is_json
+    undecodable: str = "The body is no JSON: {}"
+    misshapen: str = "{}"
+    misshapen_status: int = 400
+    root: str = "body"
+
+
+JSON_BODY = BodyFormat()
+TEI_BODY = BodyFormat(
+    undecodable="Failed to parse the request body as JSON: {}",
+    misshapen="Failed to deserialize the JSON body into the target type: {}",
+    misshapen_status=422,
+    root="",
+)
+
+
+def check_content_type(content_type: str, accepts: Callable[[str], bool] = is_json) -> None:
+    """Raises BadRequest 415 for a Content-Type header that does not name JSON (or what `accepts`)."""
+    if not accepts(content_type):
+        raise BadRequest(415, f"Expected request with `Content-Type: {JSON}`")
+
+
+def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) -> BodyT:
+    """Decode and validate a body.
+
+    Raises:
+        BadRequest: 400 it cannot be decoded; `misshapen_status` it is no `kind`, with the field at fault.
+    """
+    try:
+        value = body_format.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(400, body_format.undecodable.format(error)) from error
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        place = error.errors(include_url=False, include_input=False, include_context=False)[0]["loc"]
+        message = body_format.misshapen.format(first_error(error, body_format.root))
+        raise BadRequest(body_format.misshapen_status, message, str(place[0]) if place else None) from error
+
+
+def first_error(error: ValidationError, root: str = "") -> str:
+    """`place: message` of the first wrong value; `root` is the place of the value itself."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(map(str, first["loc"])) or root
+    return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+def engine_inputs(inputs: str | Sequence[Any]) -> list[EngineInput]:
+    """An `Input` as the engine takes it: a text or one list of ids is a single input, everything else a batch."""
+    if isinstance(inputs, str) or not inputs or isinstance(inputs[0], int):
+        return [_engine_input(inputs)]
+    return [_engine_input(one) for one in inputs]
+
+
+def text_of_parts(parts: list[Any]) -> str | None:
+    """The text of a content given in parts; None where one of them is not text."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return "\n".join(whole) if len(whole) == len(parts) else None
+
+
+def _engine_input(one: str | Sequence[int]) -> EngineInput:
+    if isinstance(one, str):
+        return one
+    # No vocabulary reaches the upper half of what TEI allows; the engine's ids are signed.
+    return np.minimum(np.array(one, dtype=np.int64), _I32_MAX).astype(np.int32)
+
+
+def to_json(value: object) -> bytes:
+    """`value` as JSON, with numpy arrays and scalars; float32 in the fewest digits that round-trip."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def usage(tokens: int) -> dict[str, int]:
+    """OpenAI's usage object: all input tokens, special ones and prompt included."""
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def unix_time() -> int:
+    return int(time.time())
+
+
+def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str:
+    """A vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
+    if not in_base64:
+        return np.ascontiguousarray(values)
+    return base64.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
+
+
+def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[int]:
+    """Rows by falling score (float32 [N]), equal ones in their order; the first `top_n` of them where it is given."""
+    order: list[int] = np.argsort(-scores, kind="stable").tolist()
+    return order[:top_n]
+
+
+def number_count(job: Job) -> int:
+    """How many numbers the results of a job have: a measure of the time to encode them."""
+    per_row = sum(0 if rows is None else rows.size for rows in (*job.tokens_of, *job.multi_vectors))
+    entries = sum(0 if vector is None else vector.values.size for vector in job.sparse)
+    return int(job.vectors.size + job.scores.size + per_row + entries)
+
+
+# Calls.
+
+# More inputs than this go to the bulk lane, whichever lane the request came in.
+_INTERACTIVE_INPUTS = 4
+# Encoding more numbers than this takes over a millisecond, so it is done on a codec thread.
+_LARGE_ANSWER = 2**16
+# A body beyond this size is parsed on a codec thread.
+_LARGE_BODY_BYTES = 128 * 1024
+# Batch limit of the dialects that document none.
+MOST_INPUTS = 10_000
+
+# Names of prompts for queries and for documents, in order of preference.
+QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_query")
+DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus", "doc", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The loaded model and its instance's settings."""
+
+    model: LoadedModel
+    spec: WorkerSpec
+
+    @property
+    def name(self) -> str:
+        return self.spec.served_model_name or self.model.model_id
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """Inputs and options of an engine job, and the encoder of its answer when no input failed.
+
+    `limit` is how many inputs the dialect lets a client send at once. `encode` is None where the answer is made of
+    several jobs (`HttpInference.jobs`).
+    """
+
+    inputs: Sequence[EngineInput]
+    options: InferOptions
+    encode: Callable[[Job], bytes] | None = None
+    limit: int = MOST_INPUTS
+
+
+class InferenceRequest(Body):
+    """A body that describes one job."""
+
+    def job(self, served: ServedModel) -> JobSpec:
+        """The job; raises EmptyInput or WrongModelKind, before the inputs are counted."""
+        raise NotImplementedError
+
+
+def _size_bytes(one: EngineInput) -> int:
+    if isinstance(one, Pair):
+        return len(one.first) + len(one.second)
+    return one.nbytes if isinstance(one, np.ndarray) else len(one or "")
+
+
+class HttpCall(WorkerCall):
+    """A job of an HTTP request, answered through a future; `job` is the finished job where it is kept unencoded."""
+
+    __slots__ = ("future", "job")
+
+    def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None) -> None:
+        super().__init__(size_bytes, lane, deadline)
+        self.future: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
+        self.job: Job | None = None
+
+    def reply(self, reply: CallReply) -> None:
+        if not self.future.done():
+            self.future.set_result(reply)
+
+    def fail(self, error: TeimgrError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()  # marked as retrieved: asyncio would log it otherwise
+
+
+MakeJob = Callable[[ServedModel], JobSpec]
+
+
+class HttpInference:
+    """Inference for HTTP requests; `deadline` is a `time.monotonic` value or None."""
+
+    def __init__(self, dispatcher: Dispatcher, lane: Lane = Lane.INTERACTIVE, deadline: float | None = None) -> None:
+        self.dispatcher = dispatcher
+        self._lane = lane
+        self._deadline = deadline
+
+    @property
+    def served(self) -> ServedModel:
+        """The model of this worker; raises Unavailable while it is loading."""
+        return ServedModel(self.dispatcher.engine.info, self.dispatcher.spec)
+
+    async def read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat = JSON_BODY) -> BodyT:
+        """The request's body; raises BadRequest 415 for another content type, otherwise as `parse`."""
+        check_content_type(request.headers.get("content-type", ""), body_format.accepts)
+        if len(request.body) > _LARGE_BODY_BYTES:
+            return await self.dispatcher.off_loop(parse, kind, request.body, body_format)
+        return parse(kind, request.body, body_format)
+
+    async def respond(self, make: MakeJob, *, timings: bool = False) -> HttpReply:
+        """The response of a request that is one job, with TEI's cost headers where `timings`; errors as `run`."""
+        [reply] = await self.run([make])
+        return json_reply(reply.payload, reply.timings.headers() if timings and reply.timings is not None else {})
+
+    async def run(self, makers: Sequence[MakeJob]) -> list[CallReply]:
+        """The encoded answers of the jobs, in order; cancelling the await cancels the jobs.
+
+        Raises:
+            TeimgrError: of the first job that failed; the others are cancelled.
+        """
+        return [reply for _, reply in await self._submitted(makers, _encode)]
+
+    async def jobs(self, makers: Sequence[MakeJob]) -> list[Job]:
+        """The finished jobs themselves, for an answer that is made of several; errors as `run`."""
+        return [call.job for call, _ in await self._submitted(makers, _keep) if call.job is not None]
+
+    async def truncated(self, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
+        """The texts cut to `limit` tokens, at the head where `left`; unchanged where the model takes no more anyway."""
+        engine = self.dispatcher.engine
+        if limit is None or limit >= engine.info.max_input_length:
+            return texts
+        return await self.dispatcher.off_loop(lambda: [engine.cut(text, limit, left=left) for text in texts])
+
+    async def _submitted(
+        self, makers: Sequence[MakeJob], encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]
+    ) -> list[tuple[HttpCall, CallReply]]:
+        specs = [self._job(make) for make in makers]
+        calls = [self._submit(spec, encode) for spec in specs]
+        try:
+            return [(call, await call.future) for call in calls]
+        finally:
+            for call in calls:
+                self.dispatcher.cancel(call)
+                call.future.cancel()
+
+    def _job(self, make: MakeJob) -> JobSpec:
+        metrics = self.dispatcher.metrics
+        try:
+            spec = make(self.served)
+        except TeimgrError as error:
+            metrics.received(0)
+            metrics.failed(error)
+            raise
+        metrics.received(len(spec.inputs))
+        if (message := over_limit(len(spec.inputs), spec.limit)) is not None:
+            metrics.batch_too_large()
+            raise InvalidInput(message)
+        return spec
+
+    def _submit(self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]) -> HttpCall:
+        lane = Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else self._lane
+        call = HttpCall(sum(map(_size_bytes, spec.inputs)), lane, self._deadline)
+        self.dispatcher.infer(call, spec.inputs, spec.options, partial(encode, call, spec))
+        return call
+
+
+def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | DeferredReply:
+    """Finisher thread: the answer, unless it is a large one."""
+    raise_first(job)
+    encode = spec.encode
+    assert encode is not None
+
+    def write() -> CallReply:
+        return CallReply(encode(job), call.timings(job))
+
+    return DeferredReply(write) if number_count(job) > _LARGE_ANSWER else write()
+
+
+def _keep(call: HttpCall, spec: JobSpec, job: Job) -> CallReply:
+    """Finisher thread: keep the job for the handler, which encodes the answer."""
+    raise_first(job)
+    call.job = job
+    return CallReply(b"", call.timings(job))
+
+
+HttpHandler = Callable[[HttpInference, HttpRequest], Coroutine[Any, Any, HttpReply]]
+RouteTable = Mapping[tuple[str, str], HttpHandler]  # by HTTP method and path
+
+
+def single(kind: type[InferenceRequest]) -> HttpHandler:
+    async def handle(inference: HttpInference, request: HttpRequest) -> HttpReply:
+        return await inference.respond((await inference.read(request, kind)).job)
+
+    return handle
+
+
+def json_reply(body: bytes, headers: Mapping[str, str] | None = None) -> HttpReply:
+    return HttpReply(200, {**JSON_TYPE, **(headers or {})}, body)
+
+
+def prompt_among(model: LoadedModel, names: Sequence[str]) -> str | None:
+    """The first of `names` that is a prompt of the model; None (the default prompt) where none is."""
+    return next((name for name in names if name in model.prompts), None)
+
+
+def need_texts(texts: Sequence[object], field: str) -> None:
+    """Raises EmptyInput where there are no texts or one of them is empty."""
+    if not texts:
+        raise EmptyInput(f"`{field}` cannot be empty")
+    if any(isinstance(text, str) and not text for text in texts):
+        raise EmptyInput(f"`{field}` cannot have an empty text")
+
+
+def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
+    """Raises WrongModelKind where the model is of none of `kinds`."""
+    if model.kind not in kinds:
+        raise WrongModelKind(f"The model '{model.model_id}' is of kind {model.kind} and does not do {doing}")

@@ -1,0 +1,343 @@
+"""RPC methods of a worker: a table of plain functions `(dispatcher, call) -> None`, and those of `tei.v1`.
+
+Replies with arrays are encoded by hand, byte for byte as protobuf serialises them: for 384 floats, building a message
+and serialising it takes some 58 µs, joining the bytes a quarter of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr import __version__
+from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
+from teimgr.errors import EmptyInput, Internal, InvalidInput, TeimgrError
+from teimgr.model_files import Kind
+from teimgr.observability.request_context import CURRENT
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.pb.teimgr.v1 import frames_pb2
+from teimgr.wire.frames import Method, Timings
+from teimgr.wire.protobuf import varint
+from teimgr.worker import arrow_calls
+from teimgr.worker.calls import (
+    CallReply,
+    MethodCall,
+    WorkerCall,
+    optional,
+    over_limit,
+    raise_first,
+    request_options,
+    within,
+)
+from teimgr.worker.dialects import handle_http
+from teimgr.worker.dispatcher import Dispatcher, Encode, Part, masked, parts_of
+from teimgr.worker.scores import need_reranker_grpc, output_per_token, predictions, ranks
+
+# TEI's types of the kinds that score; it calls every other model an embedding model.
+_MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {
+    Kind.CLASSIFIER: tei_pb2.MODEL_TYPE_CLASSIFIER,
+    Kind.RERANKER: tei_pb2.MODEL_TYPE_RERANKER,
+}
+ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest
+
+
+def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """Answer `call` by its method, now or later, exactly once."""
+    token = CURRENT.set(call.context)  # inherited by the tasks that a method starts
+    try:
+        method = METHODS.get(call.method)
+        if method is None:
+            raise Internal(f"No method has the number {call.method}")
+        method(dispatcher, call)
+    except Exception as error:
+        known = error if isinstance(error, TeimgrError) else masked(error)
+        dispatcher.metrics.failed(known)
+        call.fail(known)
+    finally:
+        CURRENT.reset(token)
+
+
+# Embeddings.
+
+
+def embed(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """`Embed`; an absent `normalize` means true, an absent `truncate` false."""
+    message = call.message(tei_pb2.EmbedRequest)
+    options = request_options(
+        message,
+        Output.DENSE,
+        prompt_name=optional(message, "prompt_name"),
+        normalize=message.normalize if message.HasField("normalize") else True,
+        dimensions=optional(message, "dimensions"),
+    )
+
+    def encode(job: Job) -> CallReply:
+        raise_first(job)
+        timings = call.timings(job)
+        return CallReply(embed_response(job.vectors[0], timings), timings)
+
+    dispatcher.serve(call, [message.inputs], options, encode)
+
+
+def embed_sparse(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """`EmbedSparse`; an absent `truncate` means false."""
+    message = call.message(tei_pb2.EmbedSparseRequest)
+    options = request_options(message, Output.SPARSE, prompt_name=optional(message, "prompt_name"))
+
+    def encode(job: Job) -> CallReply:
+        raise_first(job)
+        vector, timings = job.sparse[0], call.timings(job)
+        assert vector is not None  # only a failed row has none
+        payload = embed_sparse_response(vector.indices, vector.values, timings)
+        return CallReply(within(payload, dispatcher.spec.max_message_bytes), timings)
+
+    dispatcher.serve(call, [message.inputs], options, encode)
+
+
+def embed_all(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """`EmbedAll`; an absent `truncate` means false."""
+    message = call.message(tei_pb2.EmbedAllRequest)
+    output = output_per_token(dispatcher.engine.info)
+    options = request_options(message, output, prompt_name=optional(message, "prompt_name"))
+
+    def encode(job: Job) -> CallReply:
+        raise_first(job)
+        vectors = (job.multi_vectors if output is Output.MULTI_VECTOR else job.tokens_of)[0]
+        assert vectors is not None  # only a failed row has none
+        timings = call.timings(job)
+        return CallReply(within(embed_all_response(vectors, timings), dispatcher.spec.max_message_bytes), timings)
+
+    dispatcher.serve(call, [message.inputs], options, encode)
+
+
+# Scores.
+
+
+def predict(dispatcher: Dispatcher, call: MethodCall) -> None:
+    message = call.message(tei_pb2.PredictRequest)
+    _classify(dispatcher, call, message.inputs, _score_options(message))
+
+
+def predict_pair(dispatcher: Dispatcher, call: MethodCall) -> None:
+    message = call.message(tei_pb2.PredictPairRequest)
+    inputs = message.inputs
+    if len(inputs) not in (1, 2):
+        raise InvalidInput(f"`inputs` must have a single or two elements. Given: {len(inputs)}")
+    _classify(dispatcher, call, Pair(*inputs) if len(inputs) == 2 else inputs[0], _score_options(message))
+
+
+def _classify(dispatcher: Dispatcher, call: MethodCall, item: Input, options: InferOptions) -> None:
+    labels = dispatcher.engine.info.labels
+
+    def encode(job: Job) -> CallReply:
+        raise_first(job)
+        message = tei_pb2.PredictResponse()
+        for score, label in predictions(job.scores[0], labels):
+            message.predictions.add(score=score, label=label)
+        timings = call.timings(job)
+        return CallReply(with_metadata(timings, message.SerializeToString()), timings)
+
+    dispatcher.serve(call, [item], options, encode)
+
+
+def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """`Rerank`. A unary call that may wait, as in TEI, where other unary calls are refused at once."""
+    call.streamed = False
+    call.may_wait = True
+    message = call.message(tei_pb2.RerankRequest)
+    options = _score_options(message)
+    if not message.texts:
+        raise EmptyInput("`texts` cannot be empty")
+    need_reranker_grpc(dispatcher.engine.info)
+    pairs = [Pair(message.query, text) for text in message.texts]
+    if (refusal := over_limit(len(pairs), dispatcher.spec.max_client_batch_size)) is not None:
+        dispatcher.metrics.received(len(pairs))
+        dispatcher.metrics.batch_too_large()
+        call.fail(InvalidInput(refusal))
+        return
+    dispatcher.serve(call, pairs, options, _rank_encoder(dispatcher, call, pairs, message.return_text))
+
+
+def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """`RerankStream`, collected into one payload of up to 100,000 messages, which is parsed on a codec thread.
+
+    Each message has its own query and truncation; `raw_scores` and `return_text` are those of the first one.
+    """
+    need_reranker_grpc(dispatcher.engine.info)
+    call.may_wait = call.streamed = True
+
+    def read() -> tuple[list[Part], Encode]:
+        requests = call.message(frames_pb2.RerankPairs).requests
+        if not requests:
+            raise InvalidInput("Missing rerank request")
+        first = requests[0]
+        options = [request_options(message, Output.SCORES, raw_scores=first.raw_scores) for message in requests]
+        pairs = [Pair(message.query, message.text) for message in requests]
+        return parts_of(pairs, options), _rank_encoder(dispatcher, call, pairs, first.return_text)
+
+    async def read_then_submit() -> None:
+        parts, encode = await dispatcher.off_loop(read)
+        dispatcher.submit(call, parts, encode)
+
+    dispatcher.admit_async(call, read_then_submit)
+
+
+def _score_options(
+    message: ScoringRequest,
+) -> InferOptions:
+    return request_options(message, Output.SCORES, raw_scores=message.raw_scores)
+
+
+def _rank_encoder(dispatcher: Dispatcher, call: WorkerCall, pairs: Sequence[Pair], return_text: bool) -> Encode:
+    def encode(job: Job) -> CallReply:
+        raise_first(job)
+        message = tei_pb2.RerankResponse()
+        for row, score in ranks(job.scores):
+            message.ranks.add(index=row, score=score, text=pairs[row].second if return_text else None)
+        timings = call.timings(job)
+        payload = with_metadata(timings, message.SerializeToString())
+        return CallReply(within(payload, dispatcher.spec.max_message_bytes), timings)
+
+    return encode
+
+
+# Info and tokenization, which need no device.
+
+
+def info(dispatcher: Dispatcher, call: MethodCall) -> None:
+    model, spec = dispatcher.engine.info, dispatcher.spec
+    response = tei_pb2.InfoResponse(
+        version=__version__,
+        model_id=model.model_id,
+        model_sha=model.model_sha,
+        model_dtype=model.dtype,
+        model_type=_MODEL_TYPES.get(model.kind, tei_pb2.MODEL_TYPE_EMBEDDING),
+        max_concurrent_requests=spec.max_concurrent_requests,
+        max_input_length=model.max_input_length,
+        max_batch_tokens=model.max_batch_tokens,
+        max_batch_requests=spec.max_batch_requests,
+        max_client_batch_size=spec.max_client_batch_size,
+        tokenization_workers=model.tokenization_workers,
+    )
+    call.reply(CallReply(response.SerializeToString()))
+
+
+def tokenize(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """`Tokenize`; absent flags are false here, unlike over HTTP. Special tokens have no offsets."""
+    message = call.message(tei_pb2.EncodeRequest)
+    prompt_name = optional(message, "prompt_name")
+
+    def encoded() -> bytes:
+        response = tei_pb2.EncodeResponse()
+        for token in dispatcher.engine.tokenize(message.inputs, message.add_special_tokens, prompt_name):
+            response.tokens.add(id=token.id, text=token.text, special=token.special, start=token.start, stop=token.stop)
+        return response.SerializeToString()
+
+    _answer_off_loop(dispatcher, call, encoded)
+
+
+def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
+    message = call.message(tei_pb2.DecodeRequest)
+
+    def decoded() -> bytes:
+        text = dispatcher.engine.decode(list(message.ids), message.skip_special_tokens)
+        return tei_pb2.DecodeResponse(text=text).SerializeToString()
+
+    _answer_off_loop(dispatcher, call, decoded)
+
+
+def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, work: Callable[[], bytes]) -> None:
+    """Answer with what `work` returns on a codec thread; never refused as OVERLOADED, since TEI counts no permit."""
+    call.may_wait = True
+
+    async def answer() -> None:
+        payload = await dispatcher.off_loop(work)
+        dispatcher.answer(call, CallReply(within(payload, dispatcher.spec.max_message_bytes)))
+
+    dispatcher.admit_async(call, answer)
+
+
+METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {
+    Method.EMBED: embed,
+    Method.EMBED_SPARSE: embed_sparse,
+    Method.EMBED_ALL: embed_all,
+    Method.PREDICT: predict,
+    Method.PREDICT_PAIR: predict_pair,
+    Method.RERANK: rerank,
+    Method.RERANK_STREAM: rerank_stream,
+    Method.INFO: info,
+    Method.TOKENIZE: tokenize,
+    Method.DECODE: decode,
+    Method.EMBED_ARROW: arrow_calls.embed_arrow,
+    Method.EMBED_SPARSE_ARROW: arrow_calls.embed_sparse_arrow,
+    Method.INFER_ARROW: arrow_calls.infer_arrow,
+    Method.HTTP: handle_http,
+}
+
+
+# Array replies.
+
+_LENGTH_DELIMITED_1 = b"\x0a"  # field 1, wire type 2
+_LENGTH_DELIMITED_2 = b"\x12"  # field 2, wire type 2
+# An entry of a sparse vector: tag and length, tag of the index, its varint, tag of the value, its four bytes.
+_SPARSE_WIDTH = 2 + 1 + 5 + 1 + 4
+_VARINT_1 = 0x08  # field 1, wire type 0
+_FIXED32_2 = 0x15  # field 2, wire type 5
+
+
+def metadata(timings: Timings) -> bytes:
+    """`tei.v1.Metadata`: fields 1 to 6 in order, zeros omitted as in proto3."""
+    return b"".join(bytes((field << 3,)) + varint(value) for field, value in enumerate(timings, 1) if value)
+
+
+def with_metadata(timings: Timings, *body: bytes) -> bytes:
+    """A reply of field 1, serialised in the parts of `body`, and its metadata, which is field 2 of every reply."""
+    meta = metadata(timings)
+    return b"".join((*body, _LENGTH_DELIMITED_2, varint(len(meta)), meta))
+
+
+def embed_response(vector: NDArray[np.float32], timings: Timings) -> bytes:
+    """`tei.v1.EmbedResponse` of one vector (shape `[dim]`, float32, contiguous)."""
+    floats = vector.astype("<f4", copy=False).tobytes()
+    return with_metadata(timings, *((_LENGTH_DELIMITED_1, varint(len(floats)), floats) if floats else ()))
+
+
+def embed_sparse_response(indices: NDArray[np.uint32], values: NDArray[np.float32], timings: Timings) -> bytes:
+    """`tei.v1.EmbedSparseResponse` of K entries: uint32 [K], float32 [K].
+
+    Every entry is laid out at full width, then a mask selects the bytes to send: those that the index needs, and no
+    field that is zero.
+    """
+    floats = np.ascontiguousarray(values, "<f4")
+    rows = np.empty((len(indices), _SPARSE_WIDTH), np.uint8)
+    sent = np.ones(rows.shape, np.bool_)
+    rows[:, 0] = _LENGTH_DELIMITED_1[0]
+    rows[:, 2] = _VARINT_1
+    rows[:, 3:8], sent[:, 3:8] = _varints(indices)
+    sent[:, 2] = sent[:, 3]
+    rows[:, 8] = _FIXED32_2
+    rows[:, 9:] = floats.view(np.uint8).reshape(-1, 4)
+    sent[:, 8:] = (floats.view("<u4") != 0)[:, None]  # compared as bits: -0.0 is sent
+    rows[:, 1] = sent[:, 2:].sum(axis=1)
+    return with_metadata(timings, rows[sent].tobytes())
+
+
+def _varints(numbers: NDArray[np.uint32]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """The varint of each number, uint8 [K, 5], and a mask of the bytes it needs: none for zero."""
+    groups = numbers.astype(np.uint64)[:, None] >> np.arange(0, 35, 7, dtype=np.uint64)
+    needed = groups != 0
+    follows = np.zeros_like(needed)
+    follows[:, :-1] = needed[:, 1:]
+    return (groups & np.uint64(0x7F)).astype(np.uint8) | follows.astype(np.uint8) << np.uint8(7), needed
+
+
+def embed_all_response(vectors: NDArray[np.float32], timings: Timings) -> bytes:
+    """`tei.v1.EmbedAllResponse` of vectors per token, float32 [tokens, width]."""
+    tokens, width = vectors.shape
+    floats = np.ascontiguousarray(vectors, "<f4").view(np.uint8).reshape(tokens, 4 * width)
+    inner = _LENGTH_DELIMITED_1 + varint(4 * width) if width else b""
+    head = np.frombuffer(_LENGTH_DELIMITED_1 + varint(len(inner) + 4 * width) + inner, np.uint8)
+    body = np.hstack((np.broadcast_to(head, (tokens, len(head))), floats)).tobytes()
+    return with_metadata(timings, body)
