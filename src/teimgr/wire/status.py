@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from teimgr.errors import Code, TeimgrError
 
-# Trailing metadata with the name of our code, for clients that tell more failures apart than gRPC does.
+# Trailing metadata with the name of our code, which is finer than gRPC's statuses.
 CODE_KEY = "x-teimgr-code"
 # Status messages travel in trailers, which clients bound at a few kilobytes.
 MAX_MESSAGE_CHARS = 2000

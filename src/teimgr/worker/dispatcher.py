@@ -153,7 +153,7 @@ class Dispatcher:
         """Count a request, check it against the model, and `infer`.
 
         Raises:
-            TeimgrError: the model cannot do what `options` ask for, whether or not there is room.
+            TeimgrError: the model does not support `options`; checked before admission.
         """
         if not call.streamed:
             self.metrics.received(len(inputs))
@@ -327,7 +327,7 @@ class Dispatcher:
 
 
 def masked(error: Exception, context: RequestContext | None = None) -> Internal:
-    """Log an unexpected error and return the one that the client sees, which discloses nothing.
+    """Log an unexpected error and return the one for the client, which discloses nothing.
 
     The log line has the call's `context`, the task's where it is None.
     """

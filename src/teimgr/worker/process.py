@@ -77,7 +77,7 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
 
 
 class Worker:
-    """State and life of the worker process, on the loop's thread unless a method says otherwise.
+    """State and life of the worker process, on the loop's thread unless stated otherwise.
 
     `run` is the whole life; the stages follow in their order, then the control commands of the daemon.
     """

@@ -11,7 +11,6 @@ from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import Job, Output
 from teimgr.errors import Code, TeimgrError
 from teimgr.observability import catalogue, exposition
-from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, Sample
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.wire.frames import Timings
@@ -193,27 +192,24 @@ def engine_page(stats: EngineStats) -> Page:
         catalogue.QUEUED_TEXTS: [Sample("", {"lane": lane}, of.queued_texts) for lane, of in stats.lanes.items()],
         catalogue.QUEUED_TOKENS: [Sample("", {"lane": lane}, of.queued_tokens) for lane, of in stats.lanes.items()],
     }
-    return page | _singles(
-        (catalogue.PADDING_SAVED, stats.padding_saved_tokens),
-        (catalogue.FAILED_TEXTS, stats.failed_texts),
-        (catalogue.BUSY, stats.busy_s),
-        (catalogue.RUNNING_TOKENS, stats.running_tokens),
-        (catalogue.HEALTHY, int(stats.healthy)),
-        (catalogue.MODEL_BYTES, stats.model_bytes),
-        (catalogue.DEVICE_BYTES, stats.device_bytes),
-    )
+    singles = {
+        catalogue.PADDING_SAVED: stats.padding_saved_tokens,
+        catalogue.FAILED_TEXTS: stats.failed_texts,
+        catalogue.BUSY: stats.busy_s,
+        catalogue.RUNNING_TOKENS: stats.running_tokens,
+        catalogue.HEALTHY: int(stats.healthy),
+        catalogue.MODEL_BYTES: stats.model_bytes,
+        catalogue.DEVICE_BYTES: stats.device_bytes,
+    }
+    return page | {family: _one(number) for family, number in singles.items()}
 
 
 def process_page(calls: int) -> Page:
     """Metrics of the process: unanswered calls, memory, processor time. Blocks while the kernel adds up mappings."""
     sizes = proc_sizes("self", "smaps_rollup")
-    return _singles(
-        (catalogue.WORKER_CALLS, calls),
-        (catalogue.RESIDENT, sizes.get("Rss", 0)),
-        (catalogue.UNIQUE, private_bytes(sizes) or 0),
-        (catalogue.CPU_SECONDS, time.process_time()),
-    )
-
-
-def _singles(*numbers: tuple[Family, float]) -> Page:
-    return {family: [Sample("", {}, number)] for family, number in numbers}
+    return {
+        catalogue.WORKER_CALLS: _one(calls),
+        catalogue.RESIDENT: _one(sizes.get("Rss", 0)),
+        catalogue.UNIQUE: _one(private_bytes(sizes) or 0),
+        catalogue.CPU_SECONDS: _one(time.process_time()),
+    }
