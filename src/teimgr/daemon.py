@@ -25,7 +25,7 @@ from teimgr.http_server import bind
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.observability import logs
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.observability.telemetry import Telemetry, exporting
+from teimgr.observability.telemetry import exporting, open_telemetry
 from teimgr.placement.planner import GpuInventory
 from teimgr.placement.preflight import Preflight
 from teimgr.registry.registry import Registry
@@ -65,7 +65,7 @@ class Daemon:
         self.stopping = asyncio.Event()
         # Shared state
         self.metrics = DaemonMetrics()
-        self.telemetry = Telemetry.open(exporting(settings, "daemon"))
+        self.telemetry = open_telemetry(exporting(settings, "daemon"))
         self.directory = Directory()
         self.policy = PolicyInForce(policy_of(settings.auth))
         self.events = EventLog()

@@ -26,9 +26,6 @@ I64 = 2**63 - 1  # what TOML can express
 # TEI's spelling, and "auto".
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
-# Kinds of models; a given one overrides what the model's files indicate.
-KINDS = ("embedding", "sparse", "multi-vector", "reranker", "classifier")
-
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = ("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy", "updated", "deleted")
 
@@ -44,6 +41,19 @@ class State(str, Enum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+class Kind(str, Enum):
+    """The purpose of a model, the value of `LoadedModel.kind`; a configured one overrides what its files indicate."""
+
+    EMBEDDING = "embedding"
+    SPARSE = "sparse"
+    MULTI_VECTOR = "multi-vector"
+    RERANKER = "reranker"
+    CLASSIFIER = "classifier"
+
+
+KINDS = tuple(kind.value for kind in Kind)
 
 
 def check_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Backbones: classes of transformers, a model's own code, and static tables of vectors."""
+"""Backbones: classes of transformers, a model's own code, static tables of vectors, prepacked linear layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tests.support.models import WIDTH, edit
 from tests.support.models.vocabularies import word_piece
 from tests.support.plain_models import CPU, layout_of, random_texts, run, save_headed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from teimgr.engine.backbone import Batching
+from teimgr.engine import backbone
+from teimgr.engine.backbone import Batching, PackedLinear, convert_linears, prepacking_works
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Backbone, Kind, Layout
+from teimgr.model_files.layout import Backbone, Layout
+from teimgr.spec import Kind
 
 OWN_CODE = """
 import transformers
@@ -170,3 +173,60 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelLoadFailed, match="cannot be read"):
         load_model(layout_of(tmp_path, Backbone.STATIC, Kind.EMBEDDING), CPU)
+
+
+needs_operators = pytest.mark.skipif(not prepacking_works(torch.float32), reason="this torch cannot prepack")
+
+
+class LinearAndActivation(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.dense = nn.Linear(24, 40)
+        self.intermediate_act_fn = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.intermediate_act_fn(self.dense(x))
+
+
+@needs_operators
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_a_prepacked_layer_is_exact_in_float32(bias: bool, rows: int) -> None:
+    linear = nn.Linear(24, 40, bias=bias).requires_grad_(False)
+    x = torch.randn(1, rows, 24)
+
+    torch.testing.assert_close(PackedLinear(linear, torch.float32)(x), linear(x), atol=2e-6, rtol=1e-5)
+
+
+@needs_operators
+@pytest.mark.parametrize("form", ["none", "tanh"])
+def test_a_gelu_behind_a_layer_is_fused(form: str) -> None:
+    pair = LinearAndActivation(nn.GELU(approximate=form)).requires_grad_(False)
+    x = torch.randn(5, 24)
+    before = pair(x)
+
+    assert convert_linears(pair, torch.float32) == 1
+    assert isinstance(pair.intermediate_act_fn, nn.Identity)
+    torch.testing.assert_close(pair(x), before, atol=2e-6, rtol=1e-5)
+
+
+@needs_operators
+def test_another_activation_stays_itself() -> None:
+    pair = LinearAndActivation(nn.ReLU()).requires_grad_(False)
+    x = torch.randn(5, 24)
+    before = pair(x)
+
+    assert convert_linears(pair, torch.float32) == 1
+    assert isinstance(pair.intermediate_act_fn, nn.ReLU)
+    torch.testing.assert_close(pair(x), before, atol=2e-6, rtol=1e-5)
+
+
+def test_without_the_operators_plain_layers_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backbone, "prepacking_works", lambda dtype: False)
+    pair = LinearAndActivation(nn.GELU()).requires_grad_(False)
+    x = torch.randn(5, 24).bfloat16()
+
+    assert convert_linears(pair, torch.bfloat16) == 0
+    assert pair.dense.weight.dtype is torch.bfloat16
+    expected = functional.gelu(functional.linear(x, pair.dense.weight, pair.dense.bias))
+    torch.testing.assert_close(pair(x), expected)

@@ -1,4 +1,4 @@
-"""Vectors are those of sentence-transformers on the same directory, whatever shares the batch."""
+"""Vectors of the whole engine, of no one module: those of sentence-transformers, whatever shares the batch."""
 
 from __future__ import annotations
 

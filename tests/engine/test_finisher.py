@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.engine.conftest import WAIT_S, Served
 from tests.support import models
+from tests.support.polling import until
 
 from teimgr.engine import runner
 from teimgr.engine.backbone import Batching
@@ -21,7 +22,7 @@ from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.queue import QueueEntry
 from teimgr.errors import InferenceFailed, InvalidInput, Unavailable
-from teimgr.model_files import read_layout
+from teimgr.model_files.reading import read_layout
 
 
 @pytest.fixture
@@ -120,12 +121,6 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
     return Batches(monkeypatch)
 
 
-def wait_until_queued(served: Served, texts: int) -> None:
-    deadline = threading.Event()
-    while served.engine.stats().queued_texts < texts:
-        assert not deadline.wait(0.001)
-
-
 def test_vectors_and_token_vectors_of_one_batch_do_not_disturb_each_other(
     model_dir: Callable[..., Path], serve: Callable[..., Served], batches: Batches
 ) -> None:
@@ -138,7 +133,7 @@ def test_vectors_and_token_vectors_of_one_batch_do_not_disturb_each_other(
     assert batches.held.wait(WAIT_S)
     pooled = [served.send([text], outputs=DENSE, normalize=False) for text in (A, B, A)]
     by_token = [served.send([text], outputs=TOKENS) for text in (A, B, A)]
-    wait_until_queued(served, 6)
+    until(lambda: served.engine.stats().queued_texts >= 6)
     batches.asked.clear()
     batches.open.set()
     for job in (first, *pooled, *by_token):

@@ -19,9 +19,10 @@ from tokenizers import Encoding, Tokenizer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Input, Pair
 from teimgr.engine.tokenizer import Prompts, TextTokenizer, TokenizeOptions
-from teimgr.engine.tokenizer_library import Shortener, breaks_at_spaces
+from teimgr.engine.truncation import Shortener, breaks_at_spaces
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
-from teimgr.model_files import LateInteraction, read_layout
+from teimgr.model_files.layout import LateInteraction
+from teimgr.model_files.reading import read_layout
 
 RIGHT, LEFT, OFF = TokenizeOptions(), TokenizeOptions(left=True), TokenizeOptions(truncate=False)
 

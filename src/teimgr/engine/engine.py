@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
-from teimgr.engine.finisher import Failures, Finisher
+from teimgr.engine.finisher import EngineStats, Failures, Finisher
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, check_supported
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
@@ -27,7 +27,7 @@ from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
 from teimgr.errors import ModelLoadFailed, Unavailable
-from teimgr.spec import LoadedModel
+from teimgr.spec import Kind, LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
@@ -37,49 +37,9 @@ _RECENT_BATCH_S = 2.0  # a batch finished this lately stands for a self-test
 _FIRST_SELF_TEST_S = 600.0
 _LAST_BATCH_S = 2.0  # extra time for the batch that runs when the grace period is over
 _LAST_ANSWERS_S = 1.0
-# Of vectors of length 1, or of the largest weight or logit where that is above 1: far above the effect of a batch's
-# shape, far below another input's result.
+# The largest difference between the results of two self-tests: of vectors of length 1, else relative to the largest
+# weight or logit where that is above 1. Far above the effect of a batch's shape, far below another input's result.
 _SELF_TEST_TOLERANCE = 2e-2
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStats:
-    """One lane of the engine. In `queued_tokens` untokenized jobs count by estimate."""
-
-    queued_texts: int
-    queued_tokens: int
-    batches: int
-    texts: int
-    tokens: int
-    expired_texts: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot; counts are since the start, `busy_s` is time with a batch on the device.
-
-    `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise; `lanes` are
-    by `Lane.value`. `padding_saved_tokens` is what padding each batch to its longest text would have added.
-    `device_bytes` and `device_peak_bytes` are what the device's allocator holds for this process, and the most it ever
-    gave out; 0 and None on the CPU.
-    """
-
-    queued_texts: int
-    queued_tokens: int
-    running_tokens: int
-    batches: int
-    texts: int
-    tokens: int
-    failed_texts: int
-    busy_s: float
-    healthy: bool
-    by_texts: tuple[int, ...]
-    by_tokens: tuple[int, ...]
-    lanes: Mapping[str, LaneStats] = field(default_factory=dict)
-    padding_saved_tokens: int = 0
-    model_bytes: int = 0
-    device_bytes: int = 0
-    device_peak_bytes: int | None = None
 
 
 class Engine:
@@ -155,11 +115,7 @@ class Engine:
         return self._tokenizer.tokenize(text, add_special_tokens, self._prompts.text(prompt_name))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids.
-
-        Raises:
-            EmptyInput, TokenizerFailed
-        """
+        """Raises EmptyInput, TokenizerFailed."""
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def cut(self, text: str, max_tokens: int, *, left: bool = False) -> str:
@@ -176,7 +132,7 @@ class Engine:
         Raises:
             Unavailable: no answer in time, another answer than at load, or a fault was seen before.
         """
-        if self._fault is None and time.monotonic() - self._finisher.counters.finished_at < _RECENT_BATCH_S:
+        if self._fault is None and time.monotonic() - self._finisher.finished_at < _RECENT_BATCH_S:
             return
         if self._fault is None:
             test = self._run_self_test(timeout_s)
@@ -189,36 +145,25 @@ class Engine:
         self._runner.use_threads(threads)
 
     def stats(self) -> EngineStats:
-        counters = self._finisher.counters
-        on_cuda = self._device.type == "cuda"
-        return EngineStats(
+        done, on_cuda = self._finisher.stats, self._device.type == "cuda"
+        waiting = {lane.value: self._queue.tokens(lane) + self._intake.waiting(lane) for lane in Lane}
+        return replace(
+            done,
             queued_texts=len(self._queue),
-            queued_tokens=sum(self._queue.tokens(lane) + self._intake.waiting(lane) for lane in Lane),
+            queued_tokens=sum(waiting.values()),
             running_tokens=self._runner.running_tokens,
-            batches=counters.batches,
-            texts=counters.texts,
-            tokens=counters.tokens,
-            failed_texts=counters.failed_texts,
-            busy_s=counters.busy_ns / 1e9,
             healthy=self._fault is None,
-            by_texts=tuple(counters.by_texts),
-            by_tokens=tuple(counters.by_tokens),
-            lanes={lane.value: self._lane_stats(lane) for lane in Lane},
-            padding_saved_tokens=counters.padding_saved,
+            by_texts=list(done.by_texts),
+            by_tokens=list(done.by_tokens),
+            lanes={
+                lane.value: replace(
+                    done.lanes[lane.value], queued_texts=self._queue.texts(lane), queued_tokens=waiting[lane.value]
+                )
+                for lane in Lane
+            },
             model_bytes=self._model_bytes,
             device_bytes=torch.cuda.memory_reserved(self._device) if on_cuda else 0,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else None,
-        )
-
-    def _lane_stats(self, lane: Lane) -> LaneStats:
-        done = self._finisher.counters.lanes[lane]
-        return LaneStats(
-            queued_texts=self._queue.texts(lane),
-            queued_tokens=self._queue.tokens(lane) + self._intake.waiting(lane),
-            batches=done.batches,
-            texts=done.texts,
-            tokens=done.tokens,
-            expired_texts=done.expired,
         )
 
     def close(self, grace_s: float) -> None:
@@ -284,8 +229,8 @@ class SelfTest(Job):
 
     def __init__(self, info: LoadedModel) -> None:
         self._output = Output(info.outputs[0])
-        options = InferOptions(frozenset({self._output}), normalize=info.kind != "sparse", raw_scores=True)
-        known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == "reranker" else PROBE_TEXTS[1]
+        options = InferOptions(frozenset({self._output}), normalize=info.kind != Kind.SPARSE, raw_scores=True)
+        known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == Kind.RERANKER else PROBE_TEXTS[1]
         super().__init__([known], options, Lane.INTERACTIVE)
         self.allocate_results(info.dimension, len(info.labels))
         self.done = threading.Event()

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine.attention import CannotPackError
-from teimgr.engine.backbone import Batching, StaticTable
+from teimgr.engine.backbone import Batching, PackedLinear, StaticTable, prepacking_works
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Output, Pair
-from teimgr.engine.linears import PackedLinear, prepacking_works
 from teimgr.engine.model import Model
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Kind, Layout
+from teimgr.model_files.layout import Layout
+from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class InFlightLimit:
         self.tokens = 0
 
     def wait_for_room(self) -> bool:
-        """Wait until another batch may start; False where none may any more, since the finisher has ended."""
+        """Wait until another batch may start; False once none may, since the finisher has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or self._batches < _BATCHES_IN_FLIGHT)
             return not self._abandoned
@@ -116,33 +116,43 @@ class Failures:
 
 
 @dataclass(slots=True)
-class LaneCounters:
-    """Counts of one lane; `expired` are texts whose deadline passed before their batch."""
+class LaneStats:
+    """One lane of the engine. In `queued_tokens` untokenized jobs count by estimate."""
 
+    queued_texts: int = 0
+    queued_tokens: int = 0
     batches: int = 0
     texts: int = 0
     tokens: int = 0
-    expired: int = 0
+    expired_texts: int = 0
 
 
-@dataclass(slots=True)
-class EngineCounters:
-    """Counts since the start; `busy_ns` is device time, `finished_at` a monotonic moment in seconds.
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """The counts of an engine since its start, which the finisher keeps, and in a snapshot of it the present state.
 
-    `by_texts[k]` counts the batches of at most 2^k texts that have more than 2^(k-1), `by_tokens` likewise.
-    `padding_saved` is how many tokens more the batches had if each were padded to its longest text.
+    `busy_s` is time with a batch on the device. `by_texts[k]` counts the batches of at most 2^k texts that have more
+    than 2^(k-1), `by_tokens` likewise; `lanes` are by `Lane.value`. `padding_saved_tokens` is what padding each batch
+    to its longest text would have added. `device_bytes` and `device_peak_bytes` are what the device's allocator holds
+    for this process, and the most it ever gave out; 0 and None on the CPU.
     """
 
+    queued_texts: int = 0
+    queued_tokens: int = 0
+    running_tokens: int = 0
     batches: int = 0
     texts: int = 0
     tokens: int = 0
     failed_texts: int = 0
-    busy_ns: int = 0
-    padding_saved: int = 0
-    finished_at: float = -float("inf")
+    busy_s: float = 0.0
+    healthy: bool = True
     by_texts: list[int] = field(default_factory=lambda: [0] * _POWERS)
     by_tokens: list[int] = field(default_factory=lambda: [0] * _POWERS)
-    lanes: dict[Lane, LaneCounters] = field(default_factory=lambda: {lane: LaneCounters() for lane in Lane})
+    lanes: dict[str, LaneStats] = field(default_factory=lambda: {lane.value: LaneStats() for lane in Lane})
+    padding_saved_tokens: int = 0
+    model_bytes: int = 0
+    device_bytes: int = 0
+    device_peak_bytes: int | None = None
 
 
 class Finisher:
@@ -162,7 +172,8 @@ class Finisher:
         self._ended = threading.Event()
         self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
         self.in_flight = InFlightLimit()
-        self.counters = EngineCounters()
+        self.stats = EngineStats()
+        self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
 
     def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
@@ -186,7 +197,6 @@ class Finisher:
         self.in_flight.abandon()
 
     def run(self) -> None:
-        """Until closed or abandoned."""
         try:
             while (work := self._inbox.get()) is not None:
                 self._finish(work)
@@ -228,7 +238,7 @@ class Finisher:
             entries = [batch.entries[i] for i in texts]
             if failed := results.write(job, texts, [entry.row for entry in entries]):
                 self._on_fault("the model gave a result with NaN or infinity in it")
-                self.counters.failed_texts += len(failed)
+                self.stats.failed_texts += len(failed)
                 job.errors.update(failed)
             job.tokens += sum(entry.length for entry in entries)
             job.remaining -= len(entries)
@@ -241,24 +251,22 @@ class Finisher:
         for job, row, error in rows:
             job.errors[row] = error
             job.remaining -= 1
-            self.counters.lanes[job.lane].expired += isinstance(error, DeadlineExceeded)
-        self.counters.failed_texts += len(rows)
+            self.stats.lanes[job.lane.value].expired_texts += isinstance(error, DeadlineExceeded)
+        self.stats.failed_texts += len(rows)
         return list(dict.fromkeys(job for job, _, _ in rows))
 
     def _count(self, batch: StartedBatch, duration_ns: int) -> None:
-        counters = self.counters
-        counters.batches += 1
-        counters.by_texts[(len(batch.entries) - 1).bit_length()] += 1
-        counters.by_tokens[(batch.tokens - 1).bit_length()] += 1
-        counters.texts += len(batch.entries)
-        counters.tokens += batch.tokens
-        counters.busy_ns += duration_ns
-        counters.padding_saved += len(batch.entries) * max(entry.length for entry in batch.entries) - batch.tokens
-        lane = counters.lanes[batch.entries[0].job.lane]  # a batch is of one lane
-        lane.batches += 1
-        lane.texts += len(batch.entries)
-        lane.tokens += batch.tokens
-        counters.finished_at = time.monotonic()
+        stats, texts = self.stats, len(batch.entries)
+        lane = stats.lanes[batch.entries[0].job.lane.value]  # a batch is of one lane
+        for counts in (stats, lane):
+            counts.batches += 1
+            counts.texts += texts
+            counts.tokens += batch.tokens
+        stats.by_texts[(texts - 1).bit_length()] += 1
+        stats.by_tokens[(batch.tokens - 1).bit_length()] += 1
+        stats.busy_s += duration_ns / 1e9
+        stats.padding_saved_tokens += texts * max(entry.length for entry in batch.entries) - batch.tokens
+        self.finished_at = time.monotonic()
 
 
 class BatchResults:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TeimgrError, WrongModelKind
-from teimgr.spec import LoadedModel
+from teimgr.spec import Kind, LoadedModel
 
 
 class Lane(Enum):
@@ -72,6 +72,7 @@ class InferOptions:
     raw_scores: bool = False
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """Inputs, options and results of one call. Rows fail one by one: `errors` by row; a null input always fails.
 
@@ -81,7 +82,7 @@ class Job:
 
         vectors        float32 [N, dimensions]         DENSE
         scores         float32 [N, labels]             SCORES
-        sparse         N × SparseVector                SPARSE
+        sparse         N × SparseRow                   SPARSE
         tokens_of      N × float32 [tokens, hidden]    TOKENS
         multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
 
@@ -89,55 +90,31 @@ class Job:
     to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
     """
 
-    __slots__ = (
-        "cancelled",
-        "chars",
-        "context",
-        "deadline",
-        "errors",
-        "inference_ns",
-        "inputs",
-        "lane",
-        "multi_vectors",
-        "options",
-        "queue_ns",
-        "remaining",
-        "scores",
-        "sparse",
-        "submitted_ns",
-        "tokenization_ns",
-        "tokens",
-        "tokens_of",
-        "vectors",
-    )
+    inputs: Sequence[Input]
+    options: InferOptions
+    lane: Lane
+    deadline: float | None = None
+    context: object = None
+    cancelled: bool = field(default=False, init=False)
+    vectors: NDArray[np.float32] = field(init=False)
+    scores: NDArray[np.float32] = field(init=False)
+    sparse: list[SparseRow | None] = field(default_factory=list, init=False)
+    tokens_of: list[NDArray[np.float32] | None] = field(default_factory=list, init=False)
+    multi_vectors: list[NDArray[np.float32] | None] = field(default_factory=list, init=False)
+    errors: dict[int, TeimgrError] = field(default_factory=dict, init=False)
+    remaining: int = field(init=False)
+    chars: int = field(init=False)
+    tokens: int = field(default=0, init=False)
+    submitted_ns: int = field(default=0, init=False)
+    tokenization_ns: int = field(default=0, init=False)
+    queue_ns: int = field(default=0, init=False)
+    inference_ns: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        inputs: Sequence[Input],
-        options: InferOptions,
-        lane: Lane,
-        deadline: float | None = None,
-        context: object = None,
-    ) -> None:
-        self.inputs = inputs
-        self.options = options
-        self.lane = lane
-        self.deadline = deadline
-        self.context = context
-        self.cancelled = False
-        self.vectors: NDArray[np.float32] = np.zeros((len(inputs), 0), dtype=np.float32)
-        self.scores: NDArray[np.float32] = np.zeros((len(inputs), 0), dtype=np.float32)
-        self.sparse: list[SparseRow | None] = []
-        self.tokens_of: list[NDArray[np.float32] | None] = []
-        self.multi_vectors: list[NDArray[np.float32] | None] = []
-        self.errors: dict[int, TeimgrError] = {}
-        self.remaining = len(inputs)
-        self.chars = sum(map(characters, inputs))
-        self.tokens = 0
-        self.submitted_ns = 0
-        self.tokenization_ns = 0
-        self.queue_ns = 0
-        self.inference_ns = 0
+    def __post_init__(self) -> None:
+        self.vectors = np.zeros((len(self.inputs), 0), dtype=np.float32)
+        self.scores = np.zeros((len(self.inputs), 0), dtype=np.float32)
+        self.remaining = len(self.inputs)
+        self.chars = sum(map(characters, self.inputs))
 
     def allocate_results(self, dimension: int, labels: int) -> None:
         """Allocate the results that `options` request; `dimension` is that of an uncut dense vector."""
@@ -172,13 +149,15 @@ def characters(item: Input) -> int:
     return len(item.first) + len(item.second) if isinstance(item, Pair) else len(item)
 
 
-_NO_EMBEDDING = "Model is not an embedding model"
-_UNSUPPORTED = {
-    Output.DENSE: _NO_EMBEDDING,
-    Output.TOKENS: _NO_EMBEDDING,
-    Output.SPARSE: "Model is not an embedding model with SPLADE pooling",
-    Output.MULTI_VECTOR: "Model is not a late-interaction (multi-vector) model",
-    Output.SCORES: "Model is not a classifier model",
+# By kind of model or for any (None): the message of an output that a model lacks.
+_UNSUPPORTED: dict[tuple[Kind | None, Output], str] = {
+    (None, Output.DENSE): "Model is not an embedding model",
+    (None, Output.TOKENS): "Model is not an embedding model",
+    (None, Output.SPARSE): "Model is not an embedding model with SPLADE pooling",
+    (None, Output.MULTI_VECTOR): "Model is not a late-interaction (multi-vector) model",
+    (None, Output.SCORES): "Model is not a classifier model",
+    (Kind.SPARSE, Output.TOKENS): "`embed_all` is not available for SPLADE models",
+    (Kind.MULTI_VECTOR, Output.DENSE): "Model is not an embedding model with one vector per text",
 }
 
 
@@ -193,10 +172,11 @@ def check_supported(info: LoadedModel, options: InferOptions) -> None:
         raise InvalidInput("Input validation error: at least one output must be asked for")
     for output in Output:
         if output in options.outputs and output.value not in info.outputs:
-            raise WrongModelKind(f"Backend error: {_unsupported(info, output)}")
+            message = _UNSUPPORTED.get((Kind(info.kind), output), _UNSUPPORTED[None, output])
+            raise WrongModelKind(f"Backend error: {message}")
     if Output.DENSE not in options.outputs:
         return
-    if info.kind == "sparse" and options.normalize:
+    if info.kind == Kind.SPARSE and options.normalize:
         raise WrongModelKind("Backend error: `normalize` is not available for SPLADE models")
     dimensions = options.dimensions
     if dimensions is not None and dimensions < 1:
@@ -205,11 +185,3 @@ def check_supported(info: LoadedModel, options: InferOptions) -> None:
         raise InvalidInput(
             "Input validation error: `dimensions` should be smaller than the maximum embedding dimension."
         )
-
-
-def _unsupported(info: LoadedModel, output: Output) -> str:
-    if info.kind == "sparse" and output is Output.TOKENS:
-        return "`embed_all` is not available for SPLADE models"
-    if info.kind == "multi-vector" and output is Output.DENSE:
-        return "Model is not an embedding model with one vector per text"
-    return _UNSUPPORTED[output]

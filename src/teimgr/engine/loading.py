@@ -18,7 +18,8 @@ from teimgr.engine.queue import BatchLimits
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.errors import InvalidConfig, OutOfDeviceMemory
-from teimgr.model_files import Layout, read_layout
+from teimgr.model_files.layout import Layout
+from teimgr.model_files.reading import read_layout
 from teimgr.spec import LoadedModel
 
 log = logging.getLogger(__name__)

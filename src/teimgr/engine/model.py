@@ -20,7 +20,8 @@ from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.engine.heads.scoring import CausalHead, SequenceHead, keep_two_tokens, sequence_head
 from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.job import Output
-from teimgr.model_files import Backbone, Kind, Layout
+from teimgr.model_files.layout import Backbone, Layout
+from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,7 @@ class Model:
     """
 
     def __init__(
-        self,
-        backbone: Transformer | StaticTable,
-        heads: Heads,
-        whole: tuple[WholeModel, Heads] | None = None,
+        self, backbone: Transformer | StaticTable, heads: Heads, whole: tuple[WholeModel, Heads] | None = None
     ) -> None:
         self.backbone = backbone
         self._heads = dict(heads)

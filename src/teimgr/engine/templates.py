@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,8 @@ from tokenizers import Encoding
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Pair
-from teimgr.engine.tokenizer_library import Shortener, TokenizerLibrary
-from teimgr.model_files import CausalRerank, LateInteraction
+from teimgr.engine.truncation import Shortener
+from teimgr.model_files.layout import CausalRerank, LateInteraction
 
 QUERY, DOCUMENT = "query", "document"
 
@@ -68,12 +68,21 @@ _PLACES = re.compile(r"(\{query\}|\{document\})")
 
 
 class CausalTemplate:
-    """A causal reranker's template around pairs; only the body is truncated. `limit` includes the template's tokens."""
+    """A causal reranker's template around pairs; only the body is truncated. `limit` includes the template's tokens.
 
-    def __init__(self, config: CausalRerank, library: TokenizerLibrary, shortener: Shortener, limit: int) -> None:
+    `tokenize` adds no special tokens, and its encodings have offsets.
+    """
+
+    def __init__(
+        self,
+        config: CausalRerank,
+        tokenize: Callable[[Sequence[str]], list[Encoding]],
+        shortener: Shortener,
+        limit: int,
+    ) -> None:
         self._config = config
         self._body = _PLACES.split(config.body)
-        self._library = library
+        self._tokenize = tokenize
         self._shortener = shortener
         self._limit = limit
 
@@ -87,11 +96,8 @@ class CausalTemplate:
         """
         bodies = [self._body_of(pair) for pair in pairs]
         short = [self._shortener.short_text(body, left) if truncate else body for body in bodies]
-        encodings = self._encode(short)
-        return [
-            self._ids(encoding, kept, body, truncate, left)
-            for encoding, kept, body in zip(encodings, short, bodies, strict=True)
-        ]
+        rows = zip(self._encode(short), short, bodies, strict=True)
+        return [self._ids(encoding, kept, body, truncate, left) for encoding, kept, body in rows]
 
     def _body_of(self, pair: Pair) -> str:
         """The middle of a pair's text. A literal {query} or {document} in a text stays as it is."""
@@ -103,8 +109,7 @@ class CausalTemplate:
         return len(self._encode([self._body_of(Pair("", ""))])[0].ids)
 
     def _encode(self, bodies: Sequence[str]) -> list[Encoding]:
-        texts = [f"{self._config.prefix}{body}{self._config.suffix}" for body in bodies]
-        return self._library.encode(texts, specials=False, offsets=True)
+        return self._tokenize([f"{self._config.prefix}{body}{self._config.suffix}" for body in bodies])
 
     def _ids(self, encoding: Encoding, kept: str, body: str, truncate: bool, left: bool) -> NDArray[np.int32]:
         ids = np.array(encoding.ids, dtype=np.int32)

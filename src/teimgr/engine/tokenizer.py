@@ -1,28 +1,23 @@
-"""The tokenizer of a model: prompts, limits and truncation; inputs become `Encoded`."""
+"""The tokenizer of a model, from its files to encoded inputs: prompts, limits, checks, and the tokenizers library."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer, normalizers
 
 from teimgr.engine.batch import Encoded
-from teimgr.engine.job import InferOptions, Input, Pair
+from teimgr.engine.job import InferOptions, Input, Pair, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, late_interaction_roles
-from teimgr.engine.tokenizer_library import (
-    Shortener,
-    Text,
-    TokenizerLibrary,
-    Truncation,
-    breaks_at_spaces,
-    load_tokenizer,
-    unknown_id,
-)
-from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TeimgrError, TokenizerFailed
-from teimgr.model_files import Backbone, Layout
+from teimgr.engine.truncation import Shortener, Text, Truncation, breaks_at_spaces, flattened
+from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
+from teimgr.model_files.layout import Backbone, Layout
 
 # No language has this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
@@ -83,11 +78,7 @@ class Prompts:
         return tuple(self._texts)
 
     def tokenize_options(self, options: InferOptions) -> TokenizeOptions:
-        """The tokenize options of a job with these options.
-
-        Raises:
-            InvalidInput: the model has no prompt of that name.
-        """
+        """Raises InvalidInput where the model has no prompt of that name."""
         query = self._default_query if options.prompt_name is None else options.prompt_name == QUERY
         text = self.text(options.prompt_name)
         return TokenizeOptions(options.truncate, options.truncation_left, text, self._roles and query)
@@ -105,16 +96,51 @@ class Prompts:
         raise InvalidInput(f"Input validation error: {self._missing(name)}")
 
     def _missing(self, name: str) -> str:
+        given = f"`default-prompt-name` is set to `{name}` but"
         if not self._texts:
-            return (
-                f"`default-prompt-name` is set to `{name}` but no prompts were found in the "
-                "Sentence Transformers configuration"
-            )
+            return f"{given} no prompts were found in the Sentence Transformers configuration"
         known = ", ".join(f'"{known}"' for known in self._texts)
-        return (
-            f"`default-prompt-name` is set to `{name}` but it was not found in the Sentence Transformers prompts. "
-            f"Available prompts: [{known}]"
-        )
+        return f"{given} it was not found in the Sentence Transformers prompts. Available prompts: [{known}]"
+
+
+class TokenizerLibrary:
+    """A tokenizer of the library with its errors as `TokenizerFailed`. Safe from any thread; releases the GIL."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[Text], specials: bool = True, offsets: bool = False) -> list[Encoding]:
+        """Untruncated encodings of `texts`, with or without special tokens and offsets.
+
+        Raises:
+            TokenizerFailed: the library refused one of them.
+        """
+        with _library_errors():
+            if len(texts) == 1:  # without the thread pool
+                whole, pair = (texts[0], None) if isinstance(texts[0], str) else texts[0]
+                return [self._tokenizer.encode(whole, pair, add_special_tokens=specials)]
+            encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+            return encode(list(texts), add_special_tokens=specials)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Raises TokenizerFailed where an id is no token id."""
+        with _library_errors():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Turn the library's errors into TokenizerFailed: plain Exceptions, or Rust panics, which are BaseExceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerFailed(f"tokenizer error {error}") from error
 
 
 class TextTokenizer:
@@ -137,7 +163,8 @@ class TextTokenizer:
         self._prompt_lens: dict[str, int] = {}
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
         causal = None if layout.scoring is None else layout.scoring.causal
-        self._causal = None if causal is None else CausalTemplate(causal, self._library, self._shortener, max_length)
+        whole = partial(self._library.encode, specials=False, offsets=True)
+        self._causal = None if causal is None else CausalTemplate(causal, whole, self._shortener, max_length)
         mask = self._library.encode(["a"], self._add_specials)[0].special_tokens_mask
         self._leading_specials = mask.index(0) if 0 in mask else 0
         self.max_length = max_length
@@ -171,8 +198,7 @@ class TextTokenizer:
             return InvalidInput("Input validation error: `inputs` must be pairs for this model")
         if isinstance(item, np.ndarray):
             return self._check_ids(item)
-        characters = len(item) if isinstance(item, str) else len(item.first) + len(item.second)
-        return None if options.truncate else self._check_characters(characters)
+        return None if options.truncate else self._check_characters(characters(item))
 
     def encode(self, inputs: Sequence[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
         """The model's input for each of `inputs`, or why there is none.
@@ -202,12 +228,7 @@ class TextTokenizer:
         return list(_token_spans(encoding, whole))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of `ids`.
-
-        Raises:
-            EmptyInput: there are none.
-            TokenizerFailed: an id is no token id.
-        """
+        """Raises EmptyInput where there are no ids, TokenizerFailed where one is no token id."""
         if not ids:
             raise EmptyInput("Input validation error: `input_ids` cannot be empty")
         return self._library.decode(ids, skip_special_tokens)
@@ -234,12 +255,10 @@ class TextTokenizer:
     def _limit(self, options: TokenizeOptions) -> int:
         return self.max_length if self._roles is None else self._roles[options.query].limit
 
-    def _check_characters(self, characters: int) -> InvalidInput | None:
-        if characters <= (limit := self.max_length * _CHARS_PER_TOKEN):
+    def _check_characters(self, given: int) -> InvalidInput | None:
+        if given <= (limit := self.max_length * _CHARS_PER_TOKEN):
             return None
-        return InvalidInput(
-            f"Input validation error: `inputs` must have less than {limit} characters. Given: {characters}"
-        )
+        return InvalidInput(f"Input validation error: `inputs` must have less than {limit} characters. Given: {given}")
 
     def _check_ids(self, ids: NDArray[np.int32]) -> InvalidInput | None:
         unknown = (ids < 0) | (ids >= self._vocabulary)
@@ -256,8 +275,8 @@ class TextTokenizer:
             return error
         if not isinstance(item, np.ndarray) or (options.prompt and self._causal is None):
             return None
-        ids = item
-        if len(ids) > (limit := self._limit(options)):
+        ids, limit = item, self._limit(options)
+        if len(ids) > limit:
             if not options.truncate:
                 return _too_long(limit, len(ids))
             ids = ids[len(ids) - limit :] if options.left else ids[:limit]
@@ -340,3 +359,54 @@ def _token_spans(encoding: Encoding, text: str) -> Iterable[TokenSpan]:
         else:
             start, stop = int(starts[begin]), int(starts[end])
             yield TokenSpan(id, raw[start:stop].decode(errors="replace"), False, start, stop)
+
+
+_VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
+
+
+def load_tokenizer(layout: Layout) -> Tokenizer:
+    """The model's fast tokenizer, without the padding and truncation that its file may configure.
+
+    Raises:
+        ModelLoadFailed: there is none, or it cannot be read.
+    """
+    path = layout.transformer_dir / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout)
+    except Exception as error:
+        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if layout.lower_case and not _lower_cases(tokenizer):
+        own = tokenizer.normalizer
+        steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    return tokenizer
+
+
+def _convert(layout: Layout) -> Tokenizer:
+    """Convert an older model's vocabulary. Where there is none, transformers would create an empty tokenizer."""
+    from transformers import AutoTokenizer
+
+    if not any((layout.transformer_dir / name).is_file() for name in _VOCABULARIES):
+        raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(_VOCABULARIES)}")
+    trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
+    slow = AutoTokenizer.from_pretrained(layout.transformer_dir, local_files_only=True, trust_remote_code=trust)
+    backend = getattr(slow, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
+    return backend
+
+
+def _lower_cases(tokenizer: Tokenizer) -> bool:
+    spec = json.loads(tokenizer.to_str())["normalizer"]
+    return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in flattened(spec, "normalizers"))
+
+
+def unknown_id(tokenizer: Tokenizer) -> int | None:
+    """The id of the unknown token; None where the vocabulary covers all text."""
+    model = json.loads(tokenizer.to_str())["model"]
+    if "unk_id" in model:  # Unigram
+        return None if model["unk_id"] is None else int(model["unk_id"])
+    token = model.get("unk_token")
+    return None if token is None else tokenizer.token_to_id(token)

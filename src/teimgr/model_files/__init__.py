@@ -2,42 +2,11 @@
 
 layout             `Layout`, the description of a servable model, and its parts
 reading            `read_layout`: from a model directory to its layout
-files, metadata    the JSON files: tokenizer, lengths, config.json; `ModelMetadata` holds them
+json_files         reading JSON; tokenizer files, lengths
+metadata           `ModelMetadata`: the files of a directory, each read once
 modules            modules.json and the configurations of its modules
 kinds              embedding, sparse, multi-vector, reranker or classifier
 late_interaction   ColBERT models; scoring: classifiers, cross-encoders and causal rerankers
 
 Reads JSON only; loads no weights. Models that cannot be served with correct results are refused here, with the reason.
 """
-
-from teimgr.model_files.layout import (
-    M3,
-    Backbone,
-    CausalRerank,
-    Dense,
-    Kind,
-    LateInteraction,
-    LayerNorm,
-    Layout,
-    Normalize,
-    Projection,
-    ScoringConfig,
-    Splade,
-)
-from teimgr.model_files.reading import read_layout
-
-__all__ = [
-    "M3",
-    "Backbone",
-    "CausalRerank",
-    "Dense",
-    "Kind",
-    "LateInteraction",
-    "LayerNorm",
-    "Layout",
-    "Normalize",
-    "Projection",
-    "ScoringConfig",
-    "Splade",
-    "read_layout",
-]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.layout import Kind
 from teimgr.model_files.metadata import ModelMetadata
-from teimgr.spec import KINDS
+from teimgr.spec import KINDS, Kind
 
 
 def choose_kind(metadata: ModelMetadata, asked: str | None, pooling: str | None) -> Kind:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.files import read_object
+from teimgr.model_files.json_files import read_object
 from teimgr.model_files.layout import Dense, LateInteraction
 from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.modules import TOKENS, Module, read_projections
@@ -59,9 +59,7 @@ def _with_mask(metadata: ModelMetadata) -> LateInteraction:
         raise ModelLoadFailed("a MultiVectorMask that keeps documents whole, or keeps chosen tokens, is not served")
     late = _projected(modules)
     return replace(
-        late,
-        skip_ids=metadata.tokens.words(config.get("skiplist_words") or []),
-        skip_in_queries="query" in tasks,
+        late, skip_ids=metadata.tokens.words(config.get("skiplist_words") or []), skip_in_queries="query" in tasks
     )
 
 

@@ -7,15 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-
-class Kind(str, Enum):
-    """The purpose of a model; the value of `LoadedModel.kind`."""
-
-    EMBEDDING = "embedding"
-    SPARSE = "sparse"
-    MULTI_VECTOR = "multi-vector"
-    RERANKER = "reranker"
-    CLASSIFIER = "classifier"
+from teimgr.spec import Kind
 
 
 class Backbone(Enum):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
-from teimgr.model_files.files import TokenFiles, read_object, read_settings
+from teimgr.model_files.json_files import TokenFiles, read_object, read_settings
 from teimgr.model_files.modules import Chain, read_chain
 
 MODEL2VEC = "model2vec"

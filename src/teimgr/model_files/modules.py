@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.files import read_list, read_object
+from teimgr.model_files.json_files import read_list, read_object
 from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
 from teimgr.spec import POOLINGS
 

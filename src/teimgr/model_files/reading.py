@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.files import ENDLESS, max_length, position_offset
+from teimgr.model_files.json_files import ENDLESS, max_length, position_offset
 from teimgr.model_files.kinds import choose_kind, is_causal
 from teimgr.model_files.late_interaction import read_late
-from teimgr.model_files.layout import M3, Backbone, CausalRerank, Kind, Layout, ScoringConfig, Splade
+from teimgr.model_files.layout import M3, Backbone, CausalRerank, Layout, ScoringConfig, Splade
 from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.model_files.modules import Module, check_pooling, read_poolings, read_projections
 from teimgr.model_files.scoring import read_activation, read_causal_rerank, read_scoring
+from teimgr.spec import Kind
 
 _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
 _UNUSED = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")

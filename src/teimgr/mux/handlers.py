@@ -27,9 +27,14 @@ from teimgr.mux.forwarding import (
     forward_message,
     named_target,
 )
-from teimgr.observability import telemetry
-from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext
-from teimgr.observability.telemetry import Telemetry
+from teimgr.observability.request_context import (
+    CURRENT,
+    REQUEST_ID,
+    TRACEPARENT,
+    TRACESTATE,
+    RequestContext,
+    Telemetry,
+)
 from teimgr.routing.links import WorkerReply
 from teimgr.routing.router import Router, RouterView, router_view
 from teimgr.spec import State
@@ -129,7 +134,7 @@ class MuxHandlers:
         if self._telemetry.is_on:
             attributes = {"rpc.grpc.status_code": status.value[0], "tei.instance": record.instance}
             error = None if status is grpc.StatusCode.OK else failure or status.name
-            telemetry.end(request_context, attributes, error)
+            request_context.end(attributes, error)
         if _log.isEnabledFor(logging.DEBUG):
             took_ms = round((time.perf_counter() - record.began_s) * 1000, 3)
             _log.debug(

@@ -33,7 +33,7 @@ from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth, reflection_handlers
 from teimgr.observability import logs
 from teimgr.observability.memory import resident_bytes
-from teimgr.observability.telemetry import Telemetry
+from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
 
@@ -87,7 +87,7 @@ class Mux:
         self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
         self._counters = CallCounters()
         self._policy = PolicyInForce(Policy())
-        self._telemetry = Telemetry.open(config.otel)
+        self._telemetry = open_telemetry(config.otel)
         self._health = MuxHealth(self._policy, *SERVICES)
         self._certificates = None if config.tls is None else GrpcCertificates(config.tls)
         self._woken = asyncio.Event()  # set by the first snapshot, or by a stop

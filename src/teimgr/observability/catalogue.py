@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-Kind = Literal["counter", "gauge", "histogram"]
+MetricType = Literal["counter", "gauge", "histogram"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +21,7 @@ class Family:
     """
 
     name: str
-    kind: Kind
+    kind: MetricType
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
@@ -40,7 +40,13 @@ BATCH_TOKENS_BOUNDS = tuple(float(2**power) for power in range(21))
 
 
 def _add(
-    source: str, common: tuple[str, ...], name: str, kind: Kind, help: str, *labels: str, bounds: tuple[float, ...] = ()
+    source: str,
+    common: tuple[str, ...],
+    name: str,
+    kind: MetricType,
+    help: str,
+    *labels: str,
+    bounds: tuple[float, ...] = (),
 ) -> Family:
     family = FAMILIES[name] = Family(name, kind, help, (*common, *labels), bounds, source)
     return family

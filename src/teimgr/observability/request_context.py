@@ -19,6 +19,9 @@ REQUEST_ID = "x-request-id"
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 
+Attributes = Mapping[str, str | int | float | bool]
+"""Of a span."""
+
 _SAMPLED = 1
 _TRACE = struct.Struct("16s8sB")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
@@ -162,7 +165,23 @@ class RequestContext:
         self.stats = stats
 
     def on_stats(self, packed: bytes, instance: str) -> None:
-        """Receive packed `CallStats` with a reply from a worker of `instance`; `TracedContext` makes spans of them."""
+        """Receive packed `CallStats` with a reply from a worker of `instance`; a context with a span makes more."""
+
+    def end(self, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
+        """End the call's span, where it has one; `error` marks a failure that the caller did not cause."""
+
+
+class Telemetry:
+    """Creates the request context of each call; this one makes no spans, that of `telemetry.py` does."""
+
+    is_on = False
+
+    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestContext:
+        """The context of a call with these headers; where `is_on`, `RequestContext.end` must be called."""
+        return RequestContext.from_headers(headers)
+
+    def close(self) -> None:
+        """Export what is pending. Blocks."""
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)

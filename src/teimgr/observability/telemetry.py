@@ -17,8 +17,10 @@ from teimgr import __version__
 from teimgr.observability.request_context import (
     TRACEPARENT,
     TRACESTATE,
+    Attributes,
     CallStats,
     RequestContext,
+    Telemetry,
     Trace,
     request_id_of,
 )
@@ -35,8 +37,6 @@ _HTTP_PORT = 4318
 _FLUSH_MS = 3000
 # A stream may have a million messages: only the first ones get spans of their own, the row counts cover all.
 _MOST_WORKER_SPANS = 32
-
-Attributes = Mapping[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,6 @@ class Exporting:
 
     @property
     def is_http(self) -> bool:
-        """Whether the protocol is OTLP over HTTP."""
         parts = urlsplit(self.endpoint)
         return parts.port == _HTTP_PORT or parts.path.strip("/") != ""
 
@@ -80,41 +79,34 @@ def exporting(settings: Settings, instance: str) -> Exporting | None:
     )
 
 
-class Telemetry:
-    """Creates the request context of each call; with export, a `TracedContext` that owns a span."""
+def open_telemetry(exporting: Exporting | None) -> Telemetry:
+    """Set up export; without `exporting`, or without OpenTelemetry's packages, spans are not made."""
+    if exporting is None:
+        return Telemetry()
+    try:
+        provider = _provider(exporting)
+    except ImportError as error:
+        log.error("traces are not exported: %s; install teimgr[otel]", error)
+        return Telemetry()
+    return ExportedTelemetry(provider.get_tracer("teimgr", __version__), provider)
 
-    def __init__(self, tracer: Tracer | None = None, provider: TracerProvider | None = None) -> None:
+
+class ExportedTelemetry(Telemetry):
+    """Telemetry with spans: each call's context is a `TracedContext`, which `end` must end."""
+
+    is_on = True
+
+    def __init__(self, tracer: Tracer, provider: TracerProvider) -> None:
         self._tracer = tracer
         self._provider = provider
 
-    @classmethod
-    def open(cls, exporting: Exporting | None) -> Telemetry:
-        """Set up export; without `exporting`, or without OpenTelemetry's packages, spans are not made."""
-        if exporting is None:
-            return cls()
-        try:
-            provider = _provider(exporting)
-        except ImportError as error:
-            log.error("traces are not exported: %s; install teimgr[otel]", error)
-            return cls()
-        return cls(provider.get_tracer("teimgr", __version__), provider)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether spans are made."""
-        return self._tracer is not None
-
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestContext:
-        """Create the context of a call with these headers; a `TracedContext` must be ended by `end`."""
-        if self._tracer is None:
-            return RequestContext.from_headers(headers)
         return TracedContext(self._tracer, name, headers, attributes)
 
     def close(self) -> None:
         """Flush pending spans, for at most some seconds, and shut down. Blocks."""
-        if self._provider is not None:
-            self._provider.force_flush(_FLUSH_MS)
-            self._provider.shutdown()
+        self._provider.force_flush(_FLUSH_MS)
+        self._provider.shutdown()
 
 
 class TracedContext(RequestContext):
@@ -138,12 +130,10 @@ class TracedContext(RequestContext):
         self._rows_failed = 0
         at = self.span.get_span_context()
         super().__init__(
-            request_id,
-            Trace(at.trace_id.to_bytes(16, "big"), at.span_id.to_bytes(8, "big"), at.trace_flags.sampled),
+            request_id, Trace(at.trace_id.to_bytes(16, "big"), at.span_id.to_bytes(8, "big"), at.trace_flags.sampled)
         )
 
     def on_stats(self, packed: bytes, instance: str) -> None:
-        """Make the worker's spans."""
         stats = CallStats.unpack(packed)
         self._rows += stats.rows
         self._rows_failed += stats.rows_failed
@@ -153,7 +143,6 @@ class TracedContext(RequestContext):
             _trace_worker(self._tracer, self.span, stats)
 
     def end(self, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
-        """End the span; `error` marks a failure that the caller did not cause."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._rows:
@@ -164,12 +153,6 @@ class TracedContext(RequestContext):
         if name is not None:
             self.span.update_name(name)
         self.span.end()
-
-
-def end(context: RequestContext, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
-    """End the span of a `TracedContext`; other contexts have none."""
-    if isinstance(context, TracedContext):
-        context.end(attributes, error, name)
 
 
 def _parent(headers: Mapping[str, str]) -> Any:

@@ -28,7 +28,7 @@ from teimgr.gateway import Gateway
 from teimgr.gateway.openapi import describe
 from teimgr.http_server import AsgiApp, HttpProtocol, Listener, serving
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.observability.telemetry import Telemetry
+from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import config, events, fleet, gpus, instances, json_http, logs, models, probes
 from teimgr.rest.gpus import GpuReport

@@ -20,10 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.auth.policy import CALLER, Caller, Policy, PolicyInForce, Right, authenticate_request
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.gateway.gateway import paths
-from teimgr.observability import telemetry
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, use_context
-from teimgr.observability.telemetry import Telemetry
+from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, Attributes, Telemetry, use_context
 from teimgr.rest.json_http import VERBS, error_response
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 
@@ -77,9 +75,9 @@ class Observe:
                 seconds = time.perf_counter() - began
                 self._metrics.rest_request(method, route, status, seconds)
                 if self._telemetry.is_on:
-                    attributes: telemetry.Attributes = {"http.route": route, "http.response.status_code": status}
+                    attributes: Attributes = {"http.route": route, "http.response.status_code": status}
                     error = f"status {status}" if status >= 500 else None
-                    telemetry.end(context, attributes, error, f"{method} {route}")
+                    context.end(attributes, error, f"{method} {route}")
                 fields = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 3)}
                 log.debug("request answered", extra=fields)
 

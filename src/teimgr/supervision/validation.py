@@ -21,7 +21,7 @@ from teimgr.errors import (
     PortAllocationFailed,
     PortConflict,
 )
-from teimgr.model_files import read_layout
+from teimgr.model_files.reading import read_layout
 from teimgr.spec import InstanceSpec, WorkerSpec
 
 UNPRIVILEGED_PORT = 1024

@@ -16,7 +16,8 @@ from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Backbone, Kind
+from teimgr.model_files.layout import Backbone
+from teimgr.spec import Kind
 
 PACKED = (
     "albert",

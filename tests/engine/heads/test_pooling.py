@@ -17,7 +17,7 @@ from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads.pooling import POOLINGS, finish, pool
 from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Dense, LayerNorm, Normalize, Projection
+from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)

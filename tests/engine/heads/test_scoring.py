@@ -13,7 +13,8 @@ from teimgr.engine.backbone import Batching
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Backbone, CausalRerank, Kind, ScoringConfig
+from teimgr.model_files.layout import Backbone, CausalRerank, ScoringConfig
+from teimgr.spec import Kind
 
 CAUSAL = transformers.AutoModelForCausalLM
 

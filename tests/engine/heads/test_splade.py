@@ -15,7 +15,8 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.heads import splade as heads
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.model_files import Backbone, Kind, Splade
+from teimgr.model_files.layout import Backbone, Splade
+from teimgr.spec import Kind
 
 PACKED = ("albert", "bert", "distilbert", "electra", "gte", "modernbert", "nomic_bert", "roberta", "xlm_roberta")
 BY_EQUAL_LENGTH = ("deberta_v2", "mpnet")

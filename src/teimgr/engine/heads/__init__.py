@@ -13,16 +13,12 @@ Heads are independent of jobs and requests: normalising, cutting and activations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from teimgr.engine.batch import PackedBatch
-
-__all__ = ["Head", "Rows", "TokensHead", "moved"]
+from teimgr.engine.batch import PackedBatch, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +46,6 @@ class Head(Protocol):
         ...
 
 
-def moved(values: NDArray[Any], device: torch.device) -> Tensor:
-    """`values` as a tensor on `device`, copied asynchronously."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
 class TokensHead:
     """The last hidden states unchanged, special tokens and prompt included."""
 
@@ -63,4 +53,4 @@ class TokensHead:
         self.width = width
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        return Rows(hidden, moved(batch.cu_seqlens.astype(np.int64), hidden.device))
+        return Rows(hidden, to_device(batch.cu_seqlens.astype(np.int64), hidden.device))

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teimgr.engine.batch import PackedBatch
-from teimgr.engine.heads import Rows, moved
+from teimgr.engine.batch import PackedBatch, to_device
+from teimgr.engine.heads import Rows
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import LateInteraction
+from teimgr.model_files.layout import LateInteraction
 
 
 class MultiVectorHead:
@@ -31,11 +31,11 @@ class MultiVectorHead:
         """MULTI_VECTOR rows; a text of skipped tokens only has none."""
         kept = self._kept(batch)
         if kept is not None:
-            hidden = hidden[moved(np.flatnonzero(kept), hidden.device)]
+            hidden = hidden[to_device(np.flatnonzero(kept), hidden.device)]
         vectors: Tensor = self._projections(hidden.float())
         if self._normalize:
             vectors = functional.normalize(vectors, dim=-1)
-        return Rows(vectors, moved(offsets(kept, batch), hidden.device))
+        return Rows(vectors, to_device(offsets(kept, batch), hidden.device))
 
     def _kept(self, batch: PackedBatch) -> NDArray[np.bool_] | None:
         """Which tokens have a vector, bool [T]; None where all have."""
@@ -67,13 +67,13 @@ class M3SparseHead:
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """SPARSE rows. Synchronises: the number of non-zero weights is only known on the device."""
         tokens, places, texts, ids = self._entries(batch)
-        of_token = self._linear(hidden.float()).relu().squeeze(1)[moved(tokens, hidden.device)]
+        of_token = self._linear(hidden.float()).relu().squeeze(1)[to_device(tokens, hidden.device)]
         weights = torch.zeros(len(ids), device=hidden.device)
-        weights = weights.scatter_reduce(0, moved(places, hidden.device), of_token, "amax")
+        weights = weights.scatter_reduce(0, to_device(places, hidden.device), of_token, "amax")
         kept = (weights != 0.0).nonzero().squeeze(1)
-        counts = torch.bincount(moved(texts, hidden.device)[kept], minlength=batch.texts)
+        counts = torch.bincount(to_device(texts, hidden.device)[kept], minlength=batch.texts)
         borders = functional.pad(counts.cumsum(0), (1, 0))
-        return Rows(weights[kept], borders, moved(ids, hidden.device)[kept])
+        return Rows(weights[kept], borders, to_device(ids, hidden.device)[kept])
 
     def _entries(self, batch: PackedBatch) -> tuple[NDArray[np.int64], ...]:
         """Counted tokens and the entry of each; the text and the id of each entry, ascending."""
@@ -92,8 +92,8 @@ class M3MultiVectorHead:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         kept = batch.position_ids > 0
-        vectors = self._linear(hidden[moved(np.flatnonzero(kept), hidden.device)].float())
-        return Rows(functional.normalize(vectors, dim=-1), moved(offsets(kept, batch), hidden.device))
+        vectors = self._linear(hidden[to_device(np.flatnonzero(kept), hidden.device)].float())
+        return Rows(functional.normalize(vectors, dim=-1), to_device(offsets(kept, batch), hidden.device))
 
 
 def load_linear(path: Path, device: torch.device) -> nn.Linear:

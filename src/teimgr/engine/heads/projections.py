@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import Dense, LayerNorm, Projection
+from teimgr.model_files.layout import Dense, LayerNorm, Projection
 
 
 def torch_activation(name: str) -> nn.Module:

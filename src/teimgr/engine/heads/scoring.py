@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from teimgr.engine.batch import PackedBatch
-from teimgr.engine.heads import Rows, moved
+from teimgr.engine.batch import PackedBatch, to_device
+from teimgr.engine.heads import Rows
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.pooling import pool
 from teimgr.engine.heads.projections import torch_activation
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files import CausalRerank
+from teimgr.model_files.layout import CausalRerank
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class CausalHead:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """SCORES before any activation, [N, 1]."""
-        logits = self._decode(hidden[moved(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)]).float()
+        logits = self._decode(hidden[to_device(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)]).float()
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
 
 
@@ -97,19 +97,19 @@ def _candidates(library: LibraryHead) -> dict[str, LogitsOf]:
     pad = getattr(library.module.config.get_text_config(), "pad_token_id", -1)
 
     def first(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(hidden[moved(batch.cu_seqlens[:-1].astype(np.int64), hidden.device)])
+        return library.rows(hidden[to_device(batch.cu_seqlens[:-1].astype(np.int64), hidden.device)])
 
     def last(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(hidden[moved(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)])
+        return library.rows(hidden[to_device(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)])
 
     def last_but_padding(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(hidden[moved(_last_but_padding(pad, batch), hidden.device)])
+        return library.rows(hidden[to_device(_last_but_padding(pad, batch), hidden.device)])
 
     def mean(hidden: Tensor, batch: PackedBatch) -> Tensor:
         return library.rows(pool(hidden, batch, ["mean"]).to(hidden.dtype))
 
     def every_token(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        ids = moved(batch.ids, hidden.device)
+        ids = to_device(batch.ids, hidden.device)
         parts = []
         for run in batch.runs:
             shape = (run.texts, run.length)

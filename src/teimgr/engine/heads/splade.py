@@ -9,7 +9,7 @@ from torch import Tensor
 
 from teimgr.engine.batch import PackedBatch, Run
 from teimgr.engine.heads import Rows
-from teimgr.model_files import Splade
+from teimgr.model_files.layout import Splade
 
 # The size of logits at one time. On a CPU larger temporaries are mapped and unmapped by every operation.
 _CPU_BYTES = 24_000_000
