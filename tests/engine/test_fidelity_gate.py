@@ -39,7 +39,7 @@ def test_packing_is_used_where_it_gives_the_librarys_vectors(
     choice = chosen(model_dir(family), torch.float32)
 
     assert choice.batching is batching
-    assert choice.min_cosine > 1 - 1e-9
+    assert choice.closeness.min_cosine > 1 - 1e-9
 
 
 def test_a_wrong_position_offset_is_noticed(model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_sparse_model_is_packed(tmp_path: Path) -> None:
     choice = chosen(models.build_splade("bert", tmp_path), torch.float32)
 
     assert choice.batching is Batching.BY_RUN
-    assert choice.min_cosine > 1 - 1e-9
+    assert choice.closeness.min_cosine > 1 - 1e-9
 
 
 def test_a_type_in_which_scores_stray_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,10 +172,10 @@ def test_a_type_in_which_scores_stray_is_not_taken(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", 1.0)
     choice = chosen(path, None)
     assert choice.dtype is torch.bfloat16
-    assert 0.0 < choice.score_difference < 0.1
-    assert choice.min_cosine == 1.0
+    assert 0.0 < choice.closeness.score_difference < 0.1
+    assert choice.closeness.min_cosine == 1.0
 
-    monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", choice.score_difference / 2)
+    monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", choice.closeness.score_difference / 2)
     assert chosen(path, None).dtype is torch.float32
 
 

@@ -100,7 +100,6 @@ class PackedBatch:
 
 
 def pack(texts: Sequence[Encoded]) -> PackedBatch:
-    """Pack one or more inputs into one row."""
     lengths = np.fromiter((len(text.ids) for text in texts), dtype=np.int32, count=len(texts))
     order = np.argsort(lengths, kind="stable")
     lengths = lengths[order]
@@ -108,6 +107,17 @@ def pack(texts: Sequence[Encoded]) -> PackedBatch:
     cu_seqlens = np.zeros(len(texts) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     ids = np.concatenate([text.ids for text in texts]).astype(np.int64)
+    prompt_lens = type_ids = keys = queries = None
+    if any(text.prompt_tokens for text in texts):  # at least one token of a text is pooled
+        prompt_lens = np.minimum(np.array([text.prompt_tokens for text in texts], dtype=np.int32), lengths - 1)
+    if any(text.type_ids is not None for text in texts):
+        types = [np.zeros(len(text.ids), dtype=np.uint8) if text.type_ids is None else text.type_ids for text in texts]
+        type_ids = np.concatenate(types).astype(np.int64)
+    if any(text.keys is not None for text in texts):
+        seen = [len(text.ids) if text.keys is None else text.keys for text in texts]
+        keys = np.array(seen, dtype=np.int32)
+    if any(text.query for text in texts):
+        queries = np.array([text.query for text in texts])
     return PackedBatch(
         ids=ids,
         position_ids=np.arange(len(ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths),
@@ -115,10 +125,10 @@ def pack(texts: Sequence[Encoded]) -> PackedBatch:
         max_seqlen=int(lengths[-1]),
         runs=tuple(_runs(lengths)),
         order=order,
-        prompt_lens=_prompt_lens(texts, lengths),
-        type_ids=_type_ids(texts),
-        keys=_keys(texts, lengths),
-        queries=np.array([text.query for text in texts]) if any(text.query for text in texts) else None,
+        prompt_lens=prompt_lens,
+        type_ids=type_ids,
+        keys=keys,
+        queries=queries,
     )
 
 
@@ -128,27 +138,6 @@ def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:
     for length, texts in zip(values.tolist(), counts.tolist(), strict=True):
         yield Run(start, texts, length)
         start += texts * length
-
-
-def _prompt_lens(texts: Sequence[Encoded], lengths: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    # At least one token of a text is pooled.
-    if not any(text.prompt_tokens for text in texts):
-        return None
-    return np.minimum(np.array([text.prompt_tokens for text in texts], dtype=np.int32), lengths - 1)
-
-
-def _type_ids(texts: Sequence[Encoded]) -> NDArray[np.int64] | None:
-    if all(text.type_ids is None for text in texts):
-        return None
-    parts = [np.zeros(len(text.ids), dtype=np.uint8) if text.type_ids is None else text.type_ids for text in texts]
-    return np.concatenate(parts).astype(np.int64)
-
-
-def _keys(texts: Sequence[Encoded], lengths: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    if all(text.keys is None for text in texts):
-        return None
-    given = [length if text.keys is None else text.keys for text, length in zip(texts, lengths, strict=True)]
-    return np.array(given, dtype=np.int32)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -30,6 +30,7 @@ from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)
 
+# A dtype is accepted with cosines to float32 from here on, and with scores that differ by no more.
 MIN_COSINE = 0.9995
 _MAX_SCORE_DIFFERENCE = 1e-2
 _REQUESTED_COSINE = 0.99  # a dtype that the user chose is refused only if it is plainly broken
@@ -43,8 +44,8 @@ _LONG_TEXT_WORDS = 300
 _WIDEST_PROBED_WINDOW = 1024  # tokens; a text past a wider one would cost seconds of every load on a CPU
 _WINDOW_KEYS = ("sliding_window", "local_attention")
 
-# Lengths from one word to many, in several scripts, to reveal wrong positions or masks. The longest have some 80
-# tokens; `probe_texts` adds a longer one for models with a sliding window.
+# Known texts: lengths from one word to many, in several scripts, to reveal wrong positions or masks. The longest have
+# some 80 tokens; `probe_texts` adds a longer one for models with a sliding window.
 PROBE_TEXTS = (
     "yes",
     "The quick brown fox jumps over the lazy dog.",
@@ -69,7 +70,7 @@ class Closeness:
     `mean_cosine` and `min_cosine` are over the inputs; that of an input with several rows is their mean, since late
     interaction adds them up. Hidden states (TOKENS) do not count in either. `difference` is the largest between numbers
     of rows scaled to length 1, `score_difference` that of logits, relative to the largest reference logit where that is
-    above 1.
+    above 1. Cosines are 1.0 for models with scores only; `score_difference` is 0.0 for those without.
     """
 
     mean_cosine: float
@@ -84,7 +85,6 @@ def reference_of(model: Model, encoded: Encoded) -> ProbeResult:
 
 
 def batched(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResult]:
-    """The results for all inputs, in one batch."""
     batch = pack(inputs)
     found = _split(model.run(batch, model.outputs), model.widths, len(inputs))
     at = {source: place for place, source in enumerate(batch.order.tolist())}
@@ -139,16 +139,11 @@ def _result(rows: Rows, i: int, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen dtype and batching, and the deviation from the float32 reference over the known inputs.
-
-    Cosines are 1.0 for models with scores only; `score_difference` is 0.0 for those without.
-    """
+    """The chosen dtype and batching, and how close they are to the float32 reference over the known inputs."""
 
     dtype: torch.dtype
     batching: Batching
-    mean_cosine: float
-    min_cosine: float
-    score_difference: float
+    closeness: Closeness
 
 
 def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
@@ -231,10 +226,10 @@ def _choose_batching(
         except torch.OutOfMemoryError:
             raise
         except (CannotPackError, ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
-            log.info("%s batching is not for this model: %s", batching.value, _first_line(refusal))
+            log.info("%s batching is not for this model: %s", batching.value, str(refusal).partition("\n")[0])
             continue
         if _close_enough(close, dtype, requested):
-            return Choice(dtype, batching, close.mean_cosine, close.min_cosine, close.score_difference)
+            return Choice(dtype, batching, close)
         log.info("%s batching in %s refused: %s", batching.value, dtype, close)
     return None
 
@@ -273,8 +268,7 @@ def _time_layers(hidden: int) -> tuple[float, float]:
 
     Alternating, and the best of several, so that a busy machine disturbs both alike.
     """
-    types = (torch.float32, torch.bfloat16)
-    linear = nn.Linear(hidden, 4 * hidden)
+    types, linear = (torch.float32, torch.bfloat16), nn.Linear(hidden, 4 * hidden)
     trials = [(PackedLinear(linear, dtype), torch.zeros(_TIMED_TOKENS, hidden, dtype=dtype)) for dtype in types]
     best = [float("inf"), float("inf")]
     for _ in range(_TIMED_RUNS):
@@ -283,7 +277,3 @@ def _time_layers(hidden: int) -> tuple[float, float]:
             layer(x)
             best[i] = min(best[i], time.perf_counter() - began)
     return best[0], best[1]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 Floats = NDArray[np.float32]
 
 _BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
-_HANDOVER = 2  # batches: one that is being finished, one that waits
+_HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
 _CHECK_S = 0.2
-_POWERS = 32  # of two: no batch has more tokens
+_POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
 
 class InFlightLimit:

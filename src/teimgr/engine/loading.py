@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from teimgr.engine.backbone import Batching
-from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
+from teimgr.engine.fidelity_gate import choose, probe_inputs
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.queue import BatchLimits
@@ -30,8 +30,8 @@ _CPU_BATCH_TOKENS = 2048
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _LEAST_BATCH_TOKENS = 256
-_VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 _BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
+_VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,11 @@ def load_parts(options: EngineOptions) -> EngineParts:
     began = time.monotonic()
     if options.dtype not in _DTYPES:
         raise InvalidConfig(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
-    # One thread, set before any tensor operation: a forked child has no thread pool yet, and the few probe inputs gain
-    # nothing from a second thread, while on a busy machine every step would wait for it.
+    # A single thread, set before any tensor operation: a forked child has no thread pool yet, and the few probe inputs
+    # gain nothing from a second thread, while on a busy machine every step would wait for it.
     torch.set_num_threads(1)
     if options.device == "cpu":
-        os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # of the tokenizer
+        os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer's threads
     layout = read_layout(options.path, options.pooling, kind=options.kind, trust_remote_code=options.trust_remote_code)
     for note in layout.notes:
         log.warning("%s: %s", options.model_id, note)
@@ -93,7 +93,11 @@ def load_parts(options: EngineOptions) -> EngineParts:
         log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
     tokenizer = TextTokenizer(layout, min(layout.max_length, options.max_batch_tokens))
     _check_room(layout, options, tokenizer.special_tokens + 1)
-    model, choice = _load_model(layout, options, tokenizer)
+    device, inputs = torch.device(options.device), probe_inputs(layout, tokenizer)
+    try:
+        model, choice = choose(lambda: load_model(layout, device), _DTYPES[options.dtype], inputs)
+    except torch.OutOfMemoryError as error:
+        raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
     return_freed_memory()
     info = LoadedModel(
         model_id=options.model_id,
@@ -124,9 +128,9 @@ def load_parts(options: EngineOptions) -> EngineParts:
         info.dtype,
         info.batching,
         choice.batching.value,
-        choice.mean_cosine,
-        choice.min_cosine,
-        choice.score_difference,
+        choice.closeness.mean_cosine,
+        choice.closeness.min_cosine,
+        choice.closeness.score_difference,
         info.load_s,
     )
     return EngineParts(tokenizer, prompts, model, _limits(options, model), info)
@@ -140,15 +144,6 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
             raise InvalidConfig(
                 f"{key} is {tokens}, too little for a text and the special tokens: it must be at least {least}"
             )
-
-
-def _load_model(layout: Layout, options: EngineOptions, tokenizer: TextTokenizer) -> tuple[Model, Choice]:
-    device = torch.device(options.device)
-    inputs = probe_inputs(layout, tokenizer)
-    try:
-        return choose(lambda: load_model(layout, device), _DTYPES[options.dtype], inputs)
-    except torch.OutOfMemoryError as error:
-        raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
 
 
 def _limits(options: EngineOptions, model: Model) -> BatchLimits:

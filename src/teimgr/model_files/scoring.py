@@ -98,7 +98,7 @@ def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> CausalRerank
 def _as_qwen3(metadata: ModelMetadata) -> CausalRerank:
     if metadata.config["model_type"] != "qwen3":
         raise ModelLoadFailed(
-            f"a {metadata.config['model_type']} language model says nothing of how it is asked for a score; "
+            f"a {metadata.config['model_type']} language model has no files that define a score; "
             "of those without sentence-transformers' files only Qwen3-Reranker is served"
         )
     yes, no = metadata.tokens.id("yes"), metadata.tokens.id("no")

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 
 _TRIAL_LENGTHS = (3, 5, 5)
-_TOLERANCE = 1e-4  # of float32 logits relative to the largest; the row of a wrong token differs far more
+_TOLERANCE = 1e-4  # between float32 logits, relative to the largest; the row of a wrong token differs far more
 _ROW_STEP = 8  # oneDNN creates and caches a kernel for every number of rows
 
 
