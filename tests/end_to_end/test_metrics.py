@@ -111,15 +111,16 @@ async def test_downloads_and_trials_move() -> None:
     metrics = DaemonMetrics()
 
     def act() -> None:
-        metrics.model_fetched("done", 1000)
-        metrics.model_tried("verified")
+        metrics.count(c.DOWNLOADS, "done")
+        metrics.count(c.DOWNLOAD_BYTES, by=1000)
+        metrics.count(c.TRIALS, "verified")
 
     await moves("a model is downloaded and tried", metrics.page, act)
 
 
 async def test_alarms_move() -> None:
     metrics = DaemonMetrics()
-    await moves("something needs a person", metrics.page, lambda: metrics.alarms(2))
+    await moves("something needs a person", metrics.page, lambda: metrics.set(c.ALARMS, 2))
 
 
 async def test_a_sick_engine_moves_its_numbers() -> None:

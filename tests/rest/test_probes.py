@@ -13,6 +13,7 @@ from tests.support.rest_listener import Front
 
 from teimgr import __version__
 from teimgr.mux.forwarding import CallCounters
+from teimgr.observability import catalogue
 from teimgr.spec import InstanceSpec
 
 
@@ -65,10 +66,10 @@ async def scrape(front: Front) -> dict[str, list[tuple[dict[str, str], float]]]:
 @pytest.mark.clause("M2.9-metrics")
 async def test_metrics_keep_the_names_of_the_contract(front: Front) -> None:
     spec = (await front.fleet.create(InstanceSpec(name="a", model_id="tiny"))).spec
-    front.metrics.instance_created(spec)
-    front.metrics.instance_deleted("b")
-    front.metrics.instance_restarted("a")
-    front.metrics.health_check_failed("a")
+    front.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
+    front.metrics.count(catalogue.DELETED, "b")
+    front.metrics.count(catalogue.RESTARTS, "a")
+    front.metrics.count(catalogue.PROBE_FAILURES, "a")
     samples = await scrape(front)
     assert samples["tei_manager_instances_created_total"] == [({"instance": "a", "model": "tiny"}, 1.0)]
     assert samples["tei_manager_instances_deleted_total"] == [({"instance": "b"}, 1.0)]
@@ -81,7 +82,7 @@ async def test_metrics_show_states_starts_and_alarms(front: Front) -> None:
     await front.create("a")
     front.fleet.ready("a")
     front.alarms.append("something")
-    front.metrics.worker_started("a", 0.2)
+    front.metrics.observe(catalogue.WORKER_START, 0.2, "a")
     samples = await scrape(front)
     states = {labels["state"]: value for labels, value in samples["teimgr_instances"]}
     assert states == {"running": 1, "starting": 0, "stopping": 0, "stopped": 0, "failed": 0}

@@ -16,7 +16,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, Sample, histogram
 from teimgr.observability.memory import resident_bytes
-from teimgr.spec import InstanceSpec, InstanceView, State
+from teimgr.spec import InstanceView, State
 
 # A series `…_created` for every counter would double the page; Prometheus does not need it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -25,8 +25,9 @@ CollectorT = TypeVar("CollectorT", Counter, Gauge, Histogram)
 
 
 class DaemonMetrics:
-    """The metrics of one daemon; `sources` are asked for the pages of other processes with each page.
+    """The metrics of one daemon: `count`, `set` and `observe` record values of families of the catalogue.
 
+    `sources` give the pages of other processes with each page.
     The counters of a deleted instance stay, as Prometheus expects of counters.
     """
 
@@ -36,33 +37,7 @@ class DaemonMetrics:
         self._collectors: dict[Family, Counter | Gauge | Histogram] = {}
         self._muxes: dict[str, Mapping[str, Any]] = {}
         self.fleet(())
-        self.alarms(0)
-
-    def instance_created(self, spec: InstanceSpec) -> None:
-        self.count(catalogue.CREATED, spec.name, spec.model_id)
-
-    def instance_deleted(self, name: str) -> None:
-        self.count(catalogue.DELETED, name)
-
-    def instance_restarted(self, name: str) -> None:
-        """Count a restart that the daemon decided, not a user."""
-        self.count(catalogue.RESTARTS, name)
-
-    def health_check_failed(self, name: str) -> None:
-        self.count(catalogue.PROBE_FAILURES, name)
-
-    def worker_started(self, name: str, seconds: float) -> None:
-        """Observe the time from a worker's launch to its passed self-test."""
-        self.observe(catalogue.WORKER_START, seconds, name)
-
-    def model_fetched(self, outcome: str, size_bytes: int) -> None:
-        """Count a finished download of the model registry: outcome `done` or `failed`."""
-        self.count(catalogue.DOWNLOADS, outcome)
-        self.count(catalogue.DOWNLOAD_BYTES, by=size_bytes)
-
-    def model_tried(self, outcome: str) -> None:
-        """Count a finished model trial: outcome `verified` or `failed`."""
-        self.count(catalogue.TRIALS, outcome)
+        self.set(catalogue.ALARMS, 0)
 
     def fleet(self, views: Iterable[InstanceView]) -> None:
         """Set the gauges of instances by state."""
@@ -71,19 +46,11 @@ class DaemonMetrics:
         for state in State:
             self.set(catalogue.BY_STATE, states[state], state.value)
 
-    def rest_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Observe a REST request; `route` is the route's template, never a caller's path."""
-        self.observe(catalogue.REST_REQUESTS, seconds, method, route, str(status))
-
-    def alarms(self, number: int) -> None:
-        self.set(catalogue.ALARMS, number)
-
     def mux_stats(self, mux: str, stats: Mapping[str, Any]) -> None:
         """Keep the latest reply of one mux process to `stats`."""
         self._muxes[mux] = stats
 
     def mux_gone(self, mux: str) -> None:
-        """Drop the statistics of a mux process that ended."""
         self._muxes.pop(mux, None)
 
     async def page(self) -> Page:
@@ -98,11 +65,9 @@ class DaemonMetrics:
         self._series(Counter, family, labels).inc(by)
 
     def set(self, family: Family, value: float, *labels: str) -> None:
-        """Set a gauge."""
         self._series(Gauge, family, labels).set(value)
 
     def observe(self, family: Family, value: float, *labels: str) -> None:
-        """Add a value to a histogram."""
         self._series(Histogram, family, labels).observe(value)
 
     def _series(self, kind: type[CollectorT], family: Family, labels: tuple[str, ...]) -> CollectorT:

@@ -13,6 +13,7 @@ from typing import Any
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import Launcher
+from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, place, usable_cores, worker_spec
 from teimgr.registry import cache as disk
@@ -219,7 +220,8 @@ class Registry:
                 fetched = await download.run()
                 outcome = "done"
             finally:
-                self._metrics.model_fetched(outcome, download.received_bytes)
+                self._metrics.count(catalogue.DOWNLOADS, outcome)
+                self._metrics.count(catalogue.DOWNLOAD_BYTES, by=download.received_bytes)
         self._records.note(model_id, revision=wanted, gated=fetched.gated or None)
         fields = {"model": model_id, "commit": fetched.commit, "received_bytes": download.received_bytes}
         log.info("model fetched", extra=fields)
@@ -237,7 +239,7 @@ class Registry:
             measured = known_values(found)
             log.info("model passed its trial", extra={"model": model_id, **measured})
             change = {"verification_error": None, "last_verified": now_rfc3339(), "trial": measured}
-        self._metrics.model_tried("failed" if change["verification_error"] else "verified")
+        self._metrics.count(catalogue.TRIALS, "failed" if change["verification_error"] else "verified")
         self._records.note(model_id, tried_commit=snapshot.commit, **change)
         await self._records.save()
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.auth.policy import CALLER, Caller, Policy, PolicyInForce, Right, authenticate_request
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.gateway.gateway import paths
+from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, Attributes, Telemetry, use_context
 from teimgr.rest.json_http import VERBS, error_response
@@ -73,7 +74,7 @@ class Observe:
                 # The route's template or one fixed label: callers must not be able to create new series.
                 route = getattr(scope.get("route"), "path", "unmatched")
                 seconds = time.perf_counter() - began
-                self._metrics.rest_request(method, route, status, seconds)
+                self._metrics.observe(catalogue.REST_REQUESTS, seconds, method, route, str(status))
                 if self._telemetry.is_on:
                     attributes: Attributes = {"http.route": route, "http.response.status_code": status}
                     error = f"status {status}" if status >= 500 else None

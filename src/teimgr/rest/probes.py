@@ -72,7 +72,7 @@ async def metrics(request: Request, manager: ManagerDep, form: Form = "text") ->
     """Every metric of the daemon, its muxes, its workers and its GPUs."""
     registry: DaemonMetrics = request.app.state.metrics
     registry.fleet(manager.list())
-    registry.alarms(len(all_alarms(manager, request.app.state.alarms)))
+    registry.set(catalogue.ALARMS, len(all_alarms(manager, request.app.state.alarms)))
     page = await registry.page()
     if form == "json":
         return answer({"timestamp": now_rfc3339(), "families": to_json(page)})

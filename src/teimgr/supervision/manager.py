@@ -15,6 +15,7 @@ from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
+from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, Planner, place, usable_cores, with_batch_tokens, worker_spec
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
@@ -173,7 +174,7 @@ class Manager:
         await instance.begin({})
         await instance.accept(Command.START)
         await self._save()
-        self._metrics.instance_created(spec)
+        self._metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         return instance.view()
 
     async def update(
@@ -254,7 +255,7 @@ class Manager:
             instance.forget()
             self._on_fleet_changed()
         await self._save()
-        self._metrics.instance_deleted(name)
+        self._metrics.count(catalogue.DELETED, name)
         return view
 
     def list(self) -> list[InstanceView]:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
+from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import Others, Planner
 from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView, rfc3339
@@ -250,7 +251,7 @@ class Supervisor:
             case ProbeOk():
                 self._probed_at = datetime.now(UTC)
             case ProbeFailed(reason):
-                self._context.metrics.health_check_failed(self.spec.name)
+                self._context.metrics.count(catalogue.PROBE_FAILURES, self.spec.name)
                 log.warning("probe failed", extra={"instance": self.spec.name, "reason": reason})
             case Exited():
                 self._worker = None
@@ -275,12 +276,14 @@ class Supervisor:
         level = logging.ERROR if life.phase is Phase.FAILED else logging.INFO
         log.log(level, "phase", extra=facts | ({"reason": life.reason} if life.reason else {}))
         if life.phase is Phase.WAITING:
-            metrics.instance_restarted(self.spec.name)
+            metrics.count(catalogue.RESTARTS, self.spec.name)
         if life.phase is Phase.RUNNING:
             assert worker is not None
             self.model = worker.status.model if worker.status else None
             if worker.handle is not None and not worker.is_adopted:
-                metrics.worker_started(self.spec.name, max(0.0, time.time() - worker.handle.started_at))
+                metrics.observe(
+                    catalogue.WORKER_START, max(0.0, time.time() - worker.handle.started_at), self.spec.name
+                )
 
     # The worker
 
