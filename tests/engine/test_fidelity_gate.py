@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 from tests.support import models
 from tests.support.models import build, edit
 
-from teimgr.engine import batch, fidelity_gate
+from teimgr.engine import fidelity_gate
 from teimgr.engine.attention import Packing
 from teimgr.engine.backbone import Batching
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
@@ -152,9 +153,10 @@ def test_halves_and_keys_that_a_batch_loses_are_noticed(
     path = getattr(models, f"build_{kind}")("bert", tmp_path)
     assert chosen(path, torch.float32).batching is Batching.BY_RUN
 
-    for name in ("_type_ids", "_keys"):
-        original = getattr(batch, name)
-        monkeypatch.setattr(batch, name, lambda texts, *rest, of=original: None if len(texts) > 1 else of(texts, *rest))
+    def losing(texts: Sequence[Encoded]) -> PackedBatch:
+        return replace(pack(texts), type_ids=None, keys=None)
+
+    monkeypatch.setattr(fidelity_gate, "pack", losing)  # of batches; the reference is packed by the model
     with pytest.raises(ModelLoadFailed, match="differ"):
         chosen(path, torch.float32)
 

@@ -90,6 +90,16 @@ class PackedBatch:
         return keys if (keys < run.length).any() else None
 
     @property
+    def begins(self) -> NDArray[np.int64]:
+        """The first token of every text, [N]."""
+        return self.cu_seqlens[:-1].astype(np.int64)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """The token behind every text, [N]."""
+        return self.cu_seqlens[1:].astype(np.int64)
+
+    @property
     def texts(self) -> int:
         return len(self.order)
 

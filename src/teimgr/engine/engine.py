@@ -238,14 +238,12 @@ class SelfTest(Job):
     def agrees_with(self, reference: SelfTest) -> bool:
         """Whether the results of both are equal, up to the effect of a batch's shape."""
         here, there = self._result(), reference._result()
-        if self._output is Output.SPARSE:
-            here, there = _as_dense(self, reference)
         if here.shape != there.shape:
             return False
         return bool(np.abs(here - there).max() <= _SELF_TEST_TOLERANCE * max(1.0, float(np.abs(there).max())))
 
     def _result(self) -> NDArray[np.float32]:
-        """The numbers of the one row, [K] or [*, width]."""
+        """The numbers of the one row, [K] or [*, width]. No model's first output is SPARSE."""
         if self._output is Output.DENSE:
             return np.array(self.vectors[0])
         if self._output is Output.SCORES:
@@ -253,17 +251,6 @@ class SelfTest(Job):
         rows = self.tokens_of if self._output is Output.TOKENS else self.multi_vectors
         row = rows[0] if rows else None
         return np.zeros(0, dtype=np.float32) if row is None else row
-
-
-def _as_dense(*tests: SelfTest) -> tuple[NDArray[np.float32], ...]:
-    """Sparse results as vectors of one width: an entry near zero may be present in one result only."""
-    rows = [test.sparse[0] for test in tests]
-    width = 1 + max((int(row.indices.max()) for row in rows if row is not None and len(row.indices)), default=0)
-    vectors = tuple(np.zeros(width, dtype=np.float32) for _ in rows)
-    for vector, row in zip(vectors, rows, strict=True):
-        if row is not None:
-            vector[row.indices] = row.values
-    return vectors
 
 
 def _joined(thread: threading.Thread, deadline: float) -> bool:

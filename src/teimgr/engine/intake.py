@@ -49,7 +49,7 @@ class _Chunk:
 
 
 class Intake:
-    """Accepts jobs on any thread; `run` is the tokenizer thread's body.
+    """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned.
 
     `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
     jobs count until their turn comes.
@@ -88,7 +88,6 @@ class Intake:
             self._changed.notify()
 
     def run(self) -> None:
-        """Until closed and empty, or abandoned."""
         while (chunk := self._next_chunk()) is not None:
             self._tokenize(chunk)
             with self._changed:  # the queue counts the tokens of completed jobs now
@@ -107,7 +106,6 @@ class Intake:
             self._changed.notify()
 
     def abandon(self) -> None:
-        """Stop after the current chunk."""
         with self._changed:
             self._closed = self._abandoned = True
             self._changed.notify()

@@ -38,7 +38,6 @@ class QueueEntry:
         return len(self.encoded.ids)
 
     def expired(self, now: float) -> bool:
-        """Whether the job's deadline has passed at the monotonic moment `now`."""
         return self.job.deadline is not None and now > self.job.deadline
 
 
@@ -208,7 +207,6 @@ class EntryQueue:
         return sum(buckets.texts for buckets in self._lanes.values())
 
     def drain(self) -> list[QueueEntry]:
-        """Remove and return all entries that are not cancelled."""
         with self._changed:
             left = [entry for buckets in self._lanes.values() for entry in buckets.drain()]
             return [entry for entry in left if not entry.job.cancelled]

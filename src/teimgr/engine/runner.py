@@ -39,7 +39,9 @@ class _StartError:
 
 
 class Runner:
-    """Serves the queue with one model until the queue is closed and empty; `run` is the thread's body."""
+    """Serves the queue with one model; `run` is the thread's body, until the queue is closed and empty, or the finisher
+    has ended.
+    """
 
     def __init__(self, model: Model, queue: EntryQueue, finisher: Finisher, threads: int) -> None:
         self._model = model
@@ -58,7 +60,6 @@ class Runner:
         self._threads_wanted = threads
 
     def run(self) -> None:
-        """Until the queue is closed and empty, or the finisher has ended."""
         while self._in_flight.wait_for_room() and (draft := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
             if self._threads_wanted is not None:
                 torch.set_num_threads(self._threads_wanted)

@@ -63,7 +63,6 @@ class TokenFiles:
         self.config = read_object(folder / "tokenizer_config.json") or {}
 
     def id(self, token: str) -> int | None:
-        """The id of a token; None where it is not in the vocabulary."""
         return self._vocabulary.get(token)
 
     def special(self, role: str) -> int | None:

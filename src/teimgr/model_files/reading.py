@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.json_files import ENDLESS, max_length, position_offset
 from teimgr.model_files.kinds import choose_kind, is_causal
 from teimgr.model_files.late_interaction import read_late
-from teimgr.model_files.layout import M3, Backbone, CausalRerank, Layout, ScoringConfig, Splade
+from teimgr.model_files.layout import M3, Backbone, Layout, ScoringConfig, Splade
 from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.model_files.modules import Module, check_pooling, read_poolings, read_projections
 from teimgr.model_files.scoring import read_activation, read_causal_rerank, read_scoring
@@ -99,10 +98,22 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         prompts=metadata.prompts,
         default_prompt_name=metadata.saved.get("default_prompt_name"),
     )
-    if chosen in (Kind.RERANKER, Kind.CLASSIFIER):
-        layout = _scoring(metadata, layout, render)
-    else:
-        layout = _READERS[chosen](metadata, layout, pooling)
+    match chosen:
+        case Kind.EMBEDDING:
+            layout = _embedding(metadata, layout, pooling)
+        case Kind.SPARSE:
+            layout = replace(layout, backbone=Backbone.MASKED_LM, splade=read_splade(metadata))
+        case Kind.MULTI_VECTOR:
+            late, prompts = read_late(metadata)
+            named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
+            layout = replace(layout, late=late, prompts=prompts, default_prompt_name=named)
+        case Kind.RERANKER | Kind.CLASSIFIER if is_causal(metadata):
+            causal = read_causal_rerank(metadata, render=render)
+            scoring = ScoringConfig(("LABEL_0",), read_activation(metadata, 1), causal)
+            # The prompts are part of the template, so nothing goes before the query.
+            layout = replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
+        case Kind.RERANKER | Kind.CLASSIFIER:
+            layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
     _check_task(metadata, layout.backbone)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
         layout = replace(layout, notes=(*layout.notes, _UNUSED_POOLING))
@@ -151,28 +162,6 @@ def _without_final_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:
     return modules[:-1] if modules and modules[-1].name == "Normalize" else modules
 
 
-def _sparse(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    return replace(layout, backbone=Backbone.MASKED_LM, splade=read_splade(metadata))
-
-
-def _multi_vector(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    late, prompts = read_late(metadata)
-    named = layout.default_prompt_name
-    return replace(layout, late=late, prompts=prompts, default_prompt_name=named if named in prompts else "document")
-
-
-def _scoring(metadata: ModelMetadata, layout: Layout, render: bool) -> Layout:
-    if is_causal(metadata):
-        return _causal(metadata, layout, read_causal_rerank(metadata, render=render))
-    return replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
-
-
-def _causal(metadata: ModelMetadata, layout: Layout, score: CausalRerank) -> Layout:
-    """A causal reranker; its prompts are part of its template, so nothing goes before the query."""
-    scoring = ScoringConfig(("LABEL_0",), read_activation(metadata, 1), score)
-    return replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
-
-
 def _check_task(metadata: ModelMetadata, backbone: Backbone) -> None:
     """Check that sentence-transformers would use the same output of the transformer."""
     named = metadata.settings.get("transformer_task")
@@ -180,10 +169,3 @@ def _check_task(metadata: ModelMetadata, backbone: Backbone) -> None:
         raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")
     if backbone is not Backbone.CAUSAL_LM and "message" in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")
-
-
-_READERS: dict[Kind, Callable[[ModelMetadata, Layout, str | None], Layout]] = {
-    Kind.EMBEDDING: _embedding,
-    Kind.SPARSE: _sparse,
-    Kind.MULTI_VECTOR: _multi_vector,
-}

@@ -62,7 +62,6 @@ def text(page: Page, *, helps: bool = True) -> str:
 
 
 def to_json(page: Page) -> list[dict[str, Any]]:
-    """The page as JSON values: a list of families, each with its samples."""
     return [
         {
             "name": family.name,

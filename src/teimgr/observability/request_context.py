@@ -101,7 +101,6 @@ class RequestContext:
 
     @property
     def request_id(self) -> str:
-        """The id that is logged and echoed."""
         if not self._request_id and self._packed:
             self._request_id = self._packed[_TRACE.size :].decode("ascii", "replace")
         return self._request_id
@@ -190,7 +189,6 @@ CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", defau
 
 @contextmanager
 def use_context(context: RequestContext | None) -> Iterator[None]:
-    """Make `context` the current one within the block."""
     token = CURRENT.set(context)
     try:
         yield

@@ -66,7 +66,6 @@ class Exporting:
 
 
 def exporting(settings: Settings, instance: str) -> Exporting | None:
-    """The export settings of one process; None without an endpoint."""
     otel = settings.otel
     if not otel.endpoint:
         return None

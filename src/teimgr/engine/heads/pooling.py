@@ -61,37 +61,17 @@ def pool(hidden: Tensor, batch: PackedBatch, poolings: Sequence[str]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _cls(hidden: Tensor, segments: Segments) -> Tensor:
-    return hidden[segments.starts].float()
-
-
-def _last_token(hidden: Tensor, segments: Segments) -> Tensor:
-    return hidden[segments.stops - 1].float()
-
-
-def _mean(hidden: Tensor, segments: Segments) -> Tensor:
-    return segments.reduce(hidden.float(), "sum") / segments.lengths
-
-
-def _mean_sqrt_len(hidden: Tensor, segments: Segments) -> Tensor:
-    return segments.reduce(hidden.float(), "sum") / segments.lengths.sqrt()
-
-
-def _max(hidden: Tensor, segments: Segments) -> Tensor:
-    return segments.reduce(hidden.float(), "max")
-
-
 def _weighted_mean(hidden: Tensor, segments: Segments) -> Tensor:
     weights = segments.positions(len(hidden))
     return segments.reduce(hidden.float() * weights, "sum") / segments.reduce(weights, "sum")
 
 
 POOLINGS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
-    "cls": _cls,
-    "last_token": _last_token,
-    "max": _max,
-    "mean": _mean,
-    "mean_sqrt_len": _mean_sqrt_len,
+    "cls": lambda hidden, segments: hidden[segments.starts].float(),
+    "last_token": lambda hidden, segments: hidden[segments.stops - 1].float(),
+    "max": lambda hidden, segments: segments.reduce(hidden.float(), "max"),
+    "mean": lambda hidden, segments: segments.reduce(hidden.float(), "sum") / segments.lengths,
+    "mean_sqrt_len": lambda hidden, segments: segments.reduce(hidden.float(), "sum") / segments.lengths.sqrt(),
     "weighted_mean": _weighted_mean,
 }
 

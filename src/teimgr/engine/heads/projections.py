@@ -45,7 +45,6 @@ class DenseLayer(nn.Module):
             self.residual = nn.Identity()
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[…, in_features] → […, out_features]."""
         out: Tensor = self.activation(self.linear(vectors))
         return out if self.residual is None else out + self.residual(vectors)
 
@@ -87,15 +86,11 @@ def width_behind(projections: Sequence[Projection], width: int) -> int:
 
 
 def _load(projection: Projection) -> nn.Module:
-    if isinstance(projection, Dense):
-        return _with_weights(DenseLayer(projection), projection.path)
-    if isinstance(projection, LayerNorm):
-        return _with_weights(LayerNormLayer(projection), projection.path)
-    return NormalizeLayer()
-
-
-def _with_weights(layer: nn.Module, folder: Path) -> nn.Module:
-    """Load the weights of `layer`; the file may hold those of a transformer too, as in Stanford's ColBERT."""
+    """The module with its weights; the file may hold those of a transformer too, as in Stanford's ColBERT."""
+    if not isinstance(projection, Dense | LayerNorm):
+        return NormalizeLayer()
+    layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
+    folder = projection.path
     names = tuple(f"{name}." for name, _ in layer.named_children())
     try:
         layer.load_state_dict({key: value for key, value in read_weights(folder).items() if key.startswith(names)})

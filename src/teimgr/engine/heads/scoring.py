@@ -33,7 +33,7 @@ class CausalHead:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """SCORES before any activation, [N, 1]."""
-        logits = self._decode(hidden[to_device(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)]).float()
+        logits = self._decode(hidden[to_device(batch.ends - 1, hidden.device)]).float()
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
 
 
@@ -96,41 +96,27 @@ def sequence_head(library: LibraryHead) -> SequenceHead | None:
 def _candidates(library: LibraryHead) -> dict[str, LogitsOf]:
     pad = getattr(library.module.config.get_text_config(), "pad_token_id", -1)
 
-    def first(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(hidden[to_device(batch.cu_seqlens[:-1].astype(np.int64), hidden.device)])
+    def on_row(position: Callable[[PackedBatch], NDArray[np.int64]]) -> LogitsOf:
+        return lambda hidden, batch: library.rows(hidden[to_device(position(batch), hidden.device)])
 
-    def last(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(hidden[to_device(batch.cu_seqlens[1:].astype(np.int64) - 1, hidden.device)])
-
-    def last_but_padding(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(hidden[to_device(_last_but_padding(pad, batch), hidden.device)])
-
-    def mean(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return library.rows(pool(hidden, batch, ["mean"]).to(hidden.dtype))
+    def last_but_padding(batch: PackedBatch) -> NDArray[np.int64]:
+        """Each text's last token that is not `pad`; its first where all are, as in decoders."""
+        return batch.begins + np.maximum.reduceat(batch.position_ids * (batch.ids != pad), batch.begins)
 
     def every_token(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        ids = to_device(batch.ids, hidden.device)
-        parts = []
+        ids, parts = to_device(batch.ids, hidden.device), []
         for run in batch.runs:
-            shape = (run.texts, run.length)
-            tokens = slice(run.start, run.stop)
+            tokens, shape = slice(run.start, run.stop), (run.texts, run.length)
             parts.append(library.texts(hidden[tokens].view(*shape, -1), ids[tokens].view(shape)))
         return torch.cat(parts)
 
     return {
-        "the first token": first,
-        "the last token": last,
-        "the last token that is not padding": last_but_padding,
-        "the mean of all tokens": mean,
+        "the first token": on_row(lambda batch: batch.begins),
+        "the last token": on_row(lambda batch: batch.ends - 1),
+        "the last token that is not padding": on_row(last_but_padding),
+        "the mean of all tokens": lambda hidden, batch: library.rows(pool(hidden, batch, ["mean"]).to(hidden.dtype)),
         "every token": every_token,
     }
-
-
-def _last_but_padding(pad: int, batch: PackedBatch) -> NDArray[np.int64]:
-    """The position of each text's last token that is not `pad`; of its first where all are, as in decoders."""
-    begins = batch.cu_seqlens[:-1].astype(np.int64)
-    places = batch.position_ids * (batch.ids != pad)
-    return begins + np.maximum.reduceat(places, begins)
 
 
 def activate(logits: NDArray[np.float32], activation: str) -> NDArray[np.float32]:
