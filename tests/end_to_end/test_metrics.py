@@ -28,7 +28,7 @@ from teimgr.observability import catalogue as c
 from teimgr.observability.catalogue import FAMILIES, Family
 from teimgr.observability.exposition import Page, Sample
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement import gpus
+from teimgr.placement import planner
 from teimgr.placement.planner import GpuInventory
 from teimgr.rest.gpus import GpuReport
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
@@ -189,7 +189,7 @@ class FakeNvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     driver = FakeNvml()
-    monkeypatch.setattr(gpus, "pynvml", driver)
+    monkeypatch.setattr(planner, "pynvml", driver)
     return driver
 
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
-from teimgr.model_files import Kind
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
-from teimgr.spec import LoadedModel
+from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
 from teimgr.wire.arrow_inputs import InputKind, read_inputs, read_texts
 from teimgr.wire.element_types import NUMBER_OF, Precision

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
 from teimgr.errors import EmptyInput, Internal, InvalidInput, TeimgrError
-from teimgr.model_files import Kind
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.teimgr.v1 import frames_pb2
+from teimgr.spec import Kind
 from teimgr.wire.frames import Method, Timings
 from teimgr.wire.protobuf import varint
 from teimgr.worker import arrow_calls

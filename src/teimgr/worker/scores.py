@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.job import Output
 from teimgr.errors import WrongModelKind
-from teimgr.model_files import Kind
-from teimgr.spec import LoadedModel
+from teimgr.spec import Kind, LoadedModel
 
 
 class ScoredLabel(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
-from teimgr.model_files import Kind
+from teimgr.spec import Kind
 from teimgr.worker import http_inference as http
 from teimgr.worker import scores
 from teimgr.worker.dialects import rerank

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput
-from teimgr.model_files import Kind
+from teimgr.spec import Kind
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 

@@ -17,8 +17,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
 from teimgr.http_server import media_type
-from teimgr.model_files import Kind
-from teimgr.spec import LoadedModel
+from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker import http_inference as http

@@ -19,8 +19,7 @@ from pydantic import Field, ValidationError
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
-from teimgr.model_files import Kind
-from teimgr.spec import LoadedModel
+from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import scores

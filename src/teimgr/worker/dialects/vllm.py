@@ -15,7 +15,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
-from teimgr.model_files import Kind
+from teimgr.spec import Kind
 from teimgr.wire.http_frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker.dialects import infinity, openai, rerank

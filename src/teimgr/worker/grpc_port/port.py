@@ -19,9 +19,9 @@ from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
 from teimgr.grpc_core.streams import PairCollector, StreamPump
-from teimgr.model_files import Kind
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.spec import Kind
 from teimgr.wire.frames import Flag
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import CallReply, MethodCall
