@@ -82,13 +82,18 @@ def find_packaged(model_id: str) -> ModelSource | None:
 
 def is_complete(path: Path) -> bool:
     """Whether a snapshot holds a configuration and every weight file it names."""
-    if not (path / "config.json").exists() and not (path / "modules.json").exists():
+    if not has_configuration(path):
         return False
     index = path / "model.safetensors.index.json"
     if index.exists():
         shards = set(json.loads(index.read_text())["weight_map"].values())
         return all((path / shard).exists() for shard in shards)
     return any((path / name).exists() for name in _WEIGHTS) or any(path.glob("*/model.safetensors"))
+
+
+def has_configuration(path: Path) -> bool:
+    """Whether a directory can be a model's."""
+    return (path / "config.json").exists() or (path / "modules.json").exists()
 
 
 def names_a_path(model_id: str) -> bool:
@@ -100,7 +105,7 @@ def _local(model_id: str) -> ModelSource:
     path = Path(model_id).expanduser()
     if not path.is_dir():
         raise ModelNotFound(f"Model directory '{model_id}' does not exist")
-    if not (path / "config.json").exists() and not (path / "modules.json").exists():
+    if not has_configuration(path):
         raise ModelNotFound(f"Directory '{model_id}' holds no model: neither config.json nor modules.json is there")
     return ModelSource(path.resolve(), None)
 

@@ -204,7 +204,7 @@ class InstanceSpec:
     max_concurrent_requests: int = _key(
         512, "calls inside a worker; four times as many wait before one is refused", 1, U32, change=_REPLACE, flag=True
     )
-    pooling: str | None = _key(None, "absent: what the model says", change=_REPLACE, words=POOLINGS, flag=True)
+    pooling: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=POOLINGS, flag=True)
     gpu_id: int | None = _key(None, "index of the GPU; absent: the most free one, or the CPU", 0, U32, change=_REPLACE)
     prometheus_port: int | None = _key(
         None, "port of its te_* metrics; absent: a free one; 0: none", 0, U16, change=_FIXED, left_open=None
@@ -215,7 +215,7 @@ class InstanceSpec:
     dtype: str = _key("auto", "element type of the weights", change=_REPLACE, words=DTYPES, flag=True)
     revision: str | None = _key(None, "branch, tag or commit on the hub", change=_REPLACE, flag=True)
     threads: int | None = _key(None, "CPU threads of each worker; absent: a fair share", 1, 4096)
-    kind: str | None = _key(None, "absent: what the model's files say", change=_REPLACE, words=KINDS, flag=True)
+    kind: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=KINDS, flag=True)
     trust_remote_code: bool = _key(False, "run code of the model's own repository", change=_REPLACE, flag=True)
     replicas: Literal["per-gpu"] | int = _key(1, "workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE)
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)

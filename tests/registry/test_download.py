@@ -153,7 +153,7 @@ async def test_bytes_that_stay_wrong_are_a_failure_and_are_not_kept(make: Make, 
     with Hub(MODEL, FILES) as hub:
         hub.forged["model.safetensors"] = 99
         registry = make(hub)
-        with pytest.raises(ModelDownloadFailed, match=r"model\.safetensors is not what the hub promised: its SHA-256"):
+        with pytest.raises(ModelDownloadFailed, match=r"model\.safetensors is not what the hub announced: its SHA-256"):
             await pull(registry)
     view = await registry.get(MODEL)
     assert (view.status, view.downloaded) == ("available", False)

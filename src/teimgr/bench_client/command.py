@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="expect the server's certificate to name localhost; it is verified still",
     )
-    add("--noop", action="store_true", help="arrow mode: ask for zeros, without running the model")
+    add("--noop", action="store_true", help="arrow mode: replies of zeros, without running the model")
     add("--max-message-size-mb", type=_positive, default=100, metavar="N", help="largest message either way (100)")
     add("--timeout-secs", type=_seconds, default=120.0, metavar="S", help="limit of one call (120)")
     return parser

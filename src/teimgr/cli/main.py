@@ -147,11 +147,11 @@ def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _add_models(parent: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = parent.add_parser("models", help="the models of a running daemon")
     commands = parser.add_subparsers(metavar="VERB", required=True)
-    _add_models_verb(commands, "list", "all models the daemon knows").add_argument("--json", action="store_true")
+    _add_models_verb(commands, "list", "all models of the daemon").add_argument("--json", action="store_true")
     pulling = _add_models_verb(commands, "pull", "download a model")
     pulling.add_argument("model", help="id on the model hub")
     pulling.add_argument("--revision", help="branch, tag or commit")
-    pulling.add_argument("--update", action="store_true", help="ask the hub also where the model is here")
+    pulling.add_argument("--update", action="store_true", help="look for a newer commit on the hub")
     checking = _add_models_verb(commands, "check", "load a model in a throw-away worker, and measure it")
     checking.add_argument("model", help="id on the model hub, or a directory on the daemon's host")
     place = checking.add_mutually_exclusive_group()
@@ -168,7 +168,7 @@ def _add_models_verb(
     parser = commands.add_parser(name, help=meaning)
     parser.add_argument("--url", default="http://127.0.0.1:9000", help="the daemon's REST address")
     parser.add_argument("--ca", metavar="FILE", help="authority of the daemon's certificate")
-    parser.add_argument("--cert", metavar="FILE", help="our certificate, where the daemon asks for one")
+    parser.add_argument("--cert", metavar="FILE", help="client certificate, where the daemon requires one")
     parser.add_argument("--key", metavar="FILE", help="its key")
     parser.set_defaults(run=models, command=name)
     return parser

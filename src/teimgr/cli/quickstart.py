@@ -130,7 +130,7 @@ def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
             client.health()
         except TeimgrError:
             if process.poll() is not None or time.monotonic() > limit:
-                raise Unavailable("the daemon did not come up; its log says why") from None
+                raise Unavailable("the daemon did not come up; its log has the reason") from None
             time.sleep(_LISTEN_RETRY_S)
         else:
             return

@@ -38,8 +38,8 @@ SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 # grpc's "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9001: reason"
 _LAST_ERROR = re.compile(r"last error: [A-Z_]+: (?:\w+:\S+: )?(.+)")
-_CERTIFICATE_HINT = " (the server may want a client certificate, or speak no TLS)"
-_TLS_HINT = " (the server may speak TLS: https://)"
+_CERTIFICATE_HINT = " (the server may require a client certificate, or have no TLS)"
+_TLS_HINT = " (the server may require TLS: https://)"
 
 _BY_GRPC: dict[grpc.StatusCode, type[TeimgrError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,

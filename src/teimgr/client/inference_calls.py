@@ -148,6 +148,16 @@ def _take(iterator: Iterator[T], at_once: int) -> tuple[list[T], Exception | Non
     return taken, None
 
 
+async def requests_of(
+    name: str, source: Iterable[T] | AsyncIterable[T], request: Callable[[str, T], bytes], at_once: int = _ITEMS
+) -> AsyncIterator[bytes]:
+    """A request for each of `items`, made from its name for messages (`texts[3]`) and the item."""
+    number = 0
+    async for item in items(source, at_once):
+        yield request(f"{name}[{number}]", item)
+        number += 1
+
+
 class InferenceCalls(RpcCalls):
     """Calls of embedding models of every kind, and of their tokenizers."""
 
@@ -213,14 +223,12 @@ class InferenceCalls(RpcCalls):
         check_limit("window", window)
         check_source("texts", texts)
 
-        async def requests() -> AsyncIterator[bytes]:
-            row = 0
-            async for text in items(texts):
-                check_text(f"texts[{row}]", text)
-                row += 1
-                yield embed_request(text, options)
+        def request(name: str, text: str) -> bytes:
+            check_text(name, text)
+            return embed_request(text, options)
 
-        async for reply in self._grpc.stream("EmbedStream", requests(), window=window, idle_s=self._timeout_s):
+        requests = requests_of("texts", texts, request)
+        async for reply in self._grpc.stream("EmbedStream", requests, window=window, idle_s=self._timeout_s):
             yield vector(reply)
 
     async def embed_arrow(
@@ -261,13 +269,11 @@ class InferenceCalls(RpcCalls):
         check_limit("window", window)
         check_source("batches", batches)
 
-        async def requests() -> AsyncIterator[bytes]:
-            number = 0
-            async for batch in items(batches, at_once=1):
-                yield arrow_request(pack_texts(batch, compression, name=f"batches[{number}]"), options)
-                number += 1
+        def request(name: str, batch: Texts) -> bytes:
+            return arrow_request(pack_texts(batch, compression, name=name), options)
 
-        async for reply in self._grpc.stream("EmbedArrowStream", requests(), window=window, idle_s=self._timeout_s):
+        requests = requests_of("batches", batches, request, at_once=1)
+        async for reply in self._grpc.stream("EmbedArrowStream", requests, window=window, idle_s=self._timeout_s):
             yield unpack_vectors(_ipc(reply))
 
     async def info(self, **routing: Unpack[Routing]) -> Info:

@@ -210,7 +210,7 @@ class ModelCalls(RestCalls):
     """Calls to the daemon's model registry; a model is the JSON object `ModelInfo` of the REST API."""
 
     async def models(self) -> Sequence[Mapping[str, Any]]:
-        """All models the daemon knows, sorted by id."""
+        """All models of the daemon, sorted by id."""
         models: Sequence[Mapping[str, Any]] = await self._call("GET", "/models")
         return models
 
@@ -225,7 +225,7 @@ class ModelCalls(RestCalls):
     ) -> AsyncIterator[ServerSentEvent]:
         """Download a model from the hub: events `progress` (a `DownloadProgress`), then one `done` (the model).
 
-        With `update` the hub is asked for a newer commit of a model that is present. The download goes on when the
+        With `update` a newer commit of a model that is present is looked for. The download goes on when the
         iterator is closed.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import TypeAlias, Unpack
 import pyarrow as pa
 
 from teimgr.client.checks import check_flag, check_limit, check_sequence, check_source, check_text, check_texts
-from teimgr.client.inference_calls import RpcCalls, items
+from teimgr.client.inference_calls import RpcCalls, requests_of
 from teimgr.client.payloads import (
     Compression,
     ScoreOptions,
@@ -83,15 +83,15 @@ class ScoringCalls(RpcCalls):
         check_source("texts", texts)
         check_flag("return_text", return_text)
 
-        async def requests() -> AsyncIterator[bytes]:
-            position = 0
-            async for text in items(texts):
-                check_text(f"texts[{position}]", text)
-                position += 1
-                fields = {"query": query, "text": text, "return_text": return_text, **score_fields(options)}
-                yield mux_pb2.RerankStreamRequest(target=target(options), request=fields).SerializeToString()
+        fields = {"query": query, "return_text": return_text, **score_fields(options)}
 
-        reply = await self._grpc.collect("RerankStream", requests(), idle_s=self._timeout_s)
+        def request(name: str, text: str) -> bytes:
+            check_text(name, text)
+            message = mux_pb2.RerankStreamRequest(target=target(options), request=fields | {"text": text})
+            return message.SerializeToString()
+
+        requests = requests_of("texts", texts, request)
+        reply = await self._grpc.collect("RerankStream", requests, idle_s=self._timeout_s)
         return _ranks(tei_pb2.RerankResponse.FromString(reply))
 
 
@@ -159,13 +159,11 @@ class TableCalls(RpcCalls):
         check_limit("window", window)
         check_source("tables", tables)
 
-        async def requests() -> AsyncIterator[bytes]:
-            number = 0
-            async for table in items(tables, at_once=1):
-                yield infer_request(pack_table(_sent(table, options, f"tables[{number}]"), compression), options)
-                number += 1
+        def request(name: str, table: Table) -> bytes:
+            return infer_request(pack_table(_sent(table, options, name), compression), options)
 
-        replies = self._grpc.stream(f"{_SERVICE}InferStream", requests(), window=window, idle_s=self._timeout_s)
+        requests = requests_of("tables", tables, request, at_once=1)
+        replies = self._grpc.stream(f"{_SERVICE}InferStream", requests, window=window, idle_s=self._timeout_s)
         async for reply in replies:
             yield _unpack(reply)
 

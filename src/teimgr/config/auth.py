@@ -129,10 +129,10 @@ class Auth:
         if self.mtls and self.mtls.allowed_sans and not self.mtls.verify_san:
             yield "auth.mtls.allowed_sans is not looked at: verify_san is false"
         if self.api_keys and not self.requires(API_KEYS):
-            yield f"auth.api_keys are not asked for: auth.enabled must be true and {API_KEYS!r} one of auth.providers"
+            yield f"auth.api_keys are not required: auth.enabled must be true and {API_KEYS!r} one of auth.providers"
         if self.requires(API_KEYS):
             yield (
-                "the instances' own ports ask for none of auth.api_keys: keep instance_host on this machine, or give "
+                "the instances' own ports require none of auth.api_keys: keep instance_host on this machine, or give "
                 "instances a key of their own (extra_args --api-key)"
             )
 
@@ -172,7 +172,7 @@ def faults(auth: Auth) -> Iterator[ConfigFault]:
         yield ConfigFault(
             "auth.require_cert_headers",
             "must be false: the certificate of the TLS connection itself is verified, "
-            "a header that anybody can write is not",
+            "a header, which any client can write, is not",
         )
     yield from _certificates(auth)
     if auth.requires(API_KEYS):
@@ -188,8 +188,8 @@ def _certificates(auth: Auth) -> Iterator[ConfigFault]:
     if files is None:
         return
     table = "auth.tls" if files.ca is None else "auth.mtls"
-    told = {"ca_cert": ("CA certificate", files.ca), "server_cert": ("server certificate", files.cert)}
-    for key, (noun, path) in (told | {"server_key": ("server key", files.key)}).items():
+    paths = {"ca_cert": ("CA certificate", files.ca), "server_cert": ("server certificate", files.cert)}
+    for key, (noun, path) in (paths | {"server_key": ("server key", files.key)}).items():
         if path is not None and not path.is_file():
             yield ConfigFault(f"{table}.{key}", f"{'TLS' if files.ca is None else 'mTLS'} {noun} not found: {path}")
 

@@ -19,7 +19,7 @@ class MuxConfig:
 
     Attributes:
         host: Address to listen on.
-        port: gRPC port; 0 lets the system choose, `stats` says which.
+        port: gRPC port; 0: a free one, which `stats` reports.
         control_socket: Path of the unix socket for the daemon; it exists once the gRPC port is bound, which
             serves from the first snapshot on.
         max_message_bytes: Limit of one message in either direction.

@@ -70,7 +70,7 @@ class Settings:
     )
     grpc_request_timeout_secs: int = key(30, "limit of a unary call; 0: none", low=0, high=I64)
     mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
-    arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies that ask for none")
+    arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies whose request has none")
 
     inference_max_body_mb: int = key(
         32, "largest body of an inference request over HTTP, MiB; at most the gRPC limit counts", low=1, high=2047
@@ -131,13 +131,13 @@ class Settings:
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
     )
 
-    models: tuple[str, ...] = key((), "models that the registry knows from the start: hub ids or directories")
+    models: tuple[str, ...] = key((), "models that the registry lists from the start: hub ids or directories")
     model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
     templates: Mapping[str, Mapping[str, Any]] = key(
         dict, "keys of instances by name, for seeds and requests that name one", live=True
     )
     instances: tuple[InstanceSpec, ...] = key(
-        (), "seeds: instances created where the state does not know their name", live=True
+        (), "seeds: instances created where the state has none of their name", live=True
     )
     prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration wanted", live=True)
     aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
@@ -163,7 +163,7 @@ class Settings:
         return self.grpc_max_message_size_mb * 2**20
 
     def warnings(self) -> Iterator[str]:
-        """Warnings for the log at the start: ignored keys, and listeners that anybody can reach."""
+        """Warnings for the log at the start: ignored keys, and listeners without authentication."""
         if self.tei_binary_path != TEI_BINARY:
             yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
         if self.auth:
@@ -173,7 +173,7 @@ class Settings:
             host = getattr(self, name)
             # TLS covers the two shared listeners, never the instances' own ports.
             if not is_loopback(host) and (not verified or name == "instance_host"):
-                yield f"{name} = {host!r}: anybody who reaches this address may call, nothing verifies them"
+                yield f"{name} = {host!r}: whoever reaches this address may call, without authentication"
             elif not is_loopback(host) and self.tls_files is None:
                 yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
 

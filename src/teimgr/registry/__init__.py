@@ -1,4 +1,4 @@
-"""The model registry: the models that this host knows, has downloaded, and has tried.
+"""The model registry: the models that this host lists, has downloaded, and has tried.
 
 `registry.py` is the entry point; `cache.py` reads the disk, `records.py` keeps added models and results of trials,
 `tasks.py` runs downloads and trials, `download.py` runs the download process (`fetcher.py`), `trial.py` loads a model

@@ -109,7 +109,7 @@ class HubCache:
         refs = dict(_refs(folder / "refs"))
         found = []
         for path in sorted((folder / "snapshots").glob("*/")):
-            if (path / "config.json").exists() or (path / "modules.json").exists():
+            if hub.has_configuration(path):
                 names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
                 found.append(self._snapshot(model_id, path, names))
         return sorted(found, key=lambda snapshot: snapshot.changed_at, reverse=True)
@@ -183,7 +183,7 @@ def find_directory(model_id: str) -> Snapshot | None:
     """
     try:
         path = Path(model_id).expanduser()
-        if not any((path / name).is_file() for name in ("config.json", "modules.json")):
+        if not hub.has_configuration(path):
             return None
         files = tuple(_files(path, (*path.glob("*"), *path.glob("*/*"))))
         return Snapshot(path=path.resolve(), files=files, complete=_is_loadable(path), changed_at=_changed_at(path))

@@ -104,7 +104,7 @@ class Download:
                 raise error
             raise ModelDownloadFailed(model_id, error.message)  # such as a hub that does not answer
         log.error("a fetcher ended without a result", extra={"model": model_id, "status": status, "stderr": stderr})
-        lines = stderr.strip().splitlines() or ["it said nothing"]
+        lines = stderr.strip().splitlines() or ["no output"]
         raise ModelDownloadFailed(model_id, f"the fetching process ended with status {status}: {lines[-1]}")
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:

@@ -214,7 +214,7 @@ class Fetch:
                 return
             partial_file.unlink()
             if last:
-                raise ModelDownloadFailed(self._order.model_id, f"{file.name} is not what the hub promised: {problem}")
+                raise ModelDownloadFailed(self._order.model_id, f"{file.name} is not what the hub announced: {problem}")
 
     def _transfer(self, file: RemoteFile, target: Path) -> None:
         """Append the missing bytes to `target`; a broken connection is resumed as long as each try receives bytes."""
@@ -314,12 +314,12 @@ def _is_fetched_here(file: RemoteFile) -> bool:
 
 def _problem(file: RemoteFile, path: Path) -> str | None:
     if _size(path) != file.size_bytes:
-        return f"{_size(path):,} bytes came, {file.size_bytes:,} were promised"
+        return f"{_size(path):,} bytes came, {file.size_bytes:,} were announced"
     if file.sha256 is None:
         return None
     with path.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
-    return None if found == file.sha256 else f"its SHA-256 is {found}, {file.sha256} was promised"
+    return None if found == file.sha256 else f"its SHA-256 is {found}, {file.sha256} was announced"
 
 
 def _size(path: Path) -> int:

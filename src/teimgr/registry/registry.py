@@ -46,7 +46,7 @@ class TrialOptions:
 class Registry:
     """The models of this host. Files are read from the disk each time; results of trials and downloads are recorded.
 
-    No trial begins before `booted`: the boot ends all workers that it does not know.
+    No trial begins before `booted`: the boot ends all workers that are no instance's.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Registry:
         """One model as it is now.
 
         Raises:
-            ModelNotFound: the registry does not know it.
+            ModelNotFound: it is not in the registry.
         """
         if self._is_known(model_id) or await asyncio.to_thread(self._is_cached, model_id):
             [view] = await self._views([model_id])
@@ -121,7 +121,7 @@ class Registry:
             return await self.get(model_id), True
 
     async def download(self, model_id: str, revision: str | None = None, *, update: bool = False) -> ModelTask:
-        """Begin to download a model, unless it is here already; `update` asks the hub in any case.
+        """Begin to download a model, unless it is here already; `update` looks on the hub in any case.
 
         Raises:
             ValidationError: not a possible model id.
@@ -139,7 +139,7 @@ class Registry:
         """Begin a trial of a downloaded model: load it in a worker and measure it. Its outcome is recorded.
 
         Raises:
-            ModelNotFound: the registry does not know it.
+            ModelNotFound: it is not in the registry.
             ModelBusy: it is being downloaded or tried.
             ModelLoadFailed: its files are not here.
             InvalidGpuId: there is no such GPU.
@@ -168,7 +168,7 @@ class Registry:
         """Remove a model from the cache and its record; the result is how it was.
 
         Raises:
-            ModelNotFound: the registry does not know it.
+            ModelNotFound: it is not in the registry.
             ModelInUse: instances use it.
             ModelBusy: it is being downloaded or tried.
             ValidationError: it is a directory of the user's.

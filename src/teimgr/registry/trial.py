@@ -42,7 +42,7 @@ _TEXTS = (
 
 
 class TrialFailed(Exception):
-    """The model did not pass; the text says why."""
+    """The model did not pass; the text is the reason."""
 
 
 async def run_trial(launcher: Launcher, spec: WorkerSpec, gpu_id: int | None, limit_s: float) -> Verification:
@@ -88,7 +88,7 @@ async def _until_exit(handle: WorkerHandle, examination: Coroutine[Any, Any, Ver
     """The result of `examination`, which is cancelled when the worker's process ends.
 
     Raises:
-        TrialFailed: it ended; the exit report says more than the error of a broken link.
+        TrialFailed: it ended; the exit report has more detail than the error of a broken link.
     """
     working, gone = asyncio.ensure_future(examination), asyncio.ensure_future(handle.wait())
     try:

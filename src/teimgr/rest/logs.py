@@ -1,6 +1,6 @@
 """GET /instances/{name}/logs: a slice of an instance's log, or the log as it grows as server-sent events.
 
-The manager is not asked: the log of a deleted instance is still served.
+The log of a deleted instance is still served.
 """
 
 from __future__ import annotations

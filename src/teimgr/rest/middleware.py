@@ -84,7 +84,7 @@ class Observe:
 
 
 class HeadAsGet:
-    """Routes HEAD as GET; the server, which knows the true method, drops the body."""
+    """Routes HEAD as GET; uvicorn, which has the true method, drops the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

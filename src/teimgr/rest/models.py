@@ -44,7 +44,7 @@ class DownloadModel(Strict):
     """Body of a download; absent is the same as empty."""
 
     revision: Revision | None = None
-    update: bool = Field(False, description="ask the hub also where the model is here: the branch may have moved")
+    update: bool = Field(False, description="look on the hub also where the model is here: the branch may have moved")
 
 
 class LoadModel(Strict):

@@ -228,8 +228,8 @@ class InstanceInfo(_Info):  # type: ignore[misc]
     health_check_failures: int
     last_health_check: str | None = Field(description="last successful probe")
     reason: str | None = Field(description="why it is not running, or what is wrong with it")
-    dtype: str = Field(description="element type in use once the model is loaded, until then the one asked for")
-    kind: str | None = Field(description="what the model is for once it is loaded, until then the one asked for")
+    dtype: str = Field(description="element type in use once the model is loaded, until then the requested one")
+    kind: str | None = Field(description="what the model is for once it is loaded, until then the requested one")
     extra_args: list[str] = Field(description="as given, except the value of --api-key")
     workers: list[WorkerFacts] = Field(description="one for each replica; during an update old and new ones")
     update: Update | None = Field(description="null until the first change since the daemon started")
