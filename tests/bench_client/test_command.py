@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from tests.support.small_servers import INSTANCE, Certificates, Multiplexer
 
-from teimgr.bench_client.load import made_texts
+from teimgr.bench_client.command import made_texts
 from teimgr.pb.tei.v1 import tei_pb2
 
 KEYS = [

@@ -18,7 +18,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.download import Rate
-from teimgr.registry.model_view import DownloadProgress, ModelStatus
+from teimgr.registry.records import DownloadProgress, ModelStatus
 from teimgr.registry.registry import Registry
 
 MODEL = "somebody/tiny"

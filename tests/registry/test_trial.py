@@ -15,7 +15,7 @@ from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, 
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
-from teimgr.registry.model_view import ModelStatus, ModelView
+from teimgr.registry.records import ModelStatus, ModelView
 from teimgr.registry.registry import Registry, TrialOptions
 from teimgr.spec import InstanceSpec, InstanceView, State
 

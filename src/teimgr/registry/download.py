@@ -17,7 +17,7 @@ from typing import Any
 
 from teimgr.errors import ModelDownloadFailed, Refused, error_from_code
 from teimgr.registry.fetcher import FetchRequest
-from teimgr.registry.model_view import DownloadProgress
+from teimgr.registry.records import DownloadProgress
 from teimgr.registry.tasks import Observable
 
 FETCHER = "teimgr.registry.fetcher"

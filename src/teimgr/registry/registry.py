@@ -20,8 +20,7 @@ from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download
 from teimgr.registry.fetcher import FetchRequest
-from teimgr.registry.model_view import DownloadProgress, ModelStatus, ModelView, known_values
-from teimgr.registry.records import ModelRecords, records_path
+from teimgr.registry.records import DownloadProgress, ModelRecords, ModelStatus, ModelView, known_values, records_path
 from teimgr.registry.tasks import ModelTask, ModelTasks, Observable
 from teimgr.registry.trial import NAME as TRIAL_NAME
 from teimgr.registry.trial import TrialFailed, run_trial

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from teimgr.errors import ModelBusy, TeimgrError, Unavailable
-from teimgr.registry.model_view import DownloadProgress, ModelStatus
+from teimgr.registry.records import DownloadProgress, ModelStatus
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from teimgr.launch.launcher import Launcher, WorkerHandle
 from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.registry.model_view import Verification
+from teimgr.registry.records import Verification
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, split_timings
 

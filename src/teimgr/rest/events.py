@@ -9,8 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from teimgr.events.fleet_events import KEPT, EventLog, FleetEvent
-from teimgr.rest.json_http import answer
-from teimgr.rest.sse import Event, event_stream, is_wanted
+from teimgr.rest.json_http import Event, answer, event_stream, wants_events
 
 router = APIRouter(tags=["fleet"])
 
@@ -39,7 +38,7 @@ async def events(
         return (not instances or event.instance in instances) and (not kinds or event.event in kinds)
 
     latest = [event for event in event_log.since(0) if matches(event)][-last:] if last else []
-    if not is_wanted(request):
+    if not wants_events(request):
         return answer(latest)
     resumed = _last_event_id(request, event_log.latest)
     if resumed is not None:

@@ -1,4 +1,4 @@
-"""JSON over HTTP for REST: responses by orjson, one error shape, request bodies as pydantic models.
+"""JSON over HTTP for REST: responses by orjson, one error shape, bodies as pydantic models, server-sent events.
 
 Every failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}`: a domain error, an invalid body, an unknown
 route, an internal error. Only the last hides its text.
@@ -6,9 +6,11 @@ route, an internal error. Only the last hides its text.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from fastapi import FastAPI
@@ -17,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Match
 
 from teimgr.config.schema import nearest, quoted
@@ -40,7 +42,7 @@ _HTTP_CODES = {
     404: "NOT_FOUND",
     405: "METHOD_NOT_ALLOWED",
     413: Code.MESSAGE_TOO_LARGE.name,
-    415: "UNSUPPORTED_MEDIA_TYPE",
+    415: "UNSUPPORTED_EVENT_STREAM",
     422: Code.VALIDATION_ERROR.name,
 }
 
@@ -156,3 +158,61 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_defect(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
     return error_response(Internal("Internal error: the daemon's log has the details"))
+
+
+EVENT_STREAM = "text/event-stream"
+KEEP_ALIVE_S = 15.0
+# In OpenAPI 3.1 the schema of a stream is that of each event.
+EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+}
+_COMMENT = b": still here\n\n"
+
+
+class Event(NamedTuple):
+    """One event; `data` is any JSON value. A client that reconnects sends the last `id` as Last-Event-ID."""
+
+    name: str
+    data: object
+    id: int | None = None
+
+    def encode(self) -> bytes:
+        """The event on the wire; orjson writes no line ends, so one `data` line suffices."""
+        id = b"" if self.id is None else b"id: %d\n" % self.id
+        return b"%bevent: %b\ndata: %b\n\n" % (id, self.name.encode(), orjson.dumps(self.data))
+
+
+def wants_events(request: Request) -> bool:
+    """Whether the caller prefers events to one answer."""
+    return EVENT_STREAM in request.headers.get("accept", "")
+
+
+def event_stream(events: AsyncGenerator[Event], keep_alive_s: float = KEEP_ALIVE_S) -> StreamingResponse:
+    """A response that sends `events`, and a comment after each `keep_alive_s` without one.
+
+    The comments keep proxies from closing an idle stream, and detect that the client is gone.
+    """
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_encoded(events, keep_alive_s), media_type=EVENT_STREAM, headers=headers)
+
+
+async def _encoded(events: AsyncGenerator[Event], keep_alive_s: float) -> AsyncGenerator[bytes]:
+    async with aclosing(events):
+        coming = asyncio.ensure_future(anext(events, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=keep_alive_s)
+                if not done:
+                    yield _COMMENT
+                    continue
+                event = coming.result()
+                if event is None:
+                    return
+                yield event.encode()
+                coming = asyncio.ensure_future(anext(events, None))
+        finally:
+            coming.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await coming

@@ -22,9 +22,9 @@ from teimgr.config.settings import Settings
 from teimgr.errors import InstanceNotFound, ValidationError
 from teimgr.observability.logs import LEVELS
 from teimgr.rest.instances import UNKNOWN
+from teimgr.rest.json_http import EVENT_STREAM, Event, event_stream
 from teimgr.rest.log_files import Follower, Gap, Piece, complete_pieces, pieces, read_lines
 from teimgr.rest.schemas import LogSlice
-from teimgr.rest.sse import MEDIA_TYPE, Event, event_stream
 from teimgr.spec import check_name
 
 # Our key of a log event's time, and TEI's.
@@ -120,7 +120,7 @@ Follow = Annotated[
 ]
 Level = Annotated[str | None, Query(description="minimum level; a slice then counts only such lines")]
 Since = Annotated[str | None, Query(description="a time in RFC 3339, or in seconds ago")]
-_BOTH = UNKNOWN | {200: {"model": LogSlice, "content": {MEDIA_TYPE: {}}, "description": "a slice, or events"}}
+_BOTH = UNKNOWN | {200: {"model": LogSlice, "content": {EVENT_STREAM: {}}, "description": "a slice, or events"}}
 
 
 @router.get("/instances/{name}/logs", response_model=LogSlice, responses=_BOTH)

@@ -15,12 +15,23 @@ from starlette.responses import Response
 
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.registry.cache import ModelFileInfo
-from teimgr.registry.model_view import DownloadProgress, ModelCommit, ModelStatus, Verification, known_values
+from teimgr.registry.records import DownloadProgress, ModelCommit, ModelStatus, Verification, known_values
 from teimgr.registry.registry import Registry, TrialOptions
 from teimgr.registry.tasks import ModelTask
-from teimgr.rest.json_http import Body, answer, error_body, has_body, json_body, read_json
+from teimgr.rest.json_http import (
+    EVENT_SCHEMA,
+    EVENT_STREAM,
+    Body,
+    Event,
+    answer,
+    error_body,
+    event_stream,
+    has_body,
+    json_body,
+    read_json,
+    wants_events,
+)
 from teimgr.rest.schemas import Failure, Text
-from teimgr.rest.sse import EVENT_SCHEMA, MEDIA_TYPE, Event, event_stream, is_wanted
 from teimgr.spec import U32
 
 ModelId = Annotated[Text, Field(min_length=1, description="id on the model hub, or a local directory")]
@@ -103,7 +114,7 @@ BUSY = _failures(_409="it is being downloaded or tried already")
 EVENTS: Responses = {
     200: {
         "description": "events `progress` (a DownloadProgress), then `done` (a ModelInfo) or `failed` (a Failure)",
-        "content": {MEDIA_TYPE: {"schema": EVENT_SCHEMA}},
+        "content": {EVENT_STREAM: {"schema": EVENT_SCHEMA}},
     }
 }
 
@@ -187,7 +198,7 @@ async def download_model(request: Request, model_id: ModelIdModels, models: Regi
     """
     body = await _read_optional(request, DownloadModel)
     task = await models.download(model_id, body.revision, update=body.update)
-    if is_wanted(request):
+    if wants_events(request):
         return event_stream(_events_of(models, model_id, task))
     return await _answer_to(models, model_id, task, wait)
 
