@@ -51,6 +51,7 @@ class Code(IntEnum):
     BACKEND_UNAVAILABLE = 37
     TIMEOUT = 38
     CANCELLED = 39
+    STATE_NOT_SAVED = 40
     MODEL_LOAD_FAILED = 64
     INFERENCE_FAILED = 65
     INTERNAL_ERROR = 66
@@ -254,6 +255,10 @@ class OutOfDeviceMemory(TryLater, code=Code.OUT_OF_DEVICE_MEMORY):
 
 class Unavailable(TryLater, code=Code.BACKEND_UNAVAILABLE):
     """The instance exists but does not serve now."""
+
+
+class StateNotSaved(TryLater, code=Code.STATE_NOT_SAVED):
+    """The state file cannot be written, so the change was not made."""
 
 
 class DeadlineExceeded(TryLater, code=Code.TIMEOUT):

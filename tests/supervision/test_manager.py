@@ -1,13 +1,14 @@
-"""A daemon-like process is killed; the next one takes over."""
+"""Adoption of a killed daemon's workers; changes of wanted state when the disk refuses."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from tests.support.fleet import Fleet
 from tests.support.polling import eventually
 
 from teimgr.directory import RoutingSnapshot
+from teimgr.errors import StateNotSaved
 from teimgr.launch.process_handle import look_up
 from teimgr.spec import InstanceSpec, State
+from teimgr.supervision.store import parse
 
 Fleets = Callable[..., Fleet]
 
@@ -184,3 +187,86 @@ async def test_orphans_end_by_themselves(crash: Callable[..., dict[str, int]], f
     pid = crash("a=exit-when-alone")["a"]
 
     await eventually(lambda: look_up(pid) is None)
+
+
+# A disk that refuses
+
+
+async def _with_one_stopped(fleet: Fleet) -> None:
+    await fleet.create()
+    await fleet.running()
+    await fleet.create(name="quiet")
+    await fleet.running("quiet")
+    await fleet.manager.stop("quiet")
+
+
+@pytest.fixture
+def broken_disk(folder: Path) -> Path:
+    """A folder where the store writes its temporary file: every save fails until it is removed."""
+    return folder / "state.toml.tmp"
+
+
+COMMANDS: dict[str, Callable[[Fleet], Awaitable[object]]] = {
+    "create": lambda fleet: fleet.create(name="new"),
+    "delete": lambda fleet: fleet.manager.delete("a"),
+    "stop": lambda fleet: fleet.manager.stop("a"),
+    "start": lambda fleet: fleet.manager.start("quiet"),
+    "update in place": lambda fleet: fleet.manager.update("a", {"tags": {"team": "search"}}),
+    "update with new workers": lambda fleet: fleet.manager.update("a", {"dtype": "float32"}, wait=True),
+    "scaling": lambda fleet: fleet.manager.update("a", {"replicas": 2}, wait=True),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_change_that_cannot_be_saved_is_refused_and_not_made(
+    fleet: Fleet, broken_disk: Path, command: str
+) -> None:
+    await _with_one_stopped(fleet)
+    before = [(view.spec, view.state, view.pid) for view in fleet.manager.list()]
+    saved = parse((fleet.settings.state_file).read_bytes()).specs
+    broken_disk.mkdir()
+
+    for _ in range(2):  # newly refused, and known to be refused
+        with pytest.raises(StateNotSaved, match="the state cannot be saved"):
+            await COMMANDS[command](fleet)
+
+    assert [(view.spec, view.state, view.pid) for view in fleet.manager.list()] == before
+    assert parse((fleet.settings.state_file).read_bytes()).specs == saved
+    assert "cannot be saved" in str(fleet.manager.store_alarm)
+
+
+async def test_commands_work_again_when_the_disk_does(fleet: Fleet, broken_disk: Path) -> None:
+    broken_disk.mkdir()
+    with pytest.raises(StateNotSaved):
+        await fleet.create()
+    broken_disk.rmdir()
+
+    await fleet.create()
+    await fleet.running()
+
+    assert fleet.manager.store_alarm is None
+    assert [spec.name for spec in parse(fleet.settings.state_file.read_bytes()).specs] == ["a"]
+
+
+async def test_a_state_that_could_not_be_saved_at_the_start_is_saved_at_the_end(
+    fleets: Fleets, folder: Path, broken_disk: Path
+) -> None:
+    broken_disk.mkdir()
+    fleet = fleets(instances=(InstanceSpec(name="seed", model_id="fake", seeded=True),))
+    await fleet.manager.boot()
+    await fleet.running("seed")
+    assert "cannot be saved" in str(fleet.manager.store_alarm)
+    broken_disk.rmdir()
+
+    await fleet.end()
+
+    assert [spec.name for spec in parse((folder / "state.toml").read_bytes()).specs] == ["seed"]
+
+
+async def test_a_create_is_on_disk_before_its_worker_starts(fleet: Fleet) -> None:
+    creating = asyncio.create_task(fleet.create())
+    await fleet.until(lambda entry: entry.state is State.STARTING)
+
+    assert [spec.name for spec in parse(fleet.settings.state_file.read_bytes()).specs] == ["a"]
+    await creating
+    await fleet.running()

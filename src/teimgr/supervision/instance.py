@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from teimgr.directory import RouteEntry
-from teimgr.errors import InstanceNotFound, TeimgrError, UpdateFailed, UpdateInProgress
+from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
 from teimgr.spec import Change, InstanceSpec, InstanceView, State, UpdateView, now_rfc3339
 from teimgr.supervision.lifecycle import Command
@@ -52,6 +52,7 @@ class ManagedInstance:
         self._past_restarts = 0  # of workers that were replaced by an update
         self._update: UpdateView | None = None
         self._update_task: asyncio.Task[None] | None = None
+        self._unsaved: StateNotSaved | None = None  # why the last update was rolled back
         self._one_command = asyncio.Lock()  # of commands and updates
         self._state_changed = asyncio.Event()
         self._is_committed = False  # the update under way: it can no longer be rolled back
@@ -182,6 +183,7 @@ class ManagedInstance:
         Raises:
             InstanceNotFound: it is being deleted.
             UpdateInProgress: another update is under way.
+            StateNotSaved: the disk refused an update that needs no new worker.
             InvalidConfig: an extra argument cannot be parsed.
         """
         async with self._one_command:
@@ -193,21 +195,29 @@ class ManagedInstance:
             needed = Change.REPLACE if restart else self._context.planner.change_needed(self.spec, spec)
             self._update = UpdateView(state="rolling", changes=tuple(sorted(changes)), started_at=now_rfc3339())
             self._is_committed = False
+            self._unsaved = None
             steps = self._replace(spec, recreate=recreate) if needed is Change.REPLACE else self._scale(spec)
             self._update_task = asyncio.create_task(self._run_update(steps), name=f"update of {spec.name}")
             if needed is Change.IN_PLACE or not self.spec.wanted_running:
                 await asyncio.wait({self._update_task})
+                self._raise_unsaved()
 
     async def update_finished(self) -> None:
         """Return when no update is under way.
 
         Raises:
+            StateNotSaved: the last one was rolled back, because the disk refused.
             UpdateFailed: the last one failed and was rolled back.
         """
         if self._update_task is not None:
             await asyncio.wait({self._update_task})
+        self._raise_unsaved()
         if self._update is not None and self._update.state == "failed":
             raise UpdateFailed(f"Instance '{self.spec.name}' is as it was: {self._update.reason}")
+
+    def _raise_unsaved(self) -> None:
+        if self._unsaved is not None:
+            raise self._unsaved
 
     async def _run_update(self, steps: Awaitable[None]) -> None:
         state, reason = "failed", "given up: another command came in between"
@@ -216,6 +226,7 @@ class ManagedInstance:
             state, reason = "done", ""
         except TeimgrError as error:
             reason = error.message
+            self._unsaved = error if isinstance(error, StateNotSaved) else None
         finally:
             assert self._update is not None
             self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
@@ -285,8 +296,12 @@ class ManagedInstance:
 
     async def _commit(self, spec: InstanceSpec) -> None:
         self._is_committed = True
+        try:
+            await self._context.save_spec(spec)
+        except BaseException:
+            self._is_committed = False
+            raise
         self.spec = spec
-        await self._context.save_state()
 
     async def _switch(self, joining: Iterable[Supervisor], leaving: Iterable[Supervisor]) -> None:
         """Publish the new workers in place of those that leave, then end these."""

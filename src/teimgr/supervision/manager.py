@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from teimgr.config.extra_args import check_instance
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
-from teimgr.errors import InstanceExists, InstanceNotFound, InvalidInstanceName, NotRunning, TeimgrError, Unavailable
+from teimgr.errors import (
+    InstanceExists,
+    InstanceNotFound,
+    InvalidInstanceName,
+    NotRunning,
+    StateNotSaved,
+    TeimgrError,
+    Unavailable,
+)
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
@@ -25,6 +33,9 @@ from teimgr.supervision.store import Store, wanted_at_boot
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext, alive_specs
 from teimgr.supervision.validation import InstanceValidator, check_model
 from teimgr.supervision.worker_run import ProbePlan
+
+# Between attempts to write the state file while the disk refuses.
+_RETRY_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +69,9 @@ class Manager:
         self._validator = InstanceValidator(settings)
         self._instances: dict[str, ManagedInstance] = {}
         self._saving = asyncio.Lock()
+        self._saved: list[InstanceSpec] | None = None
+        self._planned: dict[str, InstanceSpec | None] = {}  # changes that are written before they are made
+        self._retry: asyncio.Task[None] | None = None
         self._alarms: dict[str, str] = {}
         self._is_restored = False
         self._not_startable: set[str] = set()
@@ -74,7 +88,7 @@ class Manager:
             probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
             grace_s=settings.graceful_shutdown_timeout_secs,
             fleet=self._workers,
-            save_state=self._save,
+            save_spec=self._save_spec,
             on_fleet_changed=self._on_fleet_changed,
         )
 
@@ -116,7 +130,7 @@ class Manager:
             if instance.spec.wanted_running and name not in self._not_startable:
                 await instance.start_missing()
         self.booted.set()
-        await self._save()
+        await self._settle_state()
 
     async def shutdown(self, *, at_once: bool = False) -> None:
         """Stop every worker in parallel; the wanted state on disk stays. Also works after a failed boot.
@@ -127,6 +141,10 @@ class Manager:
         await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
+        if self._retry is not None:
+            self._retry.cancel()
+            with suppress(StateNotSaved):
+                await self._write()
         self._store.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
@@ -163,6 +181,7 @@ class Manager:
         Raises:
             InvalidInstanceName, ValidationError, InvalidConfig, InvalidGpuId, InvalidPort: the request is wrong.
             InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it conflicts with other instances.
+            StateNotSaved: the disk refused; the instance was not created.
         """
         await self.booted.wait()
         await self._check(request)
@@ -170,10 +189,10 @@ class Manager:
         place(request, self._planner.inventory)
         spec = self._validator.admit(request, self._specs())
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
-        instance = self._add(spec)
-        await instance.begin({})
-        await instance.accept(Command.START)
-        await self._save()
+        async with self._planning(spec.name, spec):
+            instance = self._add(spec)
+            await instance.begin({})
+            await instance.accept(Command.START)
         self._metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         return instance.view()
 
@@ -189,10 +208,13 @@ class Manager:
         Raises:
             InstanceNotFound, UpdateInProgress.
             ValidationError, InvalidConfig, InvalidGpuId: the changes are wrong; nothing was begun.
+            StateNotSaved: the disk refused; nothing was changed.
             UpdateFailed: it failed, with `wait`.
         """
         await self.booted.wait()
         instance = self._find(name)
+        if "save" in self._alarms:
+            await self._write()  # before workers are started for a change that could not be kept
         wanted = with_changes(instance.spec, changes)
         await self._check(wanted)
         place(wanted, await self._planner.refresh())
@@ -247,14 +269,14 @@ class Manager:
         """
         await self.booted.wait()
         instance = self._find(name)
-        await instance.accept(Command.DELETE)
-        view = await instance.settle()
-        await instance.ended()
-        if self._instances.get(name) is instance:
-            del self._instances[name]
-            instance.forget()
-            self._on_fleet_changed()
-        await self._save()
+        async with self._planning(name, None):
+            await instance.accept(Command.DELETE)
+            view = await instance.settle()
+            await instance.ended()
+            if self._instances.get(name) is instance:
+                del self._instances[name]
+                instance.forget()
+                self._on_fleet_changed()
         self._metrics.count(catalogue.DELETED, name)
         return view
 
@@ -276,8 +298,8 @@ class Manager:
     async def _command(self, name: str, command: Command) -> InstanceView:
         await self.booted.wait()
         instance = self._find(name)
-        await instance.accept(command)
-        await self._save()
+        async with self._planning(name, replace(instance.spec, wanted_running=command is not Command.STOP)):
+            await instance.accept(command)
         return await instance.settle()
 
     async def _check(self, spec: InstanceSpec) -> None:
@@ -298,7 +320,9 @@ class Manager:
             raise InstanceNotFound(name) from None
 
     def _specs(self) -> Sequence[InstanceSpec]:
-        return [instance.spec for instance in self._instances.values()]
+        """The instances, and those that are being created."""
+        new = [spec for name, spec in self._planned.items() if spec is not None and name not in self._instances]
+        return [*(instance.spec for instance in self._instances.values()), *new]
 
     def _workers(self) -> Sequence[Supervisor]:
         return [worker for instance in self._instances.values() for worker in instance.workers]
@@ -317,15 +341,67 @@ class Manager:
         for name, threads in self._planner.shares(alive_specs(self._workers())).items():
             self._instances[name].set_threads(threads)
 
-    async def _save(self) -> None:
-        """Write the state file. A failure raises an alarm and does not stop the fleet."""
+    # The state file
+
+    @asynccontextmanager
+    async def _planning(self, name: str, spec: InstanceSpec | None) -> AsyncIterator[None]:
+        """Write the state with `spec` for the instance `name`, or without it, before the body makes that change.
+
+        So an acknowledged change is on disk, and a refused write leaves the fleet as it was. What the body did not
+        change after all is written again.
+
+        Raises:
+            StateNotSaved: the disk refused; the body has not run.
+        """
+        self._planned[name] = spec
+        try:
+            await self._write()
+            yield
+        finally:
+            self._planned.pop(name, None)
+            await self._settle_state()
+
+    async def _save_spec(self, spec: InstanceSpec) -> None:
+        """Write the state with `spec`, which takes effect when this returns.
+
+        Raises:
+            StateNotSaved: the disk refused.
+        """
+        self._planned[spec.name] = spec
+        try:
+            await self._write()
+        finally:
+            self._planned.pop(spec.name, None)
+
+    async def _write(self) -> None:
         async with self._saving:
+            planned = self._planned
+            specs = [planned.get(spec.name, spec) for spec in self._specs()]
+            wanted = [spec for spec in specs if spec is not None]
+            if wanted == self._saved and "save" not in self._alarms:
+                return
             try:
-                await asyncio.to_thread(self._store.save, self._specs())
+                await asyncio.to_thread(self._store.save, wanted)
             except OSError as error:
-                self._raise_alarm("save", f"the state cannot be saved: {error}")
-            else:
-                self._alarms.pop("save", None)
+                problem = f"the state cannot be saved: {error}"
+                self._raise_alarm("save", problem)
+                raise StateNotSaved(problem) from error
+            self._saved = wanted
+            self._alarms.pop("save", None)
+
+    async def _settle_state(self) -> None:
+        """Write the present state if it is not on disk; where the disk refuses, again until it takes it."""
+        try:
+            await self._write()
+        except StateNotSaved:
+            if self._retry is None or self._retry.done():
+                self._retry = asyncio.create_task(self._write_until_saved(), name="retry of the state file")
+
+    async def _write_until_saved(self) -> None:
+        while "save" in self._alarms:
+            await asyncio.sleep(_RETRY_S)
+            with suppress(StateNotSaved):
+                await self._write()
 
     def _raise_alarm(self, kind: str, text: str | None) -> None:
         if text is not None:

@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 class SupervisorContext:
     """What all instances and supervisors share. `grace_s` is how long a stopped worker may finish its calls.
 
-    `fleet` lists the supervisors of all instances. `save_state` writes the wanted state to disk. `on_fleet_changed` is
+    `fleet` lists the supervisors of all instances. `save_spec` writes the wanted state with
+    this spec of its instance to disk, or raises `StateNotSaved`. `on_fleet_changed` is
     called after every change of an instance's state.
     """
 
@@ -57,7 +58,7 @@ class SupervisorContext:
     probes: ProbePlan
     grace_s: float
     fleet: Callable[[], Sequence[Supervisor]]
-    save_state: Callable[[], Awaitable[None]]
+    save_spec: Callable[[InstanceSpec], Awaitable[None]]
     on_fleet_changed: Callable[[], None]
 
 

@@ -70,6 +70,7 @@ STATUS: dict[Code, StatusMapping] = {
     Code.BACKEND_UNAVAILABLE: StatusMapping(503, UNAVAILABLE, "Unhealthy"),
     Code.TIMEOUT: StatusMapping(504, DEADLINE_EXCEEDED, "Overloaded"),
     Code.CANCELLED: StatusMapping(499, CANCELLED, "Overloaded"),
+    Code.STATE_NOT_SAVED: StatusMapping(503, UNAVAILABLE, "Unhealthy"),
     Code.MODEL_LOAD_FAILED: StatusMapping(500, INTERNAL, "Backend"),
     Code.MODEL_DOWNLOAD_FAILED: StatusMapping(500, INTERNAL, "Backend"),
     Code.INFERENCE_FAILED: StatusMapping(424, INTERNAL, "Backend"),
