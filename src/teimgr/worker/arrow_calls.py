@@ -36,27 +36,15 @@ _DEFAULT_OUTPUT: Mapping[str, Output] = {
     Kind.RERANKER: Output.SCORES,
     Kind.CLASSIFIER: Output.SCORES,
 }
-_OUTPUTS: Mapping[int, Output] = {
-    arrow_pb2.OUTPUT_DENSE: Output.DENSE,
-    arrow_pb2.OUTPUT_SPARSE: Output.SPARSE,
-    arrow_pb2.OUTPUT_MULTI_VECTOR: Output.MULTI_VECTOR,
-    arrow_pb2.OUTPUT_TOKENS: Output.TOKENS,
-    arrow_pb2.OUTPUT_SCORES: Output.SCORES,
-}
+# Members of the enums of arrow.proto by number; they have the names of ours.
+_OUTPUTS: Mapping[int, Output] = {arrow_pb2.Output.Value(f"OUTPUT_{one.name}"): one for one in Output}
 _INPUTS: Mapping[int, InputKind | None] = {
     arrow_pb2.INPUT_UNSPECIFIED: None,
-    arrow_pb2.INPUT_TEXT: InputKind.TEXT,
-    arrow_pb2.INPUT_PAIR: InputKind.PAIR,
-    arrow_pb2.INPUT_IDS: InputKind.IDS,
+    **{arrow_pb2.Input.Value(f"INPUT_{one.name}"): one for one in InputKind},
 }
 _ELEMENTS: Mapping[int, Precision] = {
     arrow_pb2.ELEMENT_TYPE_UNSPECIFIED: Precision.FLOAT32,
-    arrow_pb2.ELEMENT_TYPE_FLOAT32: Precision.FLOAT32,
-    arrow_pb2.ELEMENT_TYPE_FLOAT16: Precision.FLOAT16,
-    arrow_pb2.ELEMENT_TYPE_INT8: Precision.INT8,
-    arrow_pb2.ELEMENT_TYPE_UINT8: Precision.UINT8,
-    arrow_pb2.ELEMENT_TYPE_BINARY: Precision.BINARY,
-    arrow_pb2.ELEMENT_TYPE_UBINARY: Precision.UBINARY,
+    **{arrow_pb2.ElementType.Value(f"ELEMENT_TYPE_{one.name}"): one for one in Precision},
 }
 _LZ4: Mapping[int, bool] = {multiplexer_pb2.ARROW_COMPRESSION_NONE: False, multiplexer_pb2.ARROW_COMPRESSION_LZ4: True}
 _PRECISIONS: Mapping[int, Precision] = {number: precision for precision, number in NUMBER_OF.items()}

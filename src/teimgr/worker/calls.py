@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -104,6 +105,22 @@ class MethodCall(WorkerCall):
             return kind.FromString(self.payload)
         except DecodeError as error:
             raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+class AwaitedReply:
+    """Mixin for calls that are answered through a future, `answer`."""
+
+    __slots__ = ()
+    answer: asyncio.Future[CallReply]
+
+    def reply(self, reply: CallReply) -> None:
+        if not self.answer.done():
+            self.answer.set_result(reply)
+
+    def fail(self, error: TeimgrError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # marked as retrieved: asyncio logs the failure of a cancelled call otherwise
 
 
 class LinkCall(MethodCall):

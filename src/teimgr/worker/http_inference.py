@@ -29,7 +29,7 @@ from teimgr.http_server import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
-from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall, over_limit, raise_first
+from teimgr.worker.calls import AwaitedReply, CallReply, DeferredReply, WorkerCall, over_limit, raise_first
 from teimgr.worker.dispatcher import Dispatcher
 
 JSON = "application/json"
@@ -266,24 +266,15 @@ def _size_bytes(one: EngineInput) -> int:
     return one.nbytes if isinstance(one, np.ndarray) else len(one or "")
 
 
-class HttpCall(WorkerCall):
-    """A job of an HTTP request, answered through a future; `job` is the finished job where it is kept unencoded."""
+class HttpCall(AwaitedReply, WorkerCall):
+    """A job of an HTTP request; `job` is the finished job where it is kept unencoded."""
 
-    __slots__ = ("future", "job")
+    __slots__ = ("answer", "job")
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None) -> None:
         super().__init__(size_bytes, lane, deadline)
-        self.future: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
+        self.answer = asyncio.get_running_loop().create_future()
         self.job: Job | None = None
-
-    def reply(self, reply: CallReply) -> None:
-        if not self.future.done():
-            self.future.set_result(reply)
-
-    def fail(self, error: TeimgrError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-            self.future.exception()  # marked as retrieved: asyncio would log it otherwise
 
 
 MakeJob = Callable[[ServedModel], JobSpec]
@@ -339,11 +330,11 @@ class HttpInference:
         specs = [self._job(make) for make in makers]
         calls = [self._submit(spec, encode) for spec in specs]
         try:
-            return [(call, await call.future) for call in calls]
+            return [(call, await call.answer) for call in calls]
         finally:
             for call in calls:
                 self.dispatcher.cancel(call)
-                call.future.cancel()
+                call.answer.cancel()
 
     def _job(self, make: MakeJob) -> JobSpec:
         metrics = self.dispatcher.metrics

@@ -1,4 +1,4 @@
-"""RPC methods of a worker: a table of plain functions `(dispatcher, call) -> None`, and those of `tei.v1`.
+"""Methods of a worker: a table of plain functions `(dispatcher, call) -> None`, and those of `tei.v1` and HTTP frames.
 
 Replies with arrays are encoded by hand, byte for byte as protobuf serialises them: for 384 floats, building a message
 and serialising it takes some 58 µs, joining the bytes a quarter of one.
@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
-from teimgr.errors import EmptyInput, Internal, InvalidInput, TeimgrError
+from teimgr.errors import Code, EmptyInput, Internal, InvalidInput, TeimgrError, error_from_code
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.spec import Kind
 from teimgr.wire.frames import Method, Timings
+from teimgr.wire.http_frames import HttpRequest, pack_reply, read_request
 from teimgr.wire.protobuf import varint
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (
@@ -31,8 +32,9 @@ from teimgr.worker.calls import (
     request_options,
     within,
 )
-from teimgr.worker.dialects import handle_http
+from teimgr.worker.dialects import ROUTES
 from teimgr.worker.dispatcher import Dispatcher, Encode, Part, masked, parts_of
+from teimgr.worker.http_inference import BadRequest, HttpInference
 from teimgr.worker.scores import need_reranker_grpc, output_per_token, predictions, ranks
 
 # TEI's types of the kinds that score; it calls every other model an embedding model.
@@ -259,6 +261,34 @@ def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, work: Callable[[]
     dispatcher.admit_async(call, answer)
 
 
+# HTTP requests that the daemon's gateway forwards.
+
+
+def forwarded_http(dispatcher: Dispatcher, call: MethodCall) -> None:
+    """Answer with the reply of the dialect's route; the gateway writes the body of a TeimgrError."""
+    try:
+        request = read_request(call.payload)
+    except ValueError as error:
+        raise InvalidInput(f"malformed HTTP frame: {error}") from error
+    dispatcher.run(call, _answer_http(HttpInference(dispatcher, call.lane, call.deadline), call, request))
+
+
+async def _answer_http(inference: HttpInference, call: MethodCall, request: HttpRequest) -> None:
+    try:
+        route = ROUTES.get(request.dialect, {}).get((request.method, request.path))
+        if route is None:
+            raise error_from_code(Code.UNIMPLEMENTED, f"{request.method} {request.path} is no route of a worker")
+        try:
+            reply = await route(inference, request)
+        except BadRequest as error:
+            reply = error.reply(request.dialect)
+        call.reply(CallReply(pack_reply(reply)))
+    except TeimgrError as error:
+        call.fail(error)
+    except Exception as error:
+        call.fail(masked(error))
+
+
 METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {
     Method.EMBED: embed,
     Method.EMBED_SPARSE: embed_sparse,
@@ -273,7 +303,7 @@ METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {
     Method.EMBED_ARROW: arrow_calls.embed_arrow,
     Method.EMBED_SPARSE_ARROW: arrow_calls.embed_sparse_arrow,
     Method.INFER_ARROW: arrow_calls.infer_arrow,
-    Method.HTTP: handle_http,
+    Method.HTTP: forwarded_http,
 }
 
 

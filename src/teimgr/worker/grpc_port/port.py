@@ -24,7 +24,7 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
 from teimgr.wire.frames import Flag
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
-from teimgr.worker.calls import CallReply, MethodCall
+from teimgr.worker.calls import AwaitedReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.grpc_port.connection import Connection
 from teimgr.worker.grpc_port.rpc_stream import RpcStatusError, RpcStream
@@ -45,8 +45,8 @@ _KINDS_OF_SERVICE = {
 }
 
 
-class GrpcCall(MethodCall):
-    """A message of the instance port's gRPC, answered through a future."""
+class GrpcCall(AwaitedReply, MethodCall):
+    """A message of the instance port's gRPC."""
 
     __slots__ = ("_dispatcher", "answer")
 
@@ -56,16 +56,7 @@ class GrpcCall(MethodCall):
         lane = Lane.BULK if flags & Flag.BULK else Lane.INTERACTIVE
         super().__init__(method, payload, lane, deadline, bool(flags & Flag.WAIT))
         self._dispatcher = dispatcher
-        self.answer: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
-
-    def reply(self, reply: CallReply) -> None:  # as WorkerCall
-        if not self.answer.done():
-            self.answer.set_result(reply)
-
-    def fail(self, error: TeimgrError) -> None:  # as WorkerCall
-        if not self.answer.done():
-            self.answer.set_exception(error)
-            self.answer.exception()  # retrieved here: asyncio logs failures that are never read, as a cancelled call's
+        self.answer = asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:
         """Take the call out of the worker; no effect once it is answered."""
