@@ -42,11 +42,7 @@ Figures = dict[Family, set[tuple[str, tuple[tuple[str, str], ...], float]]]
 
 
 def parts(items: c.ItemFamilies) -> list[Family]:
-    return [items.count, items.success, *durations(items.durations)]
-
-
-def durations(of: c.DurationFamilies) -> list[Family]:
-    return [of.total, of.tokenization, of.queue, of.inference]
+    return [items.count, items.success, *items.durations]
 
 
 # What happens → the numbers that move by it.
@@ -59,7 +55,7 @@ TABLE: dict[str, list[Family]] = {
         *(c.MUX_CALLS, c.MUX_MESSAGES, c.MUX_SECONDS, c.MUX_MEMORY),
         *(c.LINK_REQUESTS, c.LINK_SENT, c.LINK_RECEIVED, c.LINK_CONNECTS),
         *(c.BATCHES, c.TEXTS, c.TOKENS, c.BUSY, c.CPU_SECONDS),
-        *(c.REQUESTS, c.REQUEST_SUCCESS, *durations(c.REQUEST_DURATIONS), *parts(c.EMBEDDINGS)),
+        *(c.REQUESTS, c.REQUEST_SUCCESS, *c.REQUEST_DURATIONS, *parts(c.EMBEDDINGS)),
         *(c.INPUT_LENGTH, c.BATCH_SIZE, c.BATCH_TOKENS),
     ],
     "texts are embedded over HTTP": [c.INFERENCE, c.INFERENCE_BYTES],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(self, parts: EngineParts, options: EngineOptions, deliver: Callable[[list[Job]], None]) -> None:
         self.info = parts.info
-        self._tokenizer = parts.tokenizer
+        self.tokenizer = parts.tokenizer
         self._prompts = parts.prompts
         self._deliver_out = deliver
         self._fault: str | None = None  # why the engine is unhealthy; never reset
@@ -112,19 +112,7 @@ class Engine:
         Raises:
             EmptyInput, InvalidInput, TokenizerFailed
         """
-        return self._tokenizer.tokenize(text, add_special_tokens, self._prompts.text(prompt_name))
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Raises EmptyInput, TokenizerFailed."""
-        return self._tokenizer.decode(ids, skip_special_tokens)
-
-    def cut(self, text: str, max_tokens: int, *, left: bool = False) -> str:
-        """`text` truncated to `max_tokens` tokens, at its beginning where `left`.
-
-        Raises:
-            TokenizerFailed
-        """
-        return self._tokenizer.cut(text, max_tokens, left=left)
+        return self.tokenizer.tokenize(text, add_special_tokens, self._prompts.text(prompt_name))
 
     def self_test(self, timeout_s: float) -> None:
         """Verify the model's results: a batch finished just now, or a fixed input gives the same result as at load.

@@ -219,7 +219,8 @@ def _choose_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
     """The first batching whose results match the reference; None where none do."""
-    for batching in _candidate_batchings(model):
+    varlen = model.backbone.device.type == "cuda" and model.backbone.dtype in (torch.float16, torch.bfloat16)
+    for batching in (*([Batching.VARLEN] if varlen else ()), Batching.BY_RUN, Batching.EQUAL_LENGTH):
         try:
             model.backbone.use(batching)
             close = compare(batched(model, inputs), reference)
@@ -232,12 +233,6 @@ def _choose_batching(
             return Choice(dtype, batching, close)
         log.info("%s batching in %s refused: %s", batching.value, dtype, close)
     return None
-
-
-def _candidate_batchings(model: Model) -> list[Batching]:
-    packed = model.backbone
-    varlen = packed.device.type == "cuda" and packed.dtype in (torch.float16, torch.bfloat16)
-    return [*([Batching.VARLEN] if varlen else []), Batching.BY_RUN, Batching.EQUAL_LENGTH]
 
 
 def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:

@@ -80,7 +80,8 @@ class Intake:
         with self._changed:
             if self._closed:
                 raise Unavailable("the engine is closing")
-            if bounded and not self._fits(job.lane, estimate):
+            held = self._estimates[job.lane] + self._queue.tokens(job.lane)
+            if bounded and held and held + estimate > self._limit:
                 raise Overloaded
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
@@ -117,10 +118,6 @@ class Intake:
             for lane in Lane:
                 self._inbox[lane].clear()
             return [(p.job, row) for p in left for row in range(p.next_row, len(p.job.inputs))]
-
-    def _fits(self, lane: Lane, estimate: int) -> bool:
-        held = self._estimates[lane] + self._queue.tokens(lane)
-        return held == 0 or held + estimate <= self._limit
 
     def _next_chunk(self) -> _Chunk | None:
         with self._changed:

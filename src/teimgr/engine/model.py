@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.engine.heads.scoring import CausalHead, SequenceHead, keep_two_tokens, sequence_head
 from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.job import Output
-from teimgr.model_files.layout import Backbone, Layout
+from teimgr.model_files.layout import Backbone, Layout, Splade
 from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)
@@ -125,14 +125,13 @@ def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Mod
     if heads is None:
         log.warning("the whole model runs for every run of equal lengths: its head does not run by itself")
         return Model(whole, over_logits)
-    return Model(
-        Transformer(library.backbone, layout.position_offset, device, owner=module), heads, (whole, over_logits)
-    )
+    backbone = Transformer(library.backbone, layout.position_offset, device, owner=module)
+    return Model(backbone, heads, (whole, over_logits))
 
 
 def _heads_over_logits(layout: Layout, module: Any) -> dict[Output, Head]:
     if layout.splade is not None:
-        return _splade_heads(SpladeWeights(lambda logits: logits, _vocabulary(module), layout.splade))
+        return _splade_heads(lambda logits: logits, module, layout.splade)
     if layout.backbone is Backbone.CAUSAL_LM:
         return {Output.SCORES: CausalHead(lambda logits: logits)}
     return {Output.SCORES: SequenceHead(lambda logits, _batch: logits.float(), int(module.config.num_labels))}
@@ -146,17 +145,15 @@ def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] |
     if not HeadTrial.of(library).is_token_wise(library):
         return None
     if layout.splade is not None:
-        return _splade_heads(SpladeWeights(library.tokens, _vocabulary(library.module), layout.splade))
+        return _splade_heads(library.tokens, library.module, layout.splade)
     return {Output.SCORES: CausalHead(library.tokens)}
 
 
-def _splade_heads(weights: SpladeWeights) -> dict[Output, Head]:
-    return {Output.SPARSE: SpladeHead(weights), Output.DENSE: SpladeVectorHead(weights)}
-
-
-def _vocabulary(module: Any) -> int:
+def _splade_heads(decode: Callable[[Tensor], Tensor], module: Any, splade: Splade) -> dict[Output, Head]:
     decoder = module.get_output_embeddings()
-    return int(module.config.vocab_size if decoder is None else decoder.out_features)
+    vocabulary = int(module.config.vocab_size if decoder is None else decoder.out_features)
+    weights = SpladeWeights(decode, vocabulary, splade)
+    return {Output.SPARSE: SpladeHead(weights), Output.DENSE: SpladeVectorHead(weights)}
 
 
 def tensor_bytes(root: object) -> int:

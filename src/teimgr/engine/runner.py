@@ -145,10 +145,7 @@ def _wanted(entries: Sequence[QueueEntry]) -> frozenset[Output]:
 
 def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
     """Start copying `rows` to the host; the returned function waits for the copies."""
-    here = {
-        output: [None if part is None else _copied(part) for part in (of.values, of.offsets, of.indices)]
-        for output, of in rows.items()
-    }
+    here = {output: [*map(_copied, (of.values, of.offsets, of.indices))] for output, of in rows.items()}
     copied = None
     if any(of.values.device.type == "cuda" for of in rows.values()):
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -162,20 +159,16 @@ def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]
     return wait
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
-def _host_rows(values: Tensor | None, offsets: Tensor | None, indices: Tensor | None) -> HostRows:
+def _host_rows(values: Tensor | None, *others: Tensor | None) -> HostRows:
     assert values is not None
-    return HostRows(
-        values.float().numpy(),
-        None if offsets is None else offsets.numpy(),
-        None if indices is None else indices.numpy(),
-    )
+    return HostRows(values.float().numpy(), *(None if other is None else other.numpy() for other in others))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -115,14 +115,7 @@ class TokenFiles:
 ENDLESS = 1_000_000
 # Model types whose position ids start behind the padding token's id.
 OFFSET_TYPES = {
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "xlm-roberta-xl",
-    "roberta-prelayernorm",
-    "xmod",
-    "data2vec-text",
-    "mpnet",
+    *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm", "xmod", "data2vec-text", "mpnet")
 }
 _SETTINGS = tuple(
     f"sentence_{kind}_config.json"

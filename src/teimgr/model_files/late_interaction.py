@@ -18,15 +18,8 @@ _COLBERT_LENGTH = 32  # of a query, the default of PyLate and Stanford
 _PUNCTUATION = list(string.punctuation)
 # Keys of config_sentence_transformers.json that only PyLate writes; one of them turns query expansion on by default.
 _PYLATE_KEYS = {
-    "query_length",
-    "document_length",
-    "query_expansion",
-    "do_query_expansion",
-    "attend_to_expansion_tokens",
-    "attend_to_mask_tokens",
-    "query_prefix",
-    "document_prefix",
-    "skiplist_words",
+    *("query_length", "document_length", "query_expansion", "do_query_expansion", "query_prefix", "document_prefix"),
+    *("attend_to_expansion_tokens", "attend_to_mask_tokens", "skiplist_words"),
 }
 
 

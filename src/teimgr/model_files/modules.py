@@ -29,17 +29,8 @@ _NOT_SERVED = {
     "WordWeights": "it weighs words by a table of its own",
 }
 _SERVED = {
-    "Dense",
-    "Dropout",
-    "LayerNorm",
-    "LogitScore",
-    "MLMTransformer",
-    "MultiVectorMask",
-    "Normalize",
-    "Pooling",
-    "SpladePooling",
-    "StaticEmbedding",
-    "Transformer",
+    *("Transformer", "MLMTransformer", "StaticEmbedding", "Pooling", "SpladePooling", "MultiVectorMask", "LogitScore"),
+    *("Dense", "Dropout", "LayerNorm", "Normalize"),
 }
 
 

@@ -170,14 +170,8 @@ BATCH_SIZE = _worker("te_batch_next_size", "histogram", "Inputs of a batch", bou
 BATCH_TOKENS = _worker("te_batch_next_tokens", "histogram", "Tokens of a batch", bounds=BATCH_TOKENS_BOUNDS)
 
 
-@dataclass(frozen=True, slots=True)
-class DurationFamilies:
-    """Four histograms of durations: total and its parts."""
-
-    total: Family
-    tokenization: Family
-    queue: Family
-    inference: Family
+Durations = tuple[Family, Family, Family, Family]
+"""Histograms of the whole time, and of its parts: tokenization, queue and inference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +180,14 @@ class ItemFamilies:
 
     count: Family
     success: Family
-    durations: DurationFamilies
+    durations: Durations
 
 
-def _durations(name: str, what: str) -> DurationFamilies:
+def _durations(name: str, what: str) -> Durations:
     def one(part: str, meaning: str) -> Family:
         return _worker(f"{name}{part}_duration", "histogram", f"{meaning} of {what}, seconds", bounds=DURATION_BOUNDS)
 
-    return DurationFamilies(
+    return (
         one("", "Whole time"),
         one("_tokenization", "Time to be tokenized"),
         one("_queue", "Time in the queue"),

@@ -322,7 +322,7 @@ class HttpInference:
         engine = self.dispatcher.engine
         if limit is None or limit >= engine.info.max_input_length:
             return texts
-        return await self.dispatcher.off_loop(lambda: [engine.cut(text, limit, left=left) for text in texts])
+        return await self.dispatcher.off_loop(lambda: [engine.tokenizer.cut(text, limit, left=left) for text in texts])
 
     async def _submitted(
         self, makers: Sequence[MakeJob], encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]

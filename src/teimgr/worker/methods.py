@@ -244,7 +244,7 @@ def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
     message = call.message(tei_pb2.DecodeRequest)
 
     def decoded() -> bytes:
-        text = dispatcher.engine.decode(list(message.ids), message.skip_special_tokens)
+        text = dispatcher.engine.tokenizer.decode(list(message.ids), message.skip_special_tokens)
         return tei_pb2.DecodeResponse(text=text).SerializeToString()
 
     _answer_off_loop(dispatcher, call, decoded)

@@ -58,9 +58,8 @@ class Histogram:
 class DurationHistograms:
     """Durations of calls: total, tokenization, queue and inference."""
 
-    def __init__(self, families: catalogue.DurationFamilies) -> None:
-        parts = (families.total, families.tokenization, families.queue, families.inference)
-        self._histograms = {family: Histogram(family.bounds) for family in parts}
+    def __init__(self, families: catalogue.Durations) -> None:
+        self._histograms = {family: Histogram(family.bounds) for family in families}
 
     def observe(self, timings: Timings, times: int = 1) -> None:
         durations_ns = (timings.total_ns, timings.tokenization_ns, timings.queue_ns, timings.inference_ns)

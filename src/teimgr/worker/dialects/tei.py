@@ -274,7 +274,7 @@ class DecodeRequest(http.Body):
         """`["what is deep learning?", …]`; otherwise as `TokenizeRequest.answer`."""
         batch: list[list[int]] = _batch(self.ids)
         _check_count(batch, limit)
-        return http.to_json([engine.decode(ids, self.skip_special_tokens) for ids in batch])
+        return http.to_json([engine.tokenizer.decode(ids, self.skip_special_tokens) for ids in batch])
 
 
 def _check_count(batch: Sequence[object], limit: int) -> None:

@@ -196,13 +196,13 @@ def _fit(inference: http.HttpInference, one: EngineInput, limit: int, left: bool
     if not isinstance(one, str) or not one:
         return one
     engine = inference.dispatcher.engine
-    text = engine.cut(one, limit, left=left)
+    text = engine.tokenizer.cut(one, limit, left=left)
     over = len(engine.tokenize(text, True, None)) - limit
     if over >= limit:
         raise http.BadRequest(
             400, f"truncate_prompt_tokens: {limit} leave no token of the text", "truncate_prompt_tokens"
         )
-    return engine.cut(text, limit - over, left=left) if over > 0 else text
+    return engine.tokenizer.cut(text, limit - over, left=left) if over > 0 else text
 
 
 def _fit_pairs(
@@ -216,7 +216,7 @@ def _fit_pairs(
         raise http.BadRequest(
             400, f"truncate_prompt_tokens: {limit} leave no token of a document", "truncate_prompt_tokens"
         )
-    return [engine.cut(text, tokens, left=left) for text, tokens in zip(documents, room, strict=True)]
+    return [engine.tokenizer.cut(text, tokens, left=left) for text, tokens in zip(documents, room, strict=True)]
 
 
 def _list(prefix: str, model: str, data: list[dict[str, Any]], tokens: int) -> bytes:
