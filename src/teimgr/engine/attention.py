@@ -118,7 +118,7 @@ def packed_attention(
         CannotPackError: the call has a mask, a bias or a cap, or the model did not pass `packing` on.
     """
     if packing is None or attention_mask is not None or any(kwargs.get(name) is not None for name in _UNSUPPORTED):
-        raise CannotPackError(f"{type(module).__name__} asks for more than packed attention does")
+        raise CannotPackError(f"{type(module).__name__} needs more than packed attention implements")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     reach = None if sliding_window is None else sliding_window - 1
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -164,7 +164,7 @@ def _varlen(
         enable_gqa=query.shape[1] != key.shape[1],
         num_splits=1,
     )
-    assert isinstance(result, Tensor)  # a tuple is returned only where auxiliary results are asked for
+    assert isinstance(result, Tensor)  # a tuple is returned only with auxiliary results
     return result
 
 

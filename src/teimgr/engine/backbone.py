@@ -156,7 +156,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     """Load the library's model in float32 on `device`, with the head of `layout.backbone`.
 
     Raises:
-        ModelLoadFailed: transformers does not know the architecture, or weights are missing or of another shape.
+        ModelLoadFailed: the architecture is unknown to transformers, or weights are missing or of another shape.
     """
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging

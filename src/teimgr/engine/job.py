@@ -22,7 +22,7 @@ class Lane(Enum):
 
 
 class Output(Enum):
-    """The kinds of result; a job may ask for several of one forward.
+    """The kinds of result; a job may request several of one forward.
 
     DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special ones
     and prompt included · MULTI_VECTOR a projected, normalised vector per kept token, for late interaction · SCORES a

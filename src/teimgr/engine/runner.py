@@ -102,7 +102,7 @@ class Runner:
                 self._execute(half)
 
     def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
-        """Bytes of float32 results, for every output that one of the texts wants; sparse ones are too few to count."""
+        """Bytes of float32 results, for every output that a text requests; sparse ones are too few to count."""
         widths, wanted = self._model.widths, _wanted(entries)
         tokens = sum(entry.length for entry in entries)
         per_token = sum(widths[output] for output in wanted & _PER_TOKEN)

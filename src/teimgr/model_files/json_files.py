@@ -148,7 +148,5 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     given = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
     limit = min(room, int(given.get("model_max_length") or tokenizer.get("model_max_length") or ENDLESS))
     if limit >= ENDLESS:
-        raise ModelLoadFailed(
-            "neither sentence_bert_config.json nor config.json nor the tokenizer tells a length limit"
-        )
+        raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")
     return limit

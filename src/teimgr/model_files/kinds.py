@@ -7,19 +7,19 @@ from teimgr.model_files.metadata import ModelMetadata
 from teimgr.spec import KINDS, Kind
 
 
-def choose_kind(metadata: ModelMetadata, asked: str | None, pooling: str | None) -> Kind:
-    """The kind to serve; `asked` and `pooling` of the instance take precedence over the files.
+def choose_kind(metadata: ModelMetadata, configured: str | None, pooling: str | None) -> Kind:
+    """The kind to serve; `configured` and `pooling` of the instance take precedence over the files.
 
     Raises:
-        InvalidConfig: `asked` or `pooling` contradicts the files; the message has the reason.
+        InvalidConfig: `configured` or `pooling` contradicts the files; the message has the reason.
         ModelLoadFailed: the files describe an unsupported kind.
     """
-    if asked is not None and asked not in KINDS:
-        raise InvalidConfig(f"kind {asked!r} is none of {', '.join(KINDS)}")
+    if configured is not None and configured not in KINDS:
+        raise InvalidConfig(f"kind {configured!r} is none of {', '.join(KINDS)}")
     own = _own_kind(metadata)
-    wanted = Kind(asked) if asked is not None else own
+    wanted = Kind(configured) if configured is not None else own
     if pooling == "splade":
-        wanted = _splade(metadata, own, asked)
+        wanted = _splade(metadata, own, configured)
     elif pooling is not None and wanted is Kind.SPARSE:
         raise InvalidConfig(
             f"pooling {pooling!r} contradicts the sparse (SPLADE) model; "
@@ -86,11 +86,11 @@ def _is_tagged_reranker(metadata: ModelMetadata) -> bool:
     return "pipeline_tag: text-ranking" in front
 
 
-def _splade(metadata: ModelMetadata, own: Kind, asked: str | None) -> Kind:
-    if asked not in (None, Kind.SPARSE.value):
-        raise InvalidConfig(f'pooling "splade" makes a sparse model, and kind is "{asked}"')
-    if own is not Kind.SPARSE and not metadata.has_head("ForMaskedLM"):
-        raise InvalidConfig(f'pooling "splade" needs a masked-LM head, and the model is {_architecture(metadata)}')
+def _splade(metadata: ModelMetadata, own: Kind, configured: str | None) -> Kind:
+    if configured not in (None, Kind.SPARSE.value):
+        raise InvalidConfig(f'pooling "splade" makes a sparse model, and kind is "{configured}"')
+    if own is not Kind.SPARSE and not metadata.has_head("ForMconfiguredLM"):
+        raise InvalidConfig(f'pooling "splade" needs a mconfigured-LM head, and the model is {_architecture(metadata)}')
     return Kind.SPARSE
 
 
@@ -99,7 +99,11 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
     if wanted is Kind.EMBEDDING:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
     if wanted is Kind.SPARSE:
-        return None if metadata.has_head("ForMaskedLM") else f"there is no masked-LM head in {_architecture(metadata)}"
+        return (
+            None
+            if metadata.has_head("ForMconfiguredLM")
+            else f"there is no mconfigured-LM head in {_architecture(metadata)}"
+        )
     if wanted is Kind.MULTI_VECTOR:
         return "they hold no projection of token vectors"
     if own in (Kind.RERANKER, Kind.CLASSIFIER):

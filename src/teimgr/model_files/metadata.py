@@ -66,7 +66,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     if static:
         config.setdefault("model_type", "static")
     if not config.get("model_type"):
-        raise ModelLoadFailed("config.json has no model_type, so there is no telling which architecture this is")
+        raise ModelLoadFailed("config.json has no model_type, so its architecture is unknown")
     if not trust_remote_code:
         _refuse_remote_code(config)
     settings = read_settings(transformer)

@@ -50,7 +50,7 @@ def read_activation(metadata: ModelMetadata, labels: int) -> str:
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
     named = config.get("id2label")
     if not named:
-        raise ModelLoadFailed("config.json has no id2label, so there is no telling what the scores mean")
+        raise ModelLoadFailed("config.json has no id2label, so the meaning of its scores is unknown")
     by_index = {int(index): str(label) for index, label in named.items() if str(index).isdecimal()}
     if sorted(by_index) != list(range(len(named))):
         raise ModelLoadFailed(f"id2label of config.json should number the labels from 0, and has: {', '.join(named)}")

@@ -69,7 +69,7 @@ BY_STATE = _daemon("teimgr_instances", "gauge", "Instances by state", "state")
 WORKER_START = _daemon(
     "teimgr_worker_start_seconds",
     "histogram",
-    "From the launch of a worker to its proof of readiness",
+    "From the launch of a worker to its first passed self-test",
     "instance",
     bounds=_START_S,
 )
@@ -99,12 +99,12 @@ INFERENCE_BYTES = _daemon(
     "direction",
 )
 DOWNLOADS = _daemon("teimgr_model_downloads_total", "counter", "Downloads by the registry, by outcome", "outcome")
-DOWNLOAD_BYTES = _daemon("teimgr_model_download_bytes_total", "counter", "Bytes of models that came over the network")
+DOWNLOAD_BYTES = _daemon("teimgr_model_download_bytes_total", "counter", "Bytes of models received over the network")
 TRIALS = _daemon("teimgr_model_trials_total", "counter", "Trials of models, by outcome", "outcome")
 ALARMS = _daemon("teimgr_alarms", "gauge", "Alarms that /health shows")
-DAEMON_MEMORY = _daemon("teimgr_daemon_resident_bytes", "gauge", "Memory of the daemon that lies in RAM")
+DAEMON_MEMORY = _daemon("teimgr_daemon_resident_bytes", "gauge", "Resident memory of the daemon")
 WORKER_ANSWERS = _daemon(
-    "teimgr_worker_answers", "gauge", "Workers that gave their figures for this page, and those that did not", "answer"
+    "teimgr_worker_answers", "gauge", "Workers that sent their metrics for this page, and those that did not", "answer"
 )
 
 # Muxes
@@ -115,7 +115,7 @@ MUX_MESSAGES = _mux("teimgr_mux_messages_total", "counter", "Messages answered",
 MUX_SECONDS = _mux(
     "teimgr_mux_call_seconds", "histogram", "Duration of calls", "method", "instance", bounds=_MS_TO_30_S
 )
-MUX_MEMORY = _mux("teimgr_mux_resident_bytes", "gauge", "Memory of the mux that lies in RAM")
+MUX_MEMORY = _mux("teimgr_mux_resident_bytes", "gauge", "Resident memory of the mux")
 LINK_IN_FLIGHT = _mux("teimgr_link_in_flight", "gauge", "Requests over the links that have no answer yet", "instance")
 LINK_IN_FLIGHT_BYTES = _mux(
     "teimgr_link_in_flight_bytes", "gauge", "Bytes of the requests over the links that have no answer yet", "instance"
@@ -126,9 +126,9 @@ LINK_RECEIVED = _mux("teimgr_link_received_bytes_total", "counter", "Bytes of an
 LINK_CONNECTS = _mux(
     "teimgr_link_connects_total", "counter", "Connections made to workers, those after a loss included", "instance"
 )
-LINK_LOST = _mux("teimgr_link_losses_total", "counter", "Links that broke while they were wanted", "instance")
+LINK_LOST = _mux("teimgr_link_losses_total", "counter", "Links that were lost while in use", "instance")
 LINK_EXPIRED = _mux(
-    "teimgr_link_deadline_expired_total", "counter", "Requests whose time ran out before their answer", "instance"
+    "teimgr_link_deadline_expired_total", "counter", "Requests whose deadline passed before their answer", "instance"
 )
 
 # Workers: engine and process
@@ -141,9 +141,9 @@ PADDING_SAVED = _worker(
     "counter",
     "Tokens that padding each batch to its longest input would have added",
 )
-FAILED_TEXTS = _worker("teimgr_engine_failed_texts_total", "counter", "Inputs that came to nothing")
+FAILED_TEXTS = _worker("teimgr_engine_failed_texts_total", "counter", "Inputs that failed")
 EXPIRED_TEXTS = _worker(
-    "teimgr_engine_deadline_expired_total", "counter", "Inputs whose time was over before their batch", "lane"
+    "teimgr_engine_deadline_expired_total", "counter", "Inputs whose deadline passed before their batch", "lane"
 )
 BUSY = _worker("teimgr_engine_busy_seconds_total", "counter", "Time with a batch on the device")
 QUEUED_TEXTS = _worker("teimgr_engine_queue_texts", "gauge", "Tokenized inputs that wait for a batch", "lane")
@@ -210,14 +210,14 @@ PREDICTIONS = _items("te_predict", "classified or scored")
 # GPUs. A series is absent where the driver does not report it.
 
 GPU_MEMORY_TOTAL = _gpu("teimgr_gpu_memory_total_bytes", "gauge", "Memory of the card", "gpu", "uuid", "name")
-GPU_MEMORY_USED = _gpu("teimgr_gpu_memory_used_bytes", "gauge", "Memory of the card in use, by whomever", "gpu")
+GPU_MEMORY_USED = _gpu("teimgr_gpu_memory_used_bytes", "gauge", "Memory of the card in use, by any process", "gpu")
 GPU_UTILIZATION = _gpu("teimgr_gpu_utilization_ratio", "gauge", "Share of time with a kernel running", "gpu")
 GPU_TEMPERATURE = _gpu("teimgr_gpu_temperature_celsius", "gauge", "Temperature of the card", "gpu")
 GPU_POWER = _gpu("teimgr_gpu_power_watts", "gauge", "Power that the card draws", "gpu")
 GPU_INSTANCE_MEMORY = _gpu(
     "teimgr_gpu_instance_memory_bytes",
     "gauge",
-    "Memory of the card that the driver gave an instance; absent where the driver does not tell, as inside containers",
+    "Memory of the card that the driver gave an instance; absent where the driver has no report, as inside containers",
     "gpu",
     "instance",
 )

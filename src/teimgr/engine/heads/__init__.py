@@ -1,13 +1,13 @@
 """Heads: results from hidden states, one module per kind.
 
-    pooling        one vector per text; also what a request decides on vectors (`finish`)
+    pooling        one vector per text; dimensions and norm of vectors by request (`finish`)
     projections    the Dense, LayerNorm and Normalize modules behind a pooling or every token
     splade         a weight per vocabulary entry, from a masked-LM head
     multi_vector   late interaction: a projected vector per kept token; BGE-M3's sparse weights and token vectors
     library        the head of a transformers model, run separately on hidden states
     scoring        classifiers, cross-encoders and causal rerankers; activations (`activate`)
 
-Heads are independent of jobs and requests: normalising, cutting and activations are applied by the finisher.
+Heads are independent of jobs and requests: the finisher applies dimensions, norm and activations.
 """
 
 from __future__ import annotations
