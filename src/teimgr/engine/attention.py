@@ -124,45 +124,29 @@ def packed_attention(
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     # The kernel aligns queries and keys at their ends: with keys left out, a window or causality would be shifted.
     by_kernel = packing.visible is None or not (causal or reach is not None)
-    if packing.cu_seqlens is not None and by_kernel:
-        return _varlen(*rows, packing, packing.cu_seqlens, scaling, causal, reach).unsqueeze(0), None
-    return _by_run(*rows, packing, scaling, causal, reach).unsqueeze(0), None
+    attend = _varlen if packing.cu_seqlens is not None and by_kernel else _by_run
+    return attend(*rows, packing, scaling, causal, reach).unsqueeze(0), None
 
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "past_key_values", "head_mask")
 
 
 def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    cu_seqlens: Tensor,
-    scaling: float | None,
-    causal: bool,
-    reach: int | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, causal: bool, reach: int | None
 ) -> Tensor:
     """One kernel for all texts, [T, heads, d]. `num_splits=1` makes a text's result independent of the batch."""
     from torch.nn.attention.varlen import varlen_attn
 
+    assert packing.cu_seqlens is not None
     side = -1 if reach is None else reach
-    longest = packing.max_seqlen
-    keys_at, longest_keys = cu_seqlens, longest
+    keys_at, longest_keys = packing.cu_seqlens, packing.max_seqlen
     if (visible := packing.visible) is not None:
         key, value = key[visible.positions], value[visible.positions]
         keys_at, longest_keys = visible.cu_seqlens, visible.longest
+    borders = (packing.cu_seqlens, keys_at, packing.max_seqlen, longest_keys)
+    window, grouped = (side, 0 if causal else side), query.shape[1] != key.shape[1]
     result = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        keys_at,
-        longest,
-        longest_keys,
-        scale=scaling,
-        window_size=(side, 0 if causal else side),
-        enable_gqa=query.shape[1] != key.shape[1],
-        num_splits=1,
+        query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped, num_splits=1
     )
     assert isinstance(result, Tensor)  # a tuple is returned only with auxiliary results
     return result
