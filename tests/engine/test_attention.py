@@ -109,5 +109,5 @@ def test_what_it_does_not_do_is_refused(extra: dict[str, object]) -> None:
     rows = [torch.randn(1, 2, 3, 4) for _ in range(3)]
     inputs = {"attention_mask": None, "packing": Packing.of(batch, None)} | extra
 
-    with pytest.raises(CannotPackError, match="asks for more"):
+    with pytest.raises(CannotPackError, match="needs more"):
         packed_attention(Attention(False), *rows, **inputs)
