@@ -36,11 +36,6 @@ def read_list(path: Path) -> list[dict[str, Any]]:
     return content
 
 
-def first_object(folder: Path, *names: str) -> dict[str, Any]:
-    """The object in the first of these files that exists, {} where none does."""
-    return next((content for name in names if (content := read_object(folder / name)) is not None), {})
-
-
 def _parse(path: Path) -> Any:
     if not path.is_file():
         return None
@@ -125,7 +120,7 @@ _SETTINGS = tuple(
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """sentence_bert_config.json or an older file of its kind; {} where there is none."""
-    return first_object(folder, *_SETTINGS)
+    return next((content for name in _SETTINGS if (content := read_object(folder / name)) is not None), {})
 
 
 def position_offset(config: dict[str, Any]) -> int:

@@ -90,7 +90,7 @@ def _splade(metadata: ModelMetadata, own: Kind, configured: str | None) -> Kind:
     if configured not in (None, Kind.SPARSE.value):
         raise InvalidConfig(f'pooling "splade" makes a sparse model, and kind is "{configured}"')
     if own is not Kind.SPARSE and not metadata.has_head("ForMconfiguredLM"):
-        raise InvalidConfig(f'pooling "splade" needs a mconfigured-LM head, and the model is {_architecture(metadata)}')
+        raise InvalidConfig(f'pooling "splade" needs a masked-LM head, and the model is {_architecture(metadata)}')
     return Kind.SPARSE
 
 
@@ -102,7 +102,7 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
         return (
             None
             if metadata.has_head("ForMconfiguredLM")
-            else f"there is no mconfigured-LM head in {_architecture(metadata)}"
+            else f"there is no masked-LM head in {_architecture(metadata)}"
         )
     if wanted is Kind.MULTI_VECTOR:
         return "they hold no projection of token vectors"

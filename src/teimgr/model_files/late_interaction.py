@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import string
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
@@ -154,8 +153,12 @@ def _stanford(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]
     }
     prompts, prefix_ids = _prefixes(metadata, marks, metadata.prompts)
     words = _PUNCTUATION if artifact.get("mask_punctuation", True) else []
+    # `linear.weight` is in the encoder's file; its width is 128 where artifact.metadata has none.
+    width, identity = int(artifact.get("dim") or 128), "torch.nn.modules.linear.Identity"
     late = LateInteraction(
-        projections=(_inline_dense(metadata.root, metadata.config, artifact),),
+        projections=(
+            Dense(metadata.root, int(metadata.config["hidden_size"]), width, bias=False, activation=identity),
+        ),
         query_length=None,
         document_length=None,
         skip_ids=metadata.tokens.words(words),
@@ -169,14 +172,3 @@ def _stanford(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]
     }
     lengths = {"document_length": artifact.get("doc_maxlen"), "query_expansion": expansion}
     return _with_lengths(metadata, late, lengths), prompts
-
-
-def _inline_dense(root: Path, config: dict[str, Any], artifact: dict[str, Any]) -> Dense:
-    """`linear.weight` in the encoder's file; its width is in artifact.metadata, 128 by default."""
-    return Dense(
-        path=root,
-        in_features=int(config["hidden_size"]),
-        out_features=int(artifact.get("dim") or 128),
-        bias=False,
-        activation="torch.nn.modules.linear.Identity",
-    )

@@ -145,17 +145,13 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
 
 def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Path, tuple[Module, ...]]:
     """The modules before the Pooling (without the first), its directory, and the modules behind it."""
-    if not metadata.chain.modules or _is_of_another_kind(metadata):
+    # Of a sparse model or a cross-encoder only the encoder is used.
+    other = any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore"))
+    other |= metadata.saved.get("model_type") == "CrossEncoder"
+    if not metadata.chain.modules or other:
         return (), metadata.root / "1_Pooling", ()
     before, module, behind = metadata.chain.split_at("Pooling")
     return before[1:], module.path, behind
-
-
-def _is_of_another_kind(metadata: ModelMetadata) -> bool:
-    """Whether the modules are those of a sparse model or a cross-encoder, of which only the encoder is used."""
-    return any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore")) or (
-        metadata.saved.get("model_type") == "CrossEncoder"
-    )
 
 
 def _without_final_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -66,16 +66,7 @@ class Exporting:
 
 
 def exporting(settings: Settings, instance: str) -> Exporting | None:
-    otel = settings.otel
-    if not otel.endpoint:
-        return None
-    return Exporting(
-        endpoint=otel.endpoint,
-        service_name=otel.service_name,
-        sample_ratio=otel.sample_ratio,
-        deployment_environment=otel.deployment_environment,
-        instance=instance,
-    )
+    return Exporting(**asdict(settings.otel), instance=instance) if settings.otel.endpoint else None
 
 
 def open_telemetry(exporting: Exporting | None) -> Telemetry:
