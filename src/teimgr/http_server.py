@@ -88,11 +88,20 @@ class Listener:
         kind: Any = config.http_protocol_class
         protocol = partial(kind, config=config, server_state=server.server_state, app_state=server.lifespan.state)
         loop = asyncio.get_running_loop()
-        former = server.servers
-        sockets = [sock.dup() for each in former for sock in each.sockets]
-        server.servers = [
-            await loop.create_server(protocol, sock=sock, ssl=context, backlog=config.backlog) for sock in sockets
-        ]
+        former, present = server.servers, []
+        try:
+            for sock in [sock for each in former for sock in each.sockets]:
+                copy = sock.dup()
+                try:
+                    present.append(await loop.create_server(protocol, sock=copy, ssl=context, backlog=config.backlog))
+                except BaseException:
+                    copy.close()
+                    raise
+        except BaseException:  # such as a lack of descriptors: the former servers go on
+            for each in present:
+                each.close()
+            raise
+        server.servers = present
         for each in former:
             each.close()
 

@@ -29,6 +29,7 @@ from teimgr.launch.process_handle import (
     look_up,
     open_pidfd,
 )
+from teimgr.rest.log_files import pieces, read_lines
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 
@@ -525,6 +526,37 @@ def test_a_log_in_use_is_rotated_and_its_writer_goes_on(tmp_path: Path) -> None:
 
     assert (path.read_text(), (tmp_path / "a.log.1").read_text()) == ("after\n", "before\n")
     assert not shrink(path, limit_bytes=6, keep=1)
+
+
+def test_replicas_that_share_a_log_lose_no_line_when_one_starts_anew(tmp_path: Path) -> None:
+    path, said = tmp_path / "a.log", []
+    sibling = open_log(path, limit_bytes=3, keep=2)
+    for generation in range(4):
+        line = f"sibling in generation {generation}"
+        os.write(sibling, f"{line}\n".encode())
+        said.append(line)
+        os.close(open_log(path, limit_bytes=3, keep=2))  # another replica is started
+        if generation == 1:
+            assert list(read_lines(pieces(path), 0, 9)) == said
+    os.write(sibling, b"at last\n")
+    os.close(sibling)
+
+    assert list(read_lines(pieces(path), 0, 9)) == [*said[-2:], "at last"]  # two old files are kept
+
+
+def test_no_log_can_be_read_by_other_users(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("of an earlier version\n")
+    path.chmod(0o644)
+    for _ in range(2):
+        os.close(open_log(path, limit_bytes=3, keep=3))
+        path.write_text("more\n")
+
+    assert {file.name: file.stat().st_mode & 0o007 for file in tmp_path.iterdir()} == {
+        "a.log": 0,
+        "a.log.1": 0,
+        "a.log.2": 0,
+    }
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
+import resource
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -250,6 +252,31 @@ async def test_broken_files_change_nothing_but_the_alarm(
         put(ours.folder / "good.key", files.key)
         await eventually(lambda: not tls.alarms())
         assert await served(url, client(ours.ca, ours)) == first
+
+
+@on_uvloop
+async def test_a_lack_of_descriptors_at_a_renewal_is_an_alarm_and_tried_again(
+    settings: Settings, tmp_path: Path
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    files = ours.server()
+    ours.sign("indexer")
+    new, key = ours.sign("renewed")
+    async with renewing(settings, files) as (tls, url):
+        first = await served(url, client(ours.ca, ours))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(lowest_free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            new.replace(files.cert)
+            key.replace(files.key)
+            await eventually(tls.alarms)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "Too many open files" in tls.alarms()[0]
+
+        await eventually(lambda: not tls.alarms(), limit_s=10)
+        assert await served(url, client(ours.ca, ours)) not in (None, first)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry
@@ -296,3 +297,20 @@ async def test_a_stranger_on_the_port_is_said_at_once(settings: Settings) -> Non
     with socket.create_server(("127.0.0.1", settings.grpc_port)), pytest.raises(PortConflict):
         async with Muxes(settings, Directory(), DaemonMetrics()).running():
             pass
+
+
+async def test_the_log_of_a_running_mux_is_rotated_and_private(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teimgr.launch.log_rotation.CHECK_INTERVAL_S", 0.01)
+    muxes = Muxes(replace(settings, log_max_bytes=4096), Directory(), DaemonMetrics())
+    log = settings.log_dir / "_mux-0.log"
+    try:
+        async with muxes.running():
+            await eventually(log.exists)
+            with log.open("a") as file:
+                file.write("x" * 5000 + "\n")
+            await eventually(log.with_name("_mux-0.log.1").exists)
+            assert {path.stat().st_mode & 0o007 for path in settings.log_dir.glob("_mux-0.log*")} == {0}
+    finally:
+        await muxes.stop(0)

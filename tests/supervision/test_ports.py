@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from teimgr.errors import InvalidPort, PortAllocationFailed, PortConflict
-from teimgr.supervision.validation import Ports, is_free
+from teimgr.supervision.validation import LAST_PORT, Ports, is_free
 
 HOST = "127.0.0.1"
 
@@ -85,3 +85,12 @@ def test_prometheus_ports_count_upwards_and_never_repeat() -> None:
 
     assert first > 9100
     assert ports.allocate_prometheus({first + 1}) > first + 1
+
+
+@pytest.mark.clause("M2.4-prometheus-port")
+def test_prometheus_ports_begin_again_after_the_last_port() -> None:
+    ports = Ports(HOST, 8080, 8180, {}, prometheus_start=LAST_PORT - 99)
+
+    found = [ports.allocate_prometheus({LAST_PORT}) for _ in range(250)]
+    assert set(found) <= set(range(LAST_PORT - 99, LAST_PORT))
+    assert len(set(found)) > 50  # in turn; other programs may have some of them

@@ -89,10 +89,11 @@ class TlsFiles:
 
 
 class TlsWatch:
-    """Polls the files, and passes them to `take` when they have changed and are valid.
+    """Polls the files, and passes them to `take` when they have changed.
 
-    Files are replaced one after the other, so a change counts once nothing has changed for one poll. Invalid files, and
-    an InvalidConfig of `take`, become the `alarm`; the last valid files stay in use.
+    Files are replaced one after the other, so a change counts once nothing has changed for one poll. A failure of
+    `take` becomes the `alarm`, the last valid files stay in use, and every poll tries again: the cause may lie in the
+    files, or in a lack of descriptors that passes.
     """
 
     def __init__(self, files: TlsFiles, take: Callable[[TlsFiles], Awaitable[None]], poll_s: float = POLL_S) -> None:
@@ -110,16 +111,19 @@ class TlsWatch:
     async def look(self) -> None:
         stamp = self._files.stamp()
         settled, self._seen = stamp == self._seen, stamp
+        if stamp == self._taken:
+            self.alarm = None
         if not settled or stamp == self._taken:
             return
-        self._taken = stamp
         try:
             await self._take(self._files)
-        except InvalidConfig as error:
-            self.alarm = f"the TLS files have changed and cannot be used, the former ones serve on: {error.message}"
-            log.error(self.alarm)
+        except Exception as error:
+            alarm = f"the TLS files have changed and cannot be used, the former ones serve on: {error}"
+            if alarm != self.alarm:
+                log.error(alarm, exc_info=not isinstance(error, InvalidConfig | OSError))
+            self.alarm = alarm
         else:
-            self.alarm = None
+            self._taken, self.alarm = stamp, None
             log.info("the TLS files have changed, new connections use them", extra={"cert": str(self._files.cert)})
 
 

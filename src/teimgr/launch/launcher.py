@@ -23,7 +23,7 @@ from teimgr.durable_files import lock_file
 from teimgr.errors import InvalidConfig
 from teimgr.launch import nursery
 from teimgr.launch.control_link import WorkerStatus, identify
-from teimgr.launch.log_rotation import last_warning, open_log, shrink
+from teimgr.launch.log_rotation import last_warning, open_log, rotate_regularly
 from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.process_handle import (
@@ -42,7 +42,6 @@ from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_he
 
 IDENTITY_LIMIT_S = 5.0
 LEFTOVER_GRACE_S = 5.0
-LOG_CHECK_INTERVAL_S = 30.0
 _BACKLOG = 128
 _STATUS_LIMIT_S = 2.0
 _SHARE_LIMIT_S = 2.0
@@ -189,7 +188,14 @@ class LocalLauncher:
             raise InvalidConfig(f"run_dir, log_dir: cannot write {error.filename}: {error.strerror}") from error
         if self._lock is None:
             raise InvalidConfig(f"run_dir: another daemon uses {self._run_dir}")
-        self._log_rotation = asyncio.create_task(self._rotate_logs(), name="log rotation")
+        self._log_rotation = asyncio.create_task(
+            rotate_regularly(
+                lambda: [worker.log_path for worker in self._workers],
+                self._options.log_max_bytes,
+                self._options.log_keep,
+            ),
+            name="log rotation",
+        )
         try:
             self.nursery.start()
         except LaunchFailed as error:
@@ -292,16 +298,6 @@ class LocalLauncher:
         self._workers.add(worker)
         worker.on_gone(self._workers.discard)
         return worker
-
-    async def _rotate_logs(self) -> None:
-        limit_bytes, keep = self._options.log_max_bytes, self._options.log_keep
-        while True:
-            await asyncio.sleep(LOG_CHECK_INTERVAL_S)
-            for path in {worker.log_path for worker in self._workers}:
-                try:
-                    await asyncio.to_thread(shrink, path, limit_bytes, keep)
-                except OSError as error:
-                    log.warning("log not rotated", extra={"path": str(path), "reason": str(error)})
 
 
 def _best_of_each(found: Iterable[Adopted]) -> list[Adopted]:

@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
-import shutil
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
+CHECK_INTERVAL_S = 30.0
+_MODE = 0o640
+_CHUNK_BYTES = 2**20
 _TAIL_BYTES = 4096
 _TAIL_CHARS = 300
 _SHOWN_LEVELS = ("warning", "error", "critical")
+# One rotation at a time: a worker may start while its siblings' log is rotated on a thread.
+_rotation = threading.Lock()
+
+log = logging.getLogger(__name__)
 
 
 def open_log(path: Path, limit_bytes: int, keep: int) -> int:
-    """Open `path` for appending, rotated first if it is over the limit. No process may be writing to it then."""
-    if _size(path) > limit_bytes:
-        _shift(path, keep)
-        path.replace(_old(path, 1)) if keep else path.unlink()
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    """Open `path` for appending, rotated first if it is over the limit; other users cannot read it."""
+    shrink(path, limit_bytes, keep)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
+    with suppress(PermissionError):  # of another owner
+        os.fchmod(descriptor, os.fstat(descriptor).st_mode & _MODE)  # one of an earlier version may be wider
+    return descriptor
 
 
 def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
-    """Rotate, if it is over the limit, a file that a worker has open, by copy and truncation; True if it was rotated.
+    """Rotate, if it is over the limit, a file that processes may have open, by copy and truncation; True if so.
 
-    The writer appends at the new end. A line that is written between copy and truncation is lost; otherwise every
-    library in a worker would have to reopen its log.
+    Replicas share a log: were it renamed, those that run would write on in a file that is rotated away. The writers
+    append at the new end. What is written in the microseconds between the last read and the truncation is lost;
+    otherwise every library in a worker would have to reopen its log.
     """
-    if _size(path) <= limit_bytes:
-        return False
-    _shift(path, keep)
-    if keep:
-        shutil.copyfile(path, _old(path, 1))
-    os.truncate(path, 0)
-    return True
+    with _rotation:
+        if _size(path) <= limit_bytes:
+            return False
+        for number in range(keep, 1, -1):
+            if _old(path, number - 1).exists():
+                _old(path, number - 1).replace(_old(path, number))
+        if keep:
+            descriptor = os.open(_old(path, 1), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)
+            with os.fdopen(descriptor, "wb") as copy, path.open("rb") as source:
+                while chunk := source.read(_CHUNK_BYTES):
+                    copy.write(chunk)
+                    copy.flush()
+        os.truncate(path, 0)
+        return True
+
+
+async def rotate_regularly(paths: Callable[[], Iterable[Path]], limit_bytes: int, keep: int) -> None:
+    """Rotate those of `paths` that are over the limit, until cancelled."""
+    while True:
+        await asyncio.sleep(CHECK_INTERVAL_S)
+        for path in set(paths()):
+            try:
+                await asyncio.to_thread(shrink, path, limit_bytes, keep)
+            except OSError as error:
+                log.warning("log not rotated", extra={"path": str(path), "reason": str(error)})
 
 
 def last_line(path: Path) -> str:
@@ -58,12 +89,6 @@ def _last_line(path: Path) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _shift(path: Path, keep: int) -> None:
-    for number in range(keep, 1, -1):
-        if _old(path, number - 1).exists():
-            _old(path, number - 1).replace(_old(path, number))
 
 
 def _old(path: Path, number: int) -> Path:

@@ -155,12 +155,11 @@ class ProcessHandle:
         self._exit = asyncio.create_task(self._watch(), name=f"exit of process {pid}")
 
     @classmethod
-    def spawn(cls, command: Sequence[str], log_path: Path, environ: Mapping[str, str]) -> ProcessHandle:
-        """Start `command`; its output is appended to the log file. Raises OSError."""
-        with log_path.open("ab") as output:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
-            )
+    def spawn(cls, command: Sequence[str], output: int, environ: Mapping[str, str]) -> ProcessHandle:
+        """Start `command` with a descriptor for its output. Raises OSError."""
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
+        )
         return cls(child.pid, os.pidfd_open(child.pid), child)  # a child's pid is not reused before it is reaped
 
     @classmethod

@@ -26,6 +26,7 @@ from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.durable_files import write_atomically
 from teimgr.http_server import bind
+from teimgr.launch.log_rotation import open_log, rotate_regularly
 from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
@@ -92,7 +93,8 @@ class MuxSupervisor:
         self._timeouts = timeouts or MuxTimeouts()
         self._backoff = backoff or Backoff(max_s=10.0, stable_after_s=10.0)
         self._config_hash = f"{__version__}:{self.config.hash}"  # the protocol may differ between versions
-        self._log_path = settings.log_dir / f"_{self.name}.log"  # no instance's name starts so
+        self.log_path = settings.log_dir / f"_{self.name}.log"  # no instance's name starts so
+        self._rotation = settings.log_max_bytes, settings.log_keep
         self._run_file = settings.run_dir / f"{self.name}.run"
         self._config_file = self._run_file.with_suffix(".config")
         self._process: ProcessHandle | None = None
@@ -119,7 +121,7 @@ class MuxSupervisor:
             was_stable = time.monotonic() - began >= self._backoff.stable_after_s
             failures = 1 if was_stable else failures + 1
             pause_s = self._backoff.delay_s(failures)
-            self.alarm = f"{self.name} is being started again: {reason}; see {self._log_path.name}"
+            self.alarm = f"{self.name} is being started again: {reason}; see {self.log_path.name}"
             self._metrics.mux_gone(self.name)
             log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s})
             await asyncio.sleep(pause_s)
@@ -148,7 +150,11 @@ class MuxSupervisor:
     def _launch(self) -> ProcessHandle:
         Path(self.config.control_socket).unlink(missing_ok=True)
         write_atomically(self._config_file, self.config.to_json().encode())
-        process = ProcessHandle.spawn([*self._command, str(self._config_file)], self._log_path, os.environ | _MALLOC)
+        output = open_log(self.log_path, *self._rotation)
+        try:
+            process = ProcessHandle.spawn([*self._command, str(self._config_file)], output, os.environ | _MALLOC)
+        finally:
+            os.close(output)
         if run_file := MuxRunFile.of(process.pid, config_hash=self._config_hash):
             run_file.write(self._run_file)
         log.info("mux launched", extra={"mux": self.name, "pid": process.pid})
@@ -302,6 +308,10 @@ class Muxes:
         if self._supervisors and not any(adopted):  # beside an adopted mux the others can bind the same port
             bind(self._settings.grpc_host, self._settings.grpc_port).close()
         tasks = [asyncio.create_task(each.run(), name=each.name) for each in self._supervisors]
+        rotation = rotate_regularly(
+            lambda: [each.log_path for each in self._supervisors], self._settings.log_max_bytes, self._settings.log_keep
+        )
+        tasks.append(asyncio.create_task(rotation, name="rotation of the muxes' logs"))
         try:
             yield
         finally:

@@ -42,7 +42,7 @@ class Ports:
         self._range = range(start, end)
         self._reserved = reserved
         self._next = start
-        self._next_prometheus = prometheus_start
+        self._prometheus_start = self._next_prometheus = prometheus_start
 
     def allocate(self, taken: Collection[int]) -> int:
         """A free port of the range that is not in `taken`.
@@ -89,17 +89,21 @@ class Ports:
             raise PortConflict(port, self._reserved[port])
 
     def allocate_prometheus(self, taken: Collection[int]) -> int:
-        """A free port from `prometheus_start` upwards, never the same twice.
+        """A free port from `prometheus_start` upwards; after the last port the search begins again at the first.
 
         Raises:
             PortAllocationFailed: none of the next thousand is free.
         """
-        first = self._next_prometheus
-        for port in range(first, min(first + _PROMETHEUS_TRIES, LAST_PORT + 1)):
+        size = LAST_PORT + 1 - self._prometheus_start
+        tries = [
+            self._prometheus_start + (self._next_prometheus - self._prometheus_start + step) % size
+            for step in range(min(size, _PROMETHEUS_TRIES))
+        ]
+        for port in tries:
             if port not in taken and port not in self._reserved and is_free(self._host, port):
                 self._next_prometheus = port + 1
                 return port
-        raise PortAllocationFailed(f"Could not find free port in range {first}-{first + _PROMETHEUS_TRIES}")
+        raise PortAllocationFailed(f"Could not find free port in range {tries[0]}-{tries[-1]}")
 
 
 def is_free(host: str, port: int) -> bool:
