@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,78 @@ async def test_an_offer_of_h2c_is_not_heard_and_the_body_arrives() -> None:
 
     assert status.startswith(b"HTTP/1.1 204")
     assert seen == [b"{}"]
+
+
+SMUGGLED = b"POST /smuggled HTTP/1.1\r\nupgrade: h2c\r\ncontent-length: 3\r\n\r\nabc"
+UPGRADE = b"Connection: Upgrade\r\nUpgrade: %s\r\n"
+LENGTH, CHUNKED = b"Content-Length: %d\r\n\r\n%s", b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+
+
+def requests(rng: random.Random, count: int) -> tuple[list[tuple[str, bytes]], bytes]:
+    """Path and body of pipelined requests, and their bytes: offers of an upgrade, bodies that look like requests."""
+    expected, sent = [], []
+    for number in range(count):
+        body = rng.choice([b"", b"{}", SMUGGLED, SMUGGLED * 3, b"\r\nupgrade: h2c\r\n\r\n"])
+        offer = rng.choice([b"", UPGRADE % b"h2c", UPGRADE % b"websocket", UPGRADE % b"x, h2c", b"upgrade: h2c\r\n"])
+        framed = rng.choice([LENGTH, CHUNKED]) % (len(body), body) if body else rng.choice([b"\r\n", LENGTH % (0, b"")])
+        expected.append((f"/{number}", body))
+        sent.append(b"POST /%d HTTP/1.1\r\nHost: x\r\n%s%s" % (number, offer, framed))
+    sent.append(b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return [*expected, ("/last", b"")], b"".join(sent)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_body_is_taken_for_a_request_or_edited_whatever_upgrade_its_head_offers(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Request smuggling: behind a proxy, bytes of one client's body would become the next client's request."""
+    seen: list[tuple[str, bytes]] = []
+    arrived = asyncio.Queue[int]()
+    received = http_server.HttpProtocol.data_received
+
+    def counted(self: http_server.HttpProtocol, data: bytes) -> None:
+        received(self, data)
+        arrived.put_nowait(len(data))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body, more = body + message["body"], message["more_body"]
+            seen.append((scope["path"], body))
+            await hello(scope, receive, send)
+
+    monkeypatch.setattr(http_server.HttpProtocol, "data_received", counted)
+    rng = random.Random(seed)
+    expected, data = requests(rng, 12)
+    borders = sorted(rng.sample(range(1, len(data)), rng.choice([0, 5, 40])))
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        for start, end in pairwise([0, *borders, len(data)]):
+            writer.write(data[start:end])
+            left = end - start
+            while left:
+                left -= await arrived.get()
+        answered = await reader.read()
+        writer.close()
+
+    assert seen == expected
+    assert answered.count(b"HTTP/1.1 200") == len(expected)
+
+
+async def test_connect_is_refused() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n")
+
+        answered = await reader.read()
+
+        assert answered.startswith(b"HTTP/1.1 400")
+        assert answered.count(b"HTTP/1.1") == 1
+        writer.close()
 
 
 def test_an_address_that_is_not_ours_is_no_conflict() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import re
 import resource
 import socket
 import ssl
@@ -13,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -21,14 +21,12 @@ from teimgr.errors import Cancelled, InvalidConfig, PortConflict
 
 _CLOSE_GRACE_S = 5
 
-_OFFERS_H2C = re.compile(rb"^[A-Z]+ [^\r\n]* HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?upgrade: *h2c\r\n", re.IGNORECASE)
-_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-
 # The beginning of HTTP/2's connection preface (prior knowledge), as far as no HTTP/1 request can have it.
 _H2_PREFACE = b"PRI * HTTP/2.0"
 _FIRST_BYTES_S = 20.0
 _OPEN_FILES = 65536  # where the system sets no limit
 _CONNECTION_CLOSE = (b"connection", b"close")
+_FRAMING = (b"content-length", b"transfer-encoding")
 _MAX_DISCARDED_BYTES = 64 * 2**20
 
 AsgiApp = Callable[..., Any]
@@ -140,6 +138,7 @@ async def serving(
         log_config=None,
         log_level="warning",
         access_log=False,
+        ws="none",
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
         **({"http": HttpProtocol if h2 is None else partial(ProtocolSniffer, h2)} | tls),
@@ -172,16 +171,46 @@ async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.soc
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 that ignores an upgrade to h2c, which Java's client offers.
+    """HTTP/1.1 that ignores every offer of an upgrade; Java's client offers h2c with each request.
 
-    httptools takes everything behind such an offer for the other protocol, so the body of the request would be lost.
+    httptools ends a request with such an offer behind its head: the bytes of its body would be parsed as the next
+    request, which behind a proxy is request smuggling. So a new parser continues there, after a head with the same
+    framing. Only parsers look at the bytes, so no body is searched or edited.
     """
 
+    _is_resuming = False
+
     def data_received(self, data: bytes) -> None:
-        if _OFFERS_H2C.search(data):
-            head, end, body = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"", head) + end + body
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = data[upgrade.args[0] :]
+                    self._ignore_upgrade()
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("CONNECT is not served")  # the parser makes it an HttpParserError
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else `_ignore_upgrade` follows
+            super().on_message_complete()
+
+    def _ignore_upgrade(self) -> None:
+        framing = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self._is_resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
+        self._is_resuming = False
 
 
 def max_connections() -> int:
