@@ -89,7 +89,7 @@ def _is_tagged_reranker(metadata: ModelMetadata) -> bool:
 def _splade(metadata: ModelMetadata, own: Kind, configured: str | None) -> Kind:
     if configured not in (None, Kind.SPARSE.value):
         raise InvalidConfig(f'pooling "splade" makes a sparse model, and kind is "{configured}"')
-    if own is not Kind.SPARSE and not metadata.has_head("ForMconfiguredLM"):
+    if own is not Kind.SPARSE and not metadata.has_head("ForMaskedLM"):
         raise InvalidConfig(f'pooling "splade" needs a masked-LM head, and the model is {_architecture(metadata)}')
     return Kind.SPARSE
 
@@ -101,7 +101,7 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
     if wanted is Kind.SPARSE:
         return (
             None
-            if metadata.has_head("ForMconfiguredLM")
+            if metadata.has_head("ForMaskedLM")
             else f"there is no masked-LM head in {_architecture(metadata)}"
         )
     if wanted is Kind.MULTI_VECTOR:
