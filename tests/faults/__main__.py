@@ -1,0 +1,39 @@
+"""The long run: `python -m tests.faults --faults 1000 --seed 1 [--only worker_killed …] [--report FOLDER]`.
+
+The exit status is 0 when no invariant was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
+
+from tests.faults import soak
+from tests.faults.catalogue import KINDS
+
+
+def main() -> int:
+    """Run, print the table, write the report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--faults", type=int, default=1000, help="how many (1000)")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of faults and of their moments (1)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="end earlier, after so long (60)")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of faults (all)")
+    parser.add_argument("--report", type=Path, help="folder for faults-<seed>.json and faults-<seed>.md")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tf") as folder:
+        report = asyncio.run(soak.run(Path(folder), options.seed, options.faults, options.only, options.minutes))
+    print(report.table())
+    if options.report:
+        (options.report / f"faults-{options.seed}.json").write_text(report.to_json() + "\n")
+        (options.report / f"faults-{options.seed}.md").write_text(report.table() + "\n")
+    return 1 if report.breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

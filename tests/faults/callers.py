@@ -1,0 +1,138 @@
+"""Load of a fault run: callers on every surface, each of whose replies is compared with the reference."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from teimgr.client import AsyncClient
+from teimgr.errors import TeimgrError
+from tests.faults.world import CALL_LIMIT_S, World
+
+# After its deadline, a call without any outcome is silence.
+_SILENCE_S = CALL_LIMIT_S + 10.0
+_PAUSE_S = (0.005, 0.05)
+
+Ask = Callable[[str, Sequence[str]], Awaitable[Any]]
+
+
+class Refusal(Exception):
+    """A reply of an HTTP surface that is an error of its dialect: the status."""
+
+
+class Callers:
+    """One caller for each surface and instance.
+
+    `replies` counts right replies by instance and surface, `failures` the other outcomes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.replies: Counter[tuple[str, str]] = Counter()
+        self.texts = 0
+        self.failures: Counter[tuple[str, str, str]] = Counter()
+        self._world = world
+        self._stopping = asyncio.Event()
+
+    def failures_of(self, name: str) -> Counter[tuple[str, str]]:
+        """Failed calls of one instance by surface and kind."""
+        return Counter({(surface, kind): n for (other, surface, kind), n in self.failures.items() if other == name})
+
+    async def all_served(self, limit_s: float) -> None:
+        """Return when every caller has had a right reply since; note a breach for those that had none in time."""
+        before = self.replies.copy()
+        end = time.monotonic() + limit_s
+        while unserved := [caller for caller in before if self.replies[caller] == before[caller]]:
+            if time.monotonic() > end:
+                self._world.breaches.append(f"no right reply within {limit_s:g} s: {unserved}")
+                return
+            await asyncio.sleep(0.01)
+
+    @asynccontextmanager
+    async def calling(self, names: Sequence[str]) -> AsyncIterator[None]:
+        """Call while the body runs."""
+        async with (
+            self._world.client() as client,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CALL_LIMIT_S)) as http,
+        ):
+            surfaces = _surfaces(self._world, client, http)
+            async with asyncio.TaskGroup() as tasks:
+                for name in names:
+                    for surface, (ask, most) in surfaces.items():
+                        chance = random.Random(f"{name} {surface}")
+                        tasks.create_task(self._call_on(name, surface, ask, most, chance))
+                try:
+                    yield
+                finally:
+                    self._stopping.set()
+
+    async def _call_on(self, name: str, surface: str, ask: Ask, most: int, chance: random.Random) -> None:
+        world = self._world
+        while not self._stopping.is_set():
+            rows = chance.sample(range(len(world.texts)), chance.randint(1, most))
+            allowed = set(world.allowed.get(name, ()))
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    vectors = await ask(name, [world.texts[row] for row in rows])
+            except TimeoutError as error:
+                if time.monotonic() - began >= _SILENCE_S - 0.1:
+                    world.breaches.append(f"{name}, {surface}: silence for {_SILENCE_S:g} s")
+                self.failures[name, surface, type(error).__name__] += 1
+            except TeimgrError as error:
+                self.failures[name, surface, error.code.name] += 1
+                if error.code.name in ("INTERNAL_ERROR", "INFERENCE_FAILED"):
+                    world.breaches.append(f"{name}, {surface}: {error!r}")
+            except Refusal as error:
+                self.failures[name, surface, str(error)] += 1
+            except (aiohttp.ClientError, OSError) as error:
+                self.failures[name, surface, type(error).__name__] += 1
+            else:
+                world.check_vectors(name, rows, vectors, allowed | world.allowed.get(name, set()))
+                self.replies[name, surface] += 1
+                self.texts += len(rows)
+            await asyncio.sleep(chance.uniform(*_PAUSE_S))
+
+
+def _surfaces(world: World, client: AsyncClient, http: aiohttp.ClientSession) -> dict[str, tuple[Ask, int]]:
+    """Ways to have texts embedded, with the most texts of one call."""
+
+    async def over_grpc(name: str, texts: Sequence[str]) -> Any:
+        return await client.embed(texts[0], instance=name)
+
+    async def over_stream(name: str, texts: Sequence[str]) -> Any:
+        return [vector async for vector in client.embed_stream(list(texts), instance=name)]
+
+    async def over_arrow(name: str, texts: Sequence[str]) -> Any:
+        return (await client.embed_arrow(list(texts), instance=name, normalize=True)).vectors
+
+    async def over_port(name: str, texts: Sequence[str]) -> Any:
+        return await _post(http, f"http://127.0.0.1:{world.ports[name]}/embed", {"inputs": list(texts)})
+
+    async def over_openai(name: str, texts: Sequence[str]) -> Any:
+        body = await _post(http, f"{world.daemon.api}/v1/embeddings", {"input": list(texts), "model": name})
+        return [each["embedding"] for each in body["data"]]
+
+    return {
+        "grpc": (over_grpc, 1),
+        "stream": (over_stream, 8),
+        "arrow": (over_arrow, 24),
+        "port": (over_port, 8),
+        "openai": (over_openai, 8),
+    }
+
+
+async def _post(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
+    async with http.post(url, json=body) as reply:
+        content = await reply.json()
+        if reply.status != 200:
+            if not isinstance(content, dict) or not content:
+                raise AssertionError(f"{url}: {reply.status} without a typed error: {content!r}")
+            raise Refusal(f"HTTP {reply.status}")
+        return content

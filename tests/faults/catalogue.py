@@ -1,0 +1,341 @@
+"""The faults, each a coroutine that breaks something and may put it right again; the run waits for the healing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from teimgr.errors import StateNotSaved, TeimgrError
+from teimgr.launch.process_handle import look_up
+from teimgr.spec import State
+from teimgr.supervision.store import parse
+from tests.faults.world import MODELS, Wanted, World
+from tests.support.polling import eventually
+
+_TARGETS = ("pair", "single")
+
+Fault = Callable[[World], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A fault. `spares_neighbour`: calls on an instance that it is not aimed at must all succeed. `heals_within_s`
+    bounds the time until everything is as wanted."""
+
+    inject: Fault
+    spares_neighbour: bool = True
+    heals_within_s: float = 60.0
+    weight: int = 1
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def fault(*, spares_neighbour: bool = True, heals_within_s: float = 60.0, weight: int = 1) -> Callable[[Fault], Fault]:
+    """Enter a fault into the catalogue under its function's name."""
+
+    def enter(inject: Fault) -> Fault:
+        KINDS[inject.__name__] = Kind(inject, spares_neighbour, heals_within_s, weight)
+        return inject
+
+    return enter
+
+
+async def _moment(world: World, most_s: float = 0.5) -> None:
+    await asyncio.sleep(world.random.uniform(0.0, most_s))
+
+
+async def _worker(world: World) -> int | None:
+    pids = await world.worker_pids(world.random.choice(_TARGETS))
+    return world.random.choice(pids) if pids else None
+
+
+def _send(pid: int | None, number: signal.Signals) -> None:
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+# Workers
+
+
+@fault(weight=4)
+async def worker_killed(world: World) -> None:
+    _send(await _worker(world), signal.SIGKILL)
+
+
+@fault(weight=2)
+async def worker_terminated(world: World) -> None:
+    _send(await _worker(world), signal.SIGTERM)
+
+
+@fault(weight=2)
+async def worker_paused(world: World) -> None:
+    pid = await _worker(world)
+    _send(pid, signal.SIGSTOP)
+    await asyncio.sleep(world.random.uniform(0.05, 0.9))
+    _send(pid, signal.SIGCONT)
+
+
+@fault()
+async def worker_hung(world: World) -> None:
+    """Stopped for good: it must be replaced."""
+    pid = await _worker(world)
+    if pid is None:
+        return
+    _send(pid, signal.SIGSTOP)
+    await eventually(lambda: look_up(pid) is None)
+
+
+@fault()
+async def both_replicas_killed(world: World) -> None:
+    for pid in await world.worker_pids("pair"):
+        _send(pid, signal.SIGKILL)
+
+
+# Other processes
+
+
+@fault(spares_neighbour=False, weight=2)
+async def mux_killed(world: World) -> None:
+    if mux := world.process("teimgr.mux.process"):
+        mux.kill()
+
+
+@fault(spares_neighbour=False)
+async def mux_paused(world: World) -> None:
+    if mux := world.process("teimgr.mux.process"):
+        mux.suspend()
+        await asyncio.sleep(world.random.uniform(0.05, 1.0))
+        mux.resume()
+
+
+@fault()
+async def nursery_killed(world: World) -> None:
+    """Then a worker, which needs a new nursery."""
+    if nursery := world.process("teimgr.launch.nursery"):
+        nursery.kill()
+    await _moment(world, 0.1)
+    _send(await _worker(world), signal.SIGKILL)
+
+
+@fault()
+async def nursery_paused(world: World) -> None:
+    """While a worker has to be forked."""
+    if nursery := world.process("teimgr.launch.nursery"):
+        nursery.suspend()
+        _send(await _worker(world), signal.SIGKILL)
+        await asyncio.sleep(world.random.uniform(0.1, 2.0))
+        with suppress(psutil.NoSuchProcess):
+            nursery.resume()
+
+
+@fault(spares_neighbour=False, weight=2)
+async def daemon_killed(world: World) -> None:
+    world.daemon.kill()
+    await _moment(world)
+    await asyncio.to_thread(world.daemon.start)
+
+
+@fault(spares_neighbour=False)
+async def daemon_killed_with_a_worker(world: World) -> None:
+    """The worker dies while no daemon watches."""
+    pid = await _worker(world)
+    world.daemon.kill()
+    _send(pid, signal.SIGKILL)
+    await _moment(world)
+    await asyncio.to_thread(world.daemon.start)
+
+
+@fault(spares_neighbour=False)
+async def daemon_stopped(world: World) -> None:
+    await asyncio.to_thread(world.daemon.stop)
+    await asyncio.to_thread(world.daemon.start)
+
+
+# Changes of wanted state
+
+
+@fault(weight=2)
+async def created_and_deleted(world: World) -> None:
+    await world.create("extra", world.random.choice(list(MODELS)))
+    await _moment(world, 1.0)
+    await world.delete("extra")
+
+
+@fault()
+async def stopped_and_started(world: World) -> None:
+    name = world.random.choice(_TARGETS)
+    await world.set_running(name, False)
+    await _moment(world)
+    await world.set_running(name, True)
+
+
+@fault(weight=2)
+async def model_switched(world: World) -> None:
+    await world.switch_model(world.random.choice(_TARGETS))
+
+
+@fault()
+async def worker_killed_in_a_switch(world: World) -> None:
+    """The change succeeds or is refused as a whole."""
+    name = world.random.choice(_TARGETS)
+    switching = asyncio.create_task(world.switch_model(name))
+    await _moment(world)
+    _send(await _worker(world), signal.SIGKILL)
+    with suppress(TeimgrError):
+        await switching
+
+
+@fault(spares_neighbour=False)
+async def daemon_killed_in_a_change(world: World) -> None:
+    """A change that was not acknowledged happened as a whole or not at all."""
+    changes: list[Fault] = [
+        lambda world: world.create("extra", "red"),
+        lambda world: world.switch_model("single"),
+        lambda world: world.set_running("pair", False),
+    ]
+    change = asyncio.ensure_future(world.random.choice(changes)(world))
+    await _moment(world, 0.3)
+    world.daemon.kill()
+    with suppress(TeimgrError, OSError):
+        await change
+    await asyncio.to_thread(world.daemon.start)
+    _accept_saved(world)
+    if not world.wanted["pair"].is_running:
+        await world.set_running("pair", True)
+    if "extra" in world.wanted:
+        await world.delete("extra")
+
+
+def _accept_saved(world: World) -> None:
+    """Take what the state file has for wanted, where the change in between was not acknowledged."""
+    specs = {spec.name: spec for spec in parse((world.daemon.folder / "state.toml").read_bytes()).specs}
+    for name, spec in specs.items():
+        known = world.wanted.get(name)
+        model = Path(spec.model_id).name
+        if known is None:
+            world.wanted[name] = Wanted(model, int(spec.replicas), spec.wanted_running)
+            world.ports[name] = spec.port
+        else:
+            world.wanted[name] = replace(known, model=model, is_running=spec.wanted_running)
+
+
+# Disk
+
+
+@fault()
+async def disk_refused(world: World) -> None:
+    """While the state cannot be written, changes are refused and nothing changes."""
+    block = world.daemon.folder / "state.toml.tmp"
+    with suppress(FileExistsError):
+        block.mkdir()
+    for change in (
+        lambda: world.create("extra", "red"),
+        lambda: world.delete("single"),
+        lambda: world.set_running("pair", False),
+    ):
+        try:
+            await change()
+        except StateNotSaved:
+            continue
+        world.breaches.append("a change was acknowledged while the state could not be saved")
+    block.rmdir()
+
+
+@fault(spares_neighbour=False)
+async def state_file_cut_short(world: World) -> None:
+    """Two saves of one fleet, a kill, and the file cut at any byte: the generation before has the same instances."""
+    async with world.client() as client:
+        for value in ("one", "two"):
+            await client.update("single", tags={"generation": f"{value} {world.random.random()}"}, wait=True)
+    world.daemon.kill()
+    file = world.daemon.folder / "state.toml"
+    content = file.read_bytes()
+    file.unlink()  # the generation before may be a link to the same file
+    file.write_bytes(content[: world.random.randrange(len(content))])
+    await asyncio.to_thread(world.daemon.start)
+
+
+@fault()
+async def model_file_cut_short(world: World) -> None:
+    """The instance fails with a reason, and can be deleted."""
+    folder = world.folder / "cut"
+    shutil.copytree(world.folder / "red", folder, dirs_exist_ok=True)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: world.random.randrange(1, weights.stat().st_size)])
+    async with world.client(60.0) as client:
+        with suppress(TeimgrError):  # refused at creation where the damage shows in the file's head
+            await client.create("cut", str(folder))
+
+            async def has_failed() -> bool:
+                return (await client.get("cut")).status is State.FAILED
+
+            await eventually(has_failed)
+            await client.delete("cut")
+    shutil.rmtree(folder)
+
+
+# Ports and clients
+
+
+@fault()
+async def port_taken(world: World) -> None:
+    with socket.socket() as thief:
+        thief.bind(("127.0.0.1", 0))
+        thief.listen()
+        async with world.client(60.0) as client:
+            try:
+                await client.create("robbed", str(world.folder / "red"), port=thief.getsockname()[1])
+            except TeimgrError:
+                return
+            world.breaches.append("an instance was created on a port that is taken")
+            await client.delete("robbed")
+
+
+@fault()
+async def clients_vanished(world: World) -> None:
+    """Half a request on each port, calls cancelled in flight, then every connection is cut."""
+    halves = (
+        (world.daemon.api_port, b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{"),
+        (world.ports["pair"], b"POST /embed HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\n"),
+        (world.daemon.grpc_port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00"),
+        (world.ports["single"], b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x10\x04"),
+    )
+    sockets = []
+    for port, data in halves * 8:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+        connection.sendall(data)
+        sockets.append(connection)
+    async with world.client() as client:
+        texts = list(world.texts) * 20
+        calls = [asyncio.create_task(client.embed_arrow(texts, instance=name)) for name in _TARGETS for _ in range(4)]
+        await _moment(world, 0.2)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    for connection in sockets:
+        connection.close()
+
+
+@fault()
+async def answers_unread(world: World) -> None:
+    """Clients that ask for much and read nothing."""
+    async with aiohttp.ClientSession() as http:
+        url = f"{world.daemon.api}/v1/embeddings"
+        body = {"input": list(world.texts) * 4, "model": "single"}
+        replies = await asyncio.gather(*(http.post(url, json=body) for _ in range(8)), return_exceptions=True)
+        await _moment(world)
+        for reply in replies:
+            if isinstance(reply, aiohttp.ClientResponse):
+                reply.close()

@@ -1,0 +1,131 @@
+"""A fault run: faults drawn by a seed, one after the other under load, and what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.faults.callers import Callers
+from tests.faults.catalogue import KINDS
+from tests.faults.world import World
+
+# After the healing, for every caller to be served again: its connection may wait out a backoff of gRPC.
+_SERVED_WITHIN_S = 20.0
+
+
+@dataclass
+class Report:
+    """Counts of a run. `recovery_s` is by kind, from the end of the injection; `breaches` are broken invariants."""
+
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter)
+    recovery_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    breaches: list[str] = field(default_factory=list)
+    replies: Counter[str] = field(default_factory=Counter)
+    texts: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    duration_s: float = 0.0
+    memory_mib: list[dict[str, float]] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {**vars(self), "recovery_s": {kind: _percentiles(s) for kind, s in self.recovery_s.items()}}, indent=1
+        )
+
+    def table(self) -> str:
+        """Markdown for readers."""
+        lines = [
+            f"{self.faults.total()} faults, seed {self.seed}, {self.duration_s:.0f} s; {self.replies.total()} right "
+            f"replies with {self.texts} vectors compared; {len(self.breaches)} broken invariants.",
+            "",
+            "| fault | count | healed after, s: p50 | p90 | p99 | max |",
+            "|---|---|---|---|---|---|",
+        ]
+        for kind, count in sorted(self.faults.items()):
+            found = _percentiles(self.recovery_s[kind])
+            lines.append(
+                f"| {kind.replace('_', ' ')} | {count} | " + " | ".join(f"{s:.2f}" for s in found.values()) + " |"
+            )
+        lines += ["", "Failed calls by outcome: " + ", ".join(f"{kind} {n}" for kind, n in self.failures.most_common())]
+        return "\n".join([*lines, *(f"* {breach}" for breach in self.breaches)])
+
+
+async def run(folder: Path, seed: int, faults: int, kinds: Iterable[str] = KINDS, minutes: float = 60.0) -> Report:
+    """Draw `faults` of these kinds, as far as they fit into `minutes`; the daemon ends with the run."""
+    report = Report(seed)
+    world = await asyncio.to_thread(World.make, folder, seed)
+    began = time.monotonic()
+    try:
+        await world.populate()
+        callers = Callers(world)
+        names = [kind for kind in kinds for _ in range(KINDS[kind].weight)]
+        async with callers.calling(list(world.wanted)):
+            for number in range(faults):
+                if time.monotonic() - began > minutes * 60.0:
+                    break
+                kind = world.random.choice(names)
+                await _inject(world, callers, kind, report, number)
+                if world.breaches:
+                    break
+        for (_, surface), count in callers.replies.items():
+            report.replies[surface] += count
+        report.texts = callers.texts
+        for (_, surface, outcome), count in callers.failures.items():
+            report.failures[f"{surface}: {outcome}"] += count
+    finally:
+        report.duration_s = time.monotonic() - began
+        report.breaches = world.breaches
+        if world.breaches:
+            print(world.daemon.log(100))
+        await asyncio.to_thread(world.daemon.close)
+    return report
+
+
+async def _inject(world: World, callers: Callers, kind: str, report: Report, number: int) -> None:
+    fault = KINDS[kind]
+    before = callers.failures_of("neighbour")
+    report.faults[kind] += 1
+    where = f"fault {number}, {kind}"
+    try:
+        async with asyncio.timeout(120.0):
+            await fault.inject(world)
+        began = time.monotonic()
+        await world.converged(fault.heals_within_s)
+        report.recovery_s[kind].append(time.monotonic() - began)
+    except Exception as error:  # whatever it is, the run is over and the report has it
+        world.breaches.append(f"{where}: {error!r}")
+        return
+    world.check_state_file()
+    await world.check_left_over()
+    await callers.all_served(_SERVED_WITHIN_S)
+    if fault.spares_neighbour and (lost := callers.failures_of("neighbour") - before):
+        world.breaches.append(f"{where}: the neighbour's calls failed: {dict(lost)}")
+    report.memory_mib.append(await asyncio.to_thread(_memory, world))
+    world.breaches = [breach if breach.startswith("fault") else f"{where}: {breach}" for breach in world.breaches]
+
+
+def _memory(world: World) -> dict[str, float]:
+    """Resident MiB and descriptors of the daemon and the mux."""
+    found: dict[str, float] = {}
+    assert world.daemon.process is not None
+    for name, process in (
+        ("daemon", psutil.Process(world.daemon.process.pid)),
+        ("mux", world.process("teimgr.mux.process")),
+    ):
+        if process is not None:
+            found |= {f"{name}_mib": process.memory_info().rss / 2**20, f"{name}_descriptors": process.num_fds()}
+    return found
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    ordered: Any = sorted(values) or [0.0]
+    at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}

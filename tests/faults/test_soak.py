@@ -1,0 +1,35 @@
+"""A short fault run of each kind that heals fast; the long run is `python -m tests.faults`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.faults import soak
+
+# Without those that wait for a new nursery, which imports torch for seconds.
+KINDS = (
+    "worker_killed",
+    "worker_terminated",
+    "worker_paused",
+    "mux_killed",
+    "created_and_deleted",
+    "model_switched",
+    "worker_killed_in_a_switch",
+    "disk_refused",
+    "model_file_cut_short",
+    "port_taken",
+    "clients_vanished",
+    "answers_unread",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [1])
+async def test_no_invariant_breaks(tmp_path: Path, seed: int) -> None:
+    report = await soak.run(tmp_path, seed, faults=20, kinds=KINDS, minutes=1.5)
+
+    assert report.breaches == []
+    assert report.faults.total() >= 3
+    assert report.texts > 0

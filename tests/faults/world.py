@@ -1,0 +1,213 @@
+"""The system under test of a fault run: one daemon, tiny models, what is wanted of it, and what is right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from teimgr.client import AsyncClient
+from teimgr.errors import TeimgrError
+from teimgr.spec import State
+from teimgr.supervision.store import parse
+from tests.support.daemon_process import DaemonProcess
+from tests.support.models import build
+
+# Two models of one shape and other weights, so that a reply of the wrong model is a wrong vector and not an error.
+MODELS = {"red": 0, "blue": 1}
+# The float32 of a worker and of sentence-transformers differ by less than 1e-6; the two models by more than a tenth.
+MIN_COSINE = 0.9999
+TEXTS = 64
+CALL_LIMIT_S = 10.0
+_WORDS = (
+    "fleet",
+    "worker",
+    "state",
+    "kill",
+    "model",
+    "vector",
+    "batch",
+    "token",
+    "queue",
+    "reply",
+    "route",
+    "probe",
+    "a",
+)
+
+Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was acknowledged about an instance; `model` is a key of `MODELS`."""
+
+    model: str
+    replicas: int = 1
+    is_running: bool = True
+
+
+@dataclass
+class World:
+    """The daemon and the truth about it.
+
+    `wanted` is the acknowledged state. `allowed` lists the models whose vectors an instance may answer with; more than
+    one while a change is under way. `breaches` are broken invariants.
+    """
+
+    daemon: DaemonProcess
+    folder: Path
+    random: random.Random
+    texts: Sequence[str]
+    references: Mapping[str, Vectors]
+    wanted: dict[str, Wanted] = field(default_factory=dict)
+    allowed: dict[str, set[str]] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    breaches: list[str] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, folder: Path, seed: int) -> Self:
+        """Models, references and a started daemon with three instances that run."""
+        from sentence_transformers import SentenceTransformer
+
+        chance = random.Random(seed)
+        texts = [" ".join(chance.choices(_WORDS, k=chance.randint(1, 40))) for _ in range(TEXTS)]
+        references = {}
+        for name, weights in MODELS.items():
+            build("bert", folder / name, seed=weights)
+            model = SentenceTransformer(str(folder / name), device="cpu")
+            references[name] = np.asarray(model.encode(texts, normalize_embeddings=True), np.float32)
+        daemon = DaemonProcess(
+            orphan_grace_secs=60,
+            health_check_interval_secs=1,
+            health_probe_timeout_secs=1,
+            restart_backoff_max_secs=1,
+            startup_timeout_secs=60,
+        ).start()
+        return cls(daemon, folder, chance, texts, references)
+
+    async def populate(self) -> None:
+        """The instances of the run: `pair` has two replicas, no fault is aimed at `neighbour`."""
+        for name, model, replicas in (("pair", "red", 2), ("single", "blue", 1), ("neighbour", "red", 1)):
+            await self.create(name, model, replicas=replicas)
+        await self.converged(60.0)
+
+    def client(self, timeout_s: float = CALL_LIMIT_S) -> AsyncClient:
+        return self.daemon.async_client(timeout_s=timeout_s)
+
+    # Changes that are acknowledged
+
+    async def create(self, name: str, model: str, *, replicas: int = 1) -> None:
+        """Create an instance with float32 weights; it is wanted once this returns."""
+        self.allowed[name] = {model}
+        async with self.client(60.0) as client:
+            made = await client.create(name, str(self.folder / model), dtype="float32", replicas=replicas)
+        self.ports[name] = made.port
+        self.wanted[name] = Wanted(model, replicas)
+
+    async def delete(self, name: str) -> None:
+        async with self.client(60.0) as client:
+            await client.delete(name)
+        del self.wanted[name]
+
+    async def set_running(self, name: str, is_running: bool) -> None:
+        async with self.client(60.0) as client:
+            await (client.start(name) if is_running else client.stop(name))
+        self.wanted[name] = replace(self.wanted[name], is_running=is_running)
+
+    async def switch_model(self, name: str) -> None:
+        """Replace the model of an instance by the other one, without a gap, and wait for the end."""
+        other = next(model for model in MODELS if model != self.wanted[name].model)
+        self.allowed[name].add(other)
+        async with self.client(60.0) as client:
+            await client.update(name, model_id=str(self.folder / other), wait=True)
+        self.wanted[name] = replace(self.wanted[name], model=other)
+
+    # Truth
+
+    def check_vectors(self, name: str, rows: Sequence[int], vectors: Any, models: Iterable[str]) -> None:
+        """Note a breach unless the vectors are those of one of the models."""
+        found = np.asarray(vectors, np.float32)
+        for model in models:
+            reference = self.references[model][list(rows)]
+            if found.shape == reference.shape and float((found * reference).sum(axis=1).min()) >= MIN_COSINE:
+                return
+        self.breaches.append(f"{name}: wrong vectors for texts {list(rows)[:4]}, shape {found.shape}")
+
+    async def converged(self, limit_s: float) -> float:
+        """Wait until every instance is as wanted and answers rightly; the result is how long it took.
+
+        Raises:
+            AssertionError: `limit_s` passed; the text has what was wrong last.
+        """
+        began = time.monotonic()
+        wrong = "not looked yet"
+        while time.monotonic() - began < limit_s:
+            try:
+                async with self.client(3.0) as client:
+                    wrong = await self._difference(client)
+            except (TeimgrError, OSError, TimeoutError) as error:
+                wrong = repr(error)
+            if not wrong:
+                return time.monotonic() - began
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"not converged within {limit_s:g} s: {wrong}")
+
+    async def _difference(self, client: AsyncClient) -> str:
+        found = {instance.name: instance for instance in await client.list()}
+        if found.keys() != self.wanted.keys():
+            return f"instances are {sorted(found)}, wanted {sorted(self.wanted)}"
+        for name, wanted in self.wanted.items():
+            state = State.RUNNING if wanted.is_running else State.STOPPED
+            workers = [each for each in found[name].details["workers"] if each["state"] == state.value]
+            if found[name].status is not state or len(workers) != wanted.replicas:
+                return f"{name} is {found[name].status.value} with {len(workers)} workers, wanted {wanted}"
+            if wanted.is_running:
+                self.allowed[name] = {wanted.model}
+                for _ in range(wanted.replicas):
+                    vector = await client.embed(self.texts[0], instance=name)
+                    self.check_vectors(name, [0], vector, {wanted.model})
+        return ""
+
+    def check_state_file(self) -> None:
+        """Note a breach unless the state file has what was acknowledged."""
+        specs = parse((self.daemon.folder / "state.toml").read_bytes()).specs
+        saved = {spec.name: (Path(spec.model_id).name, int(spec.replicas), spec.wanted_running) for spec in specs}
+        wanted = {name: (each.model, each.replicas, each.is_running) for name, each in self.wanted.items()}
+        if saved != wanted:
+            self.breaches.append(f"state file has {saved}, acknowledged was {wanted}")
+
+    async def check_left_over(self) -> None:
+        """Note a breach unless the daemon's processes are the workers wanted, one mux and one nursery."""
+        workers = sum(each.replicas for each in self.wanted.values() if each.is_running)
+        end = time.monotonic() + 10.0
+        while (count := len(await asyncio.to_thread(self.daemon.processes))) != workers + 2:
+            if time.monotonic() > end:
+                self.breaches.append(f"{count} processes, wanted {workers} workers, a mux and a nursery")
+                return
+            await asyncio.sleep(0.2)
+
+    # Processes
+
+    async def worker_pids(self, name: str) -> list[int]:
+        """The pids of the instance's workers."""
+        async with self.client() as client:
+            return [worker["pid"] for worker in (await client.get(name)).details["workers"] if worker["pid"]]
+
+    def process(self, word: str) -> psutil.Process | None:
+        """The daemon's process with this word on its command line."""
+        for process in self.daemon.processes():
+            try:
+                if any(word in part for part in process.cmdline()):
+                    return process
+            except psutil.Error:
+                continue
+        return None
