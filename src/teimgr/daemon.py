@@ -37,6 +37,7 @@ from teimgr.supervision.muxes import Muxes
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.store import Store
 from teimgr.supervision.worker_run import FleetProber
+from teimgr.systemd import Notifier
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Daemon:
     def __init__(self, configuration: Configuration, source: Source) -> None:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
+        self.notifier = Notifier()
         # Shared state
         self.metrics = DaemonMetrics()
         self.telemetry = open_telemetry(exporting(settings, "daemon"))
@@ -137,7 +139,8 @@ class Daemon:
                         if self.settings.grpc_enabled:
                             addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
                         log.info("daemon ready", extra={"version": __version__, **addresses})
-                        await self.stopping.wait()
+                        async with self.notifier.serving(f"{len(self.manager.list())} instances"):
+                            await self.stopping.wait()
                         self.events.close()  # ends the long requests that follow events or wait for a download
                         await self.registry.close()
             finally:
@@ -187,8 +190,10 @@ class Daemon:
             self.stopping.set()
 
         async def reload() -> None:
+            self.notifier.reloading()
             with contextlib.suppress(InvalidConfig):  # logged, and an alarm
                 await self.reloader.reload()
+            self.notifier.send("READY=1")
 
         handlers = {signal.SIGINT: on_stop, signal.SIGTERM: on_stop, signal.SIGHUP: lambda: run(reload())}
         for number, handler in handlers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.faults import soak
 
 # Without those that wait for a new nursery, which imports torch for seconds.

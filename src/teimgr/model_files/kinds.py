@@ -99,11 +99,7 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
     if wanted is Kind.EMBEDDING:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
     if wanted is Kind.SPARSE:
-        return (
-            None
-            if metadata.has_head("ForMaskedLM")
-            else f"there is no masked-LM head in {_architecture(metadata)}"
-        )
+        return None if metadata.has_head("ForMaskedLM") else f"there is no masked-LM head in {_architecture(metadata)}"
     if wanted is Kind.MULTI_VECTOR:
         return "they hold no projection of token vectors"
     if own in (Kind.RERANKER, Kind.CLASSIFIER):
