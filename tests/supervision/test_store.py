@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
@@ -341,6 +342,19 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_generation(file: Path) -> 
         assert loaded.alarm is None
         assert {spec.model_id for spec in loaded.specs} in ({f"generation-of-{len(loaded.specs)}"}, set())
         Store(file).save(loaded.specs)
+
+
+@pytest.mark.clause("M4-atomic")
+def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new_generation(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.kill_points", str(tmp_path)]
+
+    outcomes = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+    old, new = {"names": ["old"], "alarm": None}, {"names": ["new", "newer"], "alarm": None}
+    switch = outcomes.index(new)
+    assert outcomes == [old] * switch + [new] * (len(outcomes) - switch)
+    assert switch > 10
+    assert len(outcomes) - switch > 2, "killed after the replacement too"
 
 
 # What is wanted at boot
