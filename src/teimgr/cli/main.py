@@ -8,7 +8,7 @@ from pathlib import Path
 
 from teimgr import __version__
 
-COMMANDS = ("serve", "config", "models", "key", "quickstart")
+COMMANDS = ("serve", "config", "models", "key", "doctor", "quickstart")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,6 +43,12 @@ def quickstart(options: argparse.Namespace) -> int:
     from teimgr.cli.quickstart import main as start
 
     return start(once=options.once)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from teimgr.cli.doctor import main as examine
+
+    return examine(options.config, as_json=options.json)
 
 
 def config_check(options: argparse.Namespace) -> int:
@@ -109,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_models(commands)
     _add_key(commands)
+    checks = commands.add_parser(
+        "doctor", help="check this host: ports, GPUs, torch, cache, permissions, limits, clock"
+    )
+    checks.add_argument("-c", "--config", type=Path, metavar="FILE", help="settings in TOML; default: none")
+    checks.add_argument("--json", action="store_true", help="the findings as a list")
+    checks.set_defaults(run=doctor)
     quick = commands.add_parser("quickstart", help="a daemon with one ready instance of a real small model")
     quick.add_argument("--once", action="store_true", help="embed one text, show the answer, and stop")
     quick.set_defaults(run=quickstart)

@@ -1,0 +1,188 @@
+"""`teimgr doctor`: checks of this host, each with advice, before a daemon starts or while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from teimgr.config.settings import Settings, is_loopback
+from teimgr.config.sources import Source, read, unread_variables
+from teimgr.errors import TeimgrError
+
+# Descriptors that a daemon with a hundred instances and their clients needs with room to spare.
+_OPEN_FILES = 8192
+_LOW_DISK_BYTES = 5 * 2**30
+_LOW_MEMORY_BYTES = 2 * 2**30
+_CONNECT_LIMIT_S = 1.0
+_TORCH_LIMIT_S = 120.0
+# Before this, a clock was never set; certificates and the hub's TLS fail with it.
+_EARLIEST_CLOCK = 1_735_689_600.0  # 2025-01-01
+_TORCH_FACTS = (
+    "import json, torch; print(json.dumps({'version': torch.__version__, 'cuda': torch.version.cuda,"
+    " 'archs': torch.cuda.get_arch_list(), 'devices': torch.cuda.device_count()}))"
+)
+
+Outcome = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check: what was found, and what to do about it."""
+
+    check: str
+    outcome: Outcome
+    text: str
+    advice: str = ""
+
+
+Check = Callable[[Settings], Iterator[Finding]]
+
+
+def main(file: Path | None, *, as_json: bool = False) -> int:
+    """Run every check and print the findings; the result is the exit status."""
+    findings = list(examine(file))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            advice = f"\n{'':14}→ {finding.advice}" if finding.advice else ""
+            print(f"{finding.outcome:5} {finding.check:8}{finding.text}{advice}")
+    return int(any(finding.outcome == "fail" for finding in findings))
+
+
+def examine(file: Path | None) -> Iterator[Finding]:
+    """The findings of every check, in the order of `CHECKS`; without a valid configuration, the checks of the host."""
+    try:
+        settings = read(Source(file=file)).settings
+        if settings.tls_files is not None:
+            settings.tls_files.context()
+    except TeimgrError as error:
+        yield Finding("config", "fail", error.message, "mend the file; `teimgr config check FILE` names every fault")
+        settings = Settings()
+    else:
+        yield Finding("config", "ok", f"{file or 'defaults'}: {len(settings.instances)} seeds")
+        for warning in (*settings.warnings(), *unread_variables()):
+            yield Finding("config", "warn", warning)
+    for check in CHECKS:
+        yield from check(settings)
+
+
+def _folders(settings: Settings) -> Iterator[Finding]:
+    """The folders of state, logs and run files can be written."""
+    for noun, folder in (("state", settings.state_file.parent), ("logs", settings.log_dir), ("run", settings.run_dir)):
+        present = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
+            advice = f"give {present} to the user {os.geteuid()}, or set another state_file, log_dir or run_dir"
+            yield Finding(noun, "fail", f"{folder.absolute()} cannot be written", advice)
+        else:
+            yield Finding(noun, "ok", str(folder.absolute()))
+
+
+def _ports(settings: Settings) -> Iterator[Finding]:
+    """The daemon's ports are free, or its own."""
+    listeners = [("api_port", settings.api_host, settings.api_port)]
+    if settings.grpc_enabled:
+        listeners.append(("grpc_port", settings.grpc_host, settings.grpc_port))
+    for key, host, port in listeners:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if _answers(host, port):
+                    yield Finding("ports", "warn", f"{key} {host}:{port} is in use", "fine if by this daemon itself")
+                else:
+                    yield Finding("ports", "fail", f"{key} {host}:{port}: {error.strerror}", f"choose another {key}")
+            else:
+                yield Finding("ports", "ok", f"{key} {host}:{port} is free")
+        if not is_loopback(host) and settings.auth is None:
+            yield Finding("ports", "warn", f"{key} listens on {host} without authentication", "see docs/api-keys.md")
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, port), timeout=_CONNECT_LIMIT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _limits(settings: Settings) -> Iterator[Finding]:
+    """Descriptors, memory and disk."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
+        yield Finding(
+            "limits", "warn", f"{hard} open files at most", f"raise it: ulimit -Hn {_OPEN_FILES}, LimitNOFILE="
+        )
+    else:
+        yield Finding("limits", "ok", f"{'any number of' if hard < 0 else hard} open files")
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    outcome: Outcome = "warn" if available < _LOW_MEMORY_BYTES else "ok"
+    yield Finding("memory", outcome, f"{available / 2**30:.1f} GiB available")
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    present = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    free = shutil.disk_usage(present).free
+    text = f"{cache}: {free / 2**30:.0f} GiB free"
+    if not os.access(present, os.W_OK):
+        yield Finding("cache", "fail", f"{cache} cannot be written", "set HF_HOME to a folder of this user")
+    elif free < _LOW_DISK_BYTES:
+        yield Finding("cache", "warn", text, "models that are not here yet may not fit; set HF_HOME, or delete some")
+    else:
+        yield Finding("cache", "ok", text)
+
+
+def _clock(settings: Settings) -> Iterator[Finding]:
+    """The clock was set, and the state file is not of the future."""
+    now = time.time()
+    if now < _EARLIEST_CLOCK:
+        yield Finding("clock", "fail", time.strftime("%Y-%m-%d", time.gmtime(now)), "set it: certificates fail")
+    elif settings.state_file.exists() and settings.state_file.stat().st_mtime > now + 60.0:
+        yield Finding("clock", "warn", f"{settings.state_file} is of the future", "was the clock set back?")
+    else:
+        yield Finding("clock", "ok", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)))
+
+
+def _devices(settings: Settings) -> Iterator[Finding]:
+    """Driver and torch, each asked in its own way, agree on the GPUs, and torch has code for them."""
+    from teimgr.launch.nursery import TorchBuild
+    from teimgr.placement.planner import only_visible, read_nvml
+    from teimgr.placement.preflight import problems
+
+    inventory = only_visible(read_nvml(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    command = [sys.executable, "-c", _TORCH_FACTS]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=True)
+        facts = json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError, OSError) as error:
+        reason = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        yield Finding("torch", "fail", f"cannot be imported: {reason[-1] if reason else error}", "reinstall teimgr")
+        return
+    yield Finding("torch", "ok", f"{facts['version']}, {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU only'}")
+    if not inventory.gpus:
+        yield Finding("gpus", "ok", f"none, models run on the CPU ({inventory.reason})")
+        return
+    for problem in problems(inventory.gpus, TorchBuild(facts["version"], facts["cuda"], tuple(facts["archs"]))):
+        yield Finding("gpus", "fail", problem.removeprefix("gpu_preflight: "))
+    if facts["devices"] != len(inventory.gpus):
+        text = f"the driver shows {len(inventory.gpus)} cards, torch {facts['devices']}"
+        yield Finding(
+            "gpus", "fail", text, "the driver may be too old for this torch: nvidia-smi shows its CUDA version"
+        )
+    for card in inventory.gpus:
+        yield Finding("gpus", "ok", f"{card.index}: {card.name}")
+
+
+CHECKS: tuple[Check, ...] = (_folders, _ports, _limits, _clock, _devices)

@@ -1,0 +1,94 @@
+"""`teimgr doctor` on this host, and on one where things are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from teimgr.cli import doctor
+from teimgr.config.settings import Settings
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "teimgr", "doctor", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def findings(check: doctor.Check, **keys: object) -> dict[str, str]:
+    """Outcome by check name, with the text."""
+    found = check(Settings(**keys))  # type: ignore[arg-type]
+    return {each.check: f"{each.outcome}: {each.text}" for each in found}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "t.toml"
+    file.write_text(f'state_file = "{tmp_path}/state/state.toml"\napi_port = {free()}\ngrpc_port = {free()}\n')
+    return file
+
+
+def free() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_good_host_passes_every_check(config: Path) -> None:
+    done = run("-c", config, "--json")
+
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert {"config", "state", "logs", "run", "ports", "limits", "memory", "cache", "clock", "torch", "gpus"} == {
+        each["check"] for each in found
+    }
+    assert not [each for each in found if each["outcome"] == "fail"]
+    assert not (config.parent / "state").exists(), "looking changes nothing"
+
+
+def test_a_wrong_configuration_fails_with_its_fault_and_the_host_is_still_checked(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("api_prot = 1\n")
+
+    done = run("-c", file)
+
+    assert done.returncode == 1
+    assert done.stdout.startswith("fail  config")
+    assert "api_prot" in done.stdout
+    assert "ok    clock" in done.stdout
+
+
+def test_a_port_in_use_and_an_address_of_another_host() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert findings(doctor._ports, api_port=port, grpc_enabled=False) == {
+            "ports": f"warn: api_port 127.0.0.1:{port} is in use"
+        }
+    found = findings(doctor._ports, api_host="192.0.2.1", api_port=free(), grpc_enabled=False)
+    assert "192.0.2.1" in found["ports"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    found = findings(doctor._folders, state_file=file / "state.toml", log_dir=tmp_path, run_dir=tmp_path)
+
+    assert found["state"].startswith("fail: ")
+    assert found["logs"] == f"ok: {tmp_path}"
+
+
+def test_a_state_file_of_the_future_means_that_the_clock_was_set_back(tmp_path: Path) -> None:
+    file = tmp_path / "state.toml"
+    file.touch()
+    os.utime(file, (4e9, 4e9))
+
+    assert findings(doctor._clock, state_file=file) == {"clock": f"warn: {file} is of the future"}
