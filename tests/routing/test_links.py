@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from tests.support.mux_process import running
+from tests.support.polling import eventually
 
 from teimgr.directory import RoutingSnapshot
-from teimgr.errors import Code, DeadlineExceeded, Overloaded, TooLarge, Unavailable, error_from_code
+from teimgr.errors import (
+    Code,
+    DeadlineExceeded,
+    InferenceFailed,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    error_from_code,
+)
 from teimgr.routing import links
 from teimgr.routing.links import ByteBudget, LinkLimits
 from teimgr.routing.router import Router
@@ -387,3 +396,97 @@ async def test_one_taker_alone_fits_however_large() -> None:
     await waiting
 
     assert budget.taken_bytes == 1
+
+
+# Replicas that refuse, fail or hang
+
+
+async def test_a_call_that_a_worker_refuses_before_its_start_is_tried_on_another(route: Any, start_worker: Any) -> None:
+    sick = await start_worker(lambda request: request.fail(Unavailable("unhealthy")))
+    well = await start_worker(echo)
+    router = route(running("a", sick, well))
+
+    assert [(await call(router, b"text")).payload for _ in range(3)] == [b"text"] * 3
+    assert sick.requests.qsize() >= 1
+
+
+async def test_a_call_to_a_worker_out_of_reach_is_tried_on_another(route: Any, start_worker: Any) -> None:
+    gone, well = await start_worker(echo), await start_worker(echo)
+    gone.drop()
+    router = route(running("a", gone, well))
+
+    assert (await call(router, b"text")).payload == b"text"
+    with router.lease(A) as lease:
+        started = await lease.start(Method.EMBED, b"text")
+        assert (await started.answer).payload == b"text"
+
+
+async def test_a_call_that_may_have_ended_its_worker_is_not_tried_again(route: Any, start_worker: Any) -> None:
+    fatal: FrameWorker = await start_worker(lambda request: fatal.drop())
+    other: FrameWorker = await start_worker(echo)
+    router = route(running("a", fatal, other))
+
+    with pytest.raises(Unavailable, match="lost its worker"):
+        await call(router)
+    assert other.requests.empty()
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+async def test_a_replica_that_fails_several_calls_in_a_row_is_avoided_until_it_passes_its_self_test(
+    route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """One that hangs has nothing under way after its calls timed out, and looks the least busy."""
+    monkeypatch.setattr(links, "_TELLING_TIMEOUT_S", 0.0, raising=False)
+    monkeypatch.setattr(links, "_PROOF_FIRST_PAUSE_S", 0.001, raising=False)
+    healed = asyncio.Event()
+    embeds: list[str] = []
+
+    def failing(request: Request) -> None:
+        if request.method is Method.PROBE:
+            request.reply() if healed.is_set() else request.fail(Unavailable("the self-test failed"))
+            return
+        embeds.append("sick")
+        if healed.is_set():
+            request.reply(request.payload)
+        elif how == "fails":
+            request.fail(InferenceFailed("Backend error: the device is gone"))
+
+    def working(request: Request) -> None:
+        embeds.append("well")
+        request.reply(request.payload)
+
+    sick, well = await start_worker(failing), await start_worker(working)
+    router = route(running("a", sick, well))
+    for _ in range(40):
+        with contextlib.suppress(InferenceFailed, DeadlineExceeded):
+            await call(router, timeout_s=0.05)
+
+    assert embeds.count("sick") == 3
+    assert embeds.count("well") >= 30
+    healed.set()
+    await eventually(lambda: not replica(router).suspended)
+    embeds.clear()
+    await call(router)
+    assert embeds == ["sick"]  # which has had fewer calls
+
+
+async def test_a_replica_that_nobody_can_replace_gets_its_calls_though_it_fails(route: Any, start_worker: Any) -> None:
+    worker: FrameWorker = await start_worker(
+        lambda request: request.fail(Unavailable("no")) if request.method is Method.PROBE else echo(request)
+    )
+    router = route(running("a", worker))
+    replica(router).suspended = True
+
+    assert (await call(router, b"text")).payload == b"text"
+
+
+async def test_failures_of_single_texts_do_not_add_up(route: Any, start_worker: Any) -> None:
+    def script(request: Request) -> None:
+        request.fail(InferenceFailed("Backend error")) if request.payload == b"bad" else request.reply()
+
+    router = route(running("a", await start_worker(script)))
+    for payload in (b"bad", b"bad", b"good", b"bad", b"bad"):
+        with contextlib.suppress(InferenceFailed):
+            await call(router, payload)
+
+    assert not replica(router).suspended

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from teimgr.directory import WorkerEndpoint
-from teimgr.errors import DeadlineExceeded, Overloaded, TeimgrError, TooLarge, Unavailable
+from teimgr.errors import Broken, DeadlineExceeded, Overloaded, TeimgrError, TooLarge, Unavailable
 from teimgr.observability.request_context import CURRENT
 from teimgr.wire.frames import (
     Flag,
@@ -84,6 +84,12 @@ CALL_BYTES = 512
 _BUSY_CALLS = 8
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
+# After so many failures in a row a replica is avoided until it passes a self-test. Deadlines shorter than a second are
+# no sign of a failure.
+_MAX_FAILURES = 3
+_TELLING_TIMEOUT_S = 1.0
+_PROOF_LIMIT_S = 5.0
+_PROOF_FIRST_PAUSE_S = 0.2
 # No process listens there. Other errors, such as a full backlog or too many open files, do not mean a dead worker.
 _GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
@@ -120,10 +126,14 @@ class WorkerReply(NamedTuple):
     timings: Timings | None
 
 
+class ConnectionLost(Unavailable):
+    """The link broke after the request was sent, so that the worker may have begun it."""
+
+
 class PendingCall:
     """One request in flight: await `answer`, or call `cancel`."""
 
-    __slots__ = ("_timer", "answer", "context", "cost_bytes", "id", "link", "method")
+    __slots__ = ("_timeout_s", "_timer", "answer", "context", "cost_bytes", "id", "link", "method")
 
     def __init__(self, link: WorkerLink, id: int, method: Method, cost_bytes: int, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
@@ -133,6 +143,7 @@ class PendingCall:
         self.cost_bytes = cost_bytes
         self.context = CURRENT.get()
         self.answer: asyncio.Future[WorkerReply] = loop.create_future()
+        self._timeout_s = timeout_s
         self._timer = loop.call_later(timeout_s, self._expire) if timeout_s is not None else None
 
     def cancel(self) -> None:
@@ -157,6 +168,8 @@ class PendingCall:
         if self.link.forget(self):
             self.link.send(FrameType.CANCEL, self.method, self.id)
             self.link.stats.expired += 1
+            if (self._timeout_s or 0.0) >= _TELLING_TIMEOUT_S:
+                self.link.owner.call_failed()
             self.finish(DeadlineExceeded())
 
 
@@ -168,7 +181,7 @@ class WorkerLink(FrameProtocol):
         self.budget = ByteBudget(limits.max_inflight_bytes)
         self.stats = owner.stats
         self.closed = asyncio.get_running_loop().create_future()
-        self._owner = owner
+        self.owner = owner
         self._limits = limits
         self._calls: dict[int, PendingCall] = {}
         self._last_id = 0
@@ -187,7 +200,7 @@ class WorkerLink(FrameProtocol):
         """
         if not self.is_open:
             self.budget.give_back(cost_bytes)
-            raise self._owner.unavailable()
+            raise self.owner.unavailable()
         self._last_id += 1
         call = PendingCall(self, self._last_id, method, cost_bytes, timeout_s)
         self.stats.requests += 1
@@ -213,7 +226,7 @@ class WorkerLink(FrameProtocol):
         if self._calls.pop(call.id, None) is None:
             return False
         self.budget.give_back(call.cost_bytes)
-        self._owner.call_ended(call.cost_bytes)
+        self.owner.call_ended(call.cost_bytes)
         return True
 
     def abort(self) -> None:
@@ -228,8 +241,13 @@ class WorkerLink(FrameProtocol):
             return
         self.forget(call)
         if header.context and call.context is not None:
-            call.context.on_stats(header.context, self._owner.instance)
-        call.finish(self._outcome(header, payload))
+            call.context.on_stats(header.context, self.owner.instance)
+        outcome = self._outcome(header, payload)
+        if isinstance(outcome, WorkerReply):
+            self.owner.failures = 0
+        elif isinstance(outcome, (Broken, Unavailable)):
+            self.owner.call_failed()
+        call.finish(outcome)
 
     def _outcome(self, header: Header, payload: bytes) -> WorkerReply | TeimgrError:
         if header.type == FrameType.ERROR:
@@ -244,12 +262,12 @@ class WorkerLink(FrameProtocol):
 
     def link_lost(self, error: Exception | None) -> None:
         """Fail every call in flight."""
-        self._owner.link_lost()
+        self.owner.link_lost()
         calls, self._calls = tuple(self._calls.values()), {}
         for call in calls:
             self.budget.give_back(call.cost_bytes)
-            self._owner.call_ended(call.cost_bytes)
-            call.finish(self._owner.unavailable())
+            self.owner.call_ended(call.cost_bytes)
+            call.finish(ConnectionLost(self.owner.unavailable().message))
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -263,6 +281,9 @@ class Replica:
 
     The links connect on first use. Losing one closes both, and the replica takes no calls until a reconnect succeeds.
     A socket belongs to one incarnation, so a reconnect never reaches another one.
+
+    `suspended`: it failed several calls in a row and has not passed a self-test since. It gets calls only where no
+    other replica can take them.
     """
 
     def __init__(
@@ -274,6 +295,8 @@ class Replica:
         self.outstanding_calls = 0
         self.calls = 0
         self.leases = 0
+        self.failures = 0  # calls in a row
+        self.suspended = False
         self.lost = False
         self.retired = False
         self.instance = instance
@@ -282,6 +305,7 @@ class Replica:
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
         self._reconnecting: asyncio.Task[None] | None = None
+        self._proving: asyncio.Task[None] | None = None
         self._reconnect_pause_s = RECONNECT_FIRST_S
 
     @property
@@ -322,8 +346,9 @@ class Replica:
     def retire(self) -> None:
         """Take no new calls; close once those in flight are answered."""
         self.retired = True
-        if self._reconnecting is not None:
-            self._reconnecting.cancel()
+        for task in (self._reconnecting, self._proving):
+            if task is not None:
+                task.cancel()
         self._close_when_idle()
 
     async def close(self) -> None:
@@ -345,6 +370,30 @@ class Replica:
         self.outstanding_calls -= 1
         if self.retired:
             self._close_when_idle()
+
+    def call_failed(self) -> None:
+        """Count a failure by no fault of the caller; after several in a row the replica is suspended."""
+        self.failures += 1
+        if self.failures >= _MAX_FAILURES and self.usable and not self.suspended:
+            self.suspended = True
+            self._proving = asyncio.create_task(self._prove(), name=f"self-test of {self.instance}")
+
+    async def _prove(self) -> None:
+        """Have the worker run its self-test until it passes."""
+        pause_s = _PROOF_FIRST_PAUSE_S
+        while True:
+            try:
+                call = await self.start(Method.PROBE, b"", Flag.NONE, _PROOF_LIMIT_S)
+                try:
+                    await call.answer
+                finally:
+                    call.cancel()
+            except TeimgrError:
+                await asyncio.sleep(pause_s)
+                pause_s = min(RECONNECT_MAX_S, pause_s * 2)
+            else:
+                self.failures, self.suspended = 0, False
+                return
 
     def link_lost(self) -> None:
         """Assume that the worker is gone: close the other link too and start reconnecting."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from teimgr.errors import (
     Unavailable,
     error_from_code,
 )
-from teimgr.routing.links import LinkLimits, LinkStats, PendingCall, Replica, WorkerReply
+from teimgr.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Replica, WorkerReply
 from teimgr.spec import State
 from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
@@ -31,13 +31,18 @@ _UNSET = Target()
 
 
 class Lease:
-    """Use of one replica by a call or a stream; a context manager. All calls on a lease go to the same worker."""
+    """Use of one replica by a call or a stream; a context manager. All calls on a lease go to the same worker.
 
-    __slots__ = ("_replica", "instance")
+    Where that worker refuses a call before it starts it, or cannot be reached, the lease moves to another one once.
+    `candidates` are the replicas that the target allows, with the names of their instances.
+    """
 
-    def __init__(self, instance: str, replica: Replica) -> None:
+    __slots__ = ("_candidates", "_replica", "instance")
+
+    def __init__(self, instance: str, replica: Replica, candidates: Sequence[tuple[str, Replica]] = ()) -> None:
         self.instance = instance
         self._replica = replica
+        self._candidates = candidates
 
     @property
     def is_over(self) -> bool:
@@ -48,6 +53,11 @@ class Lease:
         self, method: Method, payload: Payload, *, flags: Flag = Flag.NONE, timeout_s: float | None = None
     ) -> PendingCall:
         """Send a request; returns as soon as it is queued on the link. Raises as `Replica.start`."""
+        try:
+            return await self._replica.start(method, payload, flags, timeout_s)
+        except Unavailable:
+            if not self._move():
+                raise
         return await self._replica.start(method, payload, flags, timeout_s)
 
     async def call(
@@ -61,11 +71,34 @@ class Lease:
             DeadlineExceeded: `timeout_s` passed.
             TeimgrError: the worker's own error.
         """
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        try:
+            return await self._call(method, payload, flags, timeout_s)
+        except ConnectionLost:  # it may have been the call that ended the worker
+            raise
+        except Unavailable:
+            if not self._move():
+                raise
+        return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
+
+    async def _call(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> WorkerReply:
         call = await self._replica.start(method, payload, flags, timeout_s)
         try:
             return await call.answer
         finally:
             call.cancel()
+
+    def _move(self) -> bool:
+        """Move to the least busy other replica that takes calls; False where there is none."""
+        others = [each for each in self._candidates if each[1] is not self._replica and each[1].usable]
+        if not others:
+            return False
+        self._replica.leases -= 1
+        self.instance, self._replica = min(others, key=_load)
+        self._replica.leases += 1
+        self._candidates = ()
+        return True
 
     def __enter__(self) -> Lease:
         self._replica.leases += 1
@@ -114,7 +147,8 @@ class _Instance:
             raise Unavailable(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
         usable = [replica for replica in self.replicas if replica.usable]
         if not usable:
-            raise Unavailable(f"Instance '{entry.name}' is not running (status: restarting): its worker is gone")
+            why = "its worker is gone" if self.replicas else "its worker does not pass its health probes"
+            raise Unavailable(f"Instance '{entry.name}' is not running (status: restarting): {why}")
         return usable
 
 
@@ -170,7 +204,7 @@ class Router:
                 message = f"Instance index {index} not found: there are {len(self._in_order)} instances"
                 raise error_from_code(Code.INSTANCE_NOT_FOUND, message)
             instance = self._in_order[index]
-        return _least_busy((instance.entry.name, replica) for replica in instance.usable())
+        return _least_busy([(instance.entry.name, replica) for replica in instance.usable()])
 
     def _lease_by_model(self, model_id: str, covers: Callable[[str], bool]) -> Lease:
         found = [
@@ -284,11 +318,11 @@ def _only_running(snapshot: RoutingSnapshot) -> Target:
     raise AmbiguousInstance(f"the running ones are {choices}" if names else "no instance is running")
 
 
-def _least_busy(candidates: Iterable[tuple[str, Replica]]) -> Lease:
-    return Lease(*min(candidates, key=_load))
+def _least_busy(candidates: Sequence[tuple[str, Replica]]) -> Lease:
+    return Lease(*min(candidates, key=_load), candidates)
 
 
-def _load(candidate: tuple[str, Replica]) -> tuple[int, int, int]:
-    """Bytes under way, then idle streams, then calls served so far: idle replicas alternate."""
+def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, int, int]:
+    """Healthy ones first; bytes under way, then idle streams, then calls served so far: idle replicas alternate."""
     replica = candidate[1]
-    return replica.outstanding_bytes, replica.leases, replica.calls
+    return replica.suspended, replica.outstanding_bytes, replica.leases, replica.calls
