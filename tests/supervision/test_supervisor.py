@@ -27,12 +27,16 @@ from teimgr.errors import (
     NotRunning,
     PortAllocationFailed,
     PortConflict,
+    Unavailable,
     ValidationError,
 )
 from teimgr.launch.control_link import identify
 from teimgr.launch.process_handle import look_up
 from teimgr.observability.exposition import text
+from teimgr.routing.router import Router
 from teimgr.spec import InstanceSpec, State
+from teimgr.wire.frames import Method
+from teimgr.wire.protobuf import Target
 
 Fleets = Callable[..., Fleet]
 
@@ -280,6 +284,44 @@ async def test_probes_that_recover_in_time_change_nothing(fleet: Fleet) -> None:
 
     view = fleet.manager.get("a")
     assert (view.pid, view.health_check_failures) == (pid, 0)
+
+
+async def test_a_worker_is_out_of_the_routes_from_its_first_failed_probe_to_the_next_good_one(fleet: Fleet) -> None:
+    await fleet.create("fail-probes=1")
+    (endpoint,) = (await fleet.until(lambda entry: bool(entry.endpoints))).endpoints
+
+    entry = await fleet.until(lambda entry: not entry.endpoints)
+    assert (entry.state, fleet.manager.get("a").health_check_failures) == (State.RUNNING, 1)
+    assert (await fleet.until(lambda entry: bool(entry.endpoints))).endpoints == (endpoint,)
+    assert fleet.manager.get("a").restarts == 0
+
+
+@pytest.mark.clause("M5.4-restart")
+async def test_a_stopped_worker_is_replaced_within_seconds_and_its_callers_are_told(fleets: Fleets) -> None:
+    """Three probes in a row without an answer, at the default limit of a probe."""
+    fleet = fleets(health_probe_timeout_secs=10)
+    await fleet.manager.boot()
+    await fleet.create("first-only,hang-embed")
+    view = await fleet.running()
+    router = Router()
+    fleet.directory.subscribe(router.update)
+    router.update(fleet.directory.snapshot())
+    with router.lease(Target(instance_name="a")) as lease:
+        call = await lease.start(Method.EMBED, b"")
+        assert view.pid is not None
+        os.kill(view.pid, signal.SIGSTOP)
+        clock = asyncio.get_running_loop().time
+        stopped = clock()
+        await fleet.until(lambda entry: not entry.endpoints)
+        unrouted = clock()
+        with pytest.raises(Unavailable):
+            await call.answer
+        told = clock()
+
+    await fleet.running(not_pid=view.pid)
+    assert unrouted - stopped < 1 + 2.5  # the interval of the probes, and the limit of one
+    assert told - stopped < 1 + 5
+    await router.close()
 
 
 async def test_a_worker_that_drains_by_itself_is_replaced(fleet: Fleet) -> None:

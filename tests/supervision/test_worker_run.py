@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,10 +31,14 @@ class Handle:
         self.started_at = 0.0
         self.immortal = immortal
         self.stops: list[float] = []
+        self.signals: list[signal.Signals] = []
         self.ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self.ended)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
 
     async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
         self.stops.append(grace_s)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -71,6 +72,9 @@ class WorkerHandle(Protocol):
         Raises:
             LaunchFailed: it is still there some time after SIGKILL.
         """
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """No effect once it is gone."""
 
 
 @dataclass(frozen=True, slots=True)

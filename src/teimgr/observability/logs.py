@@ -7,8 +7,10 @@ request its `request_id` is added, and `trace_id` and `span_id` where it belongs
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -31,6 +33,9 @@ LEVELS = {
 
 Paint = Callable[[str, str], str]
 """Text and the name of a rich style → the text with terminal escapes."""
+
+STACKS_SIGNAL = signal.SIGURG
+"""Writes the Python stacks of a worker to its log. Ignored by default, so by workers of an earlier version too."""
 
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
@@ -59,6 +64,11 @@ def setup(level: str = "info", format: str = "json", stream: TextIO | None = Non
     for name, number in levels.items():
         logging.getLogger(name).setLevel(number)
     handler.directed = tuple(levels)
+
+
+def write_stacks_on_signal() -> None:
+    """Have `STACKS_SIGNAL` write the stacks of all threads to standard error, whatever the interpreter is doing."""
+    faulthandler.register(STACKS_SIGNAL, file=2)
 
 
 def parse_levels(text: str) -> dict[str, int]:

@@ -170,9 +170,9 @@ class Supervisor:
 
     @property
     def endpoint(self) -> WorkerEndpoint | None:
-        """The present worker's address, while it runs."""
+        """The present worker's address, while it runs and its last health probe did not fail."""
         handle = self._worker.handle if self._worker else None
-        if handle is None or self._life.phase is not Phase.RUNNING:
+        if handle is None or self._life.phase is not Phase.RUNNING or self._life.probe_failures:
             return None
         return WorkerEndpoint(str(handle.socket), handle.incarnation)
 

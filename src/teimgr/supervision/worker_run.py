@@ -16,6 +16,7 @@ from teimgr.errors import Code, Refused, TeimgrError, Unavailable
 from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
+from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.spec import WorkerSpec
 from teimgr.supervision.lifecycle import (
     Exited,
@@ -32,6 +33,11 @@ from teimgr.wire.frames import Method
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
+# A probe without an answer of the worker's event loop fails after this time, which is far above what a loaded machine
+# needs. After a failed probe the next ones follow at this distance at most, and not at the interval: three failures,
+# the default limit, take under five seconds.
+ANSWER_LIMIT_S = 1.4
+_RETRY_PAUSE_S = 0.2
 _NEVER_LAUNCHED = "stopped before it was launched"
 
 log = logging.getLogger(__name__)
@@ -224,15 +230,24 @@ class WorkerRun:
     # Health probes
 
     async def _keep_probing(self) -> None:
-        prober = Prober(self._probes.timeout_s)
+        """Probe the ready worker at intervals, and in quick succession while probes fail."""
+        prober, interval_s = Prober(self._probes.timeout_s), self._probes.interval_s
+        clock = asyncio.get_running_loop().time
         await self._ready.wait()
+        pause_s, failing = interval_s, False
         while True:
-            await asyncio.sleep(self._probes.interval_s)
+            await asyncio.sleep(pause_s)
+            began = clock()
             try:
                 await prober.probe(self._link)
             except TeimgrError as error:
+                if not failing and self.handle is not None:
+                    self.handle.send_signal(STACKS_SIGNAL)
+                failing = True
+                pause_s = min(interval_s, max(_RETRY_PAUSE_S, began + ANSWER_LIMIT_S - clock()))
                 self._post(ProbeFailed(error.message))
             else:
+                pause_s, failing = interval_s, False
                 self._post(ProbeOk())
 
 
@@ -259,7 +274,7 @@ class Prober:
         self._batches = await self._count(link)
 
     async def _count(self, link: ControlLink) -> int:
-        reply = await link.call(Method.STATS, timeout_s=self._timeout_s)
+        reply = await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S))
         try:
             return int(json.loads(reply)["batches"])
         except (ValueError, TypeError, KeyError) as error:

@@ -33,6 +33,7 @@ _FLAGS = {
     "hang-probe": "never answer a PROBE",
     "fail-probe": "answer each PROBE with an error",
     "fail-probes": "answer so many PROBEs with an error, then well",
+    "hang-embed": "never answer an EMBED",
     "busy": "count a batch at every STATS",
     "drain-itself": "say draining after saying ready, then exit 0",
     "deaf": "accept no connection, answer nothing",
@@ -195,6 +196,8 @@ class Link(FrameProtocol):
         elif header.method == Method.STATS:
             worker.batches += "busy" in worker.flags
             self.answer(header, json.dumps({"batches": worker.batches}).encode())
+        elif header.method == Method.EMBED and "hang-embed" in worker.flags:
+            pass
         elif header.method == Method.EMBED:
             answered = Timings(chars=3, tokens=2, total_ns=1, tokenization_ns=1, queue_ns=1, inference_ns=1).pack()
             self.send(FrameType.REPLY, header.method, header.id, answered, flags=Flag.TIMINGS)
