@@ -43,7 +43,6 @@ CLAUSES: tuple[str, ...] = (
     "1.4 wrong kind",
     "1.4 NaN vector",
     "1.4 NaN score",
-    "1.4 health failed",
     "1.4 order of checks",
     "1.4 lowest index",
     "1.5 Input",
@@ -152,6 +151,7 @@ CLAUSES: tuple[str, ...] = (
 
 # Clauses that no case can show here, and why.
 ELSEWHERE: dict[str, str] = {
+    "1.4 health failed": "an unhealthy worker is replaced at once; one without a daemon: tests/worker/test_process.py",
     "1.16 the `google` build": "a build of TEI's own, and AIP_* of its environment",
     "2.7": "TEI's protocol with its Python backend, which teimgr does not have",
     "3": "flags: tests/config/test_extra_args.py",

@@ -10,7 +10,6 @@ SEQUELS: tuple[Sequel, ...] = (
     Sequel("1.4 overloaded", "test_a_full_instance_is_429_at_once", ALONE),
     Sequel("1.4 NaN vector", "test_a_vector_with_nan_is_424", ALONE),
     Sequel("1.4 NaN score", "test_a_score_that_is_nan_is_424", ALONE),
-    Sequel("1.4 health failed", "test_a_vector_with_nan_is_424", ALONE),
     Sequel("2.4 Overloaded", "test_a_full_instance_is_429_at_once", ALONE),
     Sequel("2.4 NaN", "test_nan_over_grpc_is_internal", GRPC_SURFACES),
     Sequel("2.4 unknown method", "test_an_unknown_method_is_unimplemented", (PORT, MUX)),

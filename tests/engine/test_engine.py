@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +20,9 @@ from tests.support.polling import until
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads import Rows
-from teimgr.engine.job import Lane, Output
+from teimgr.engine.job import Input, Lane, Output
 from teimgr.engine.model import Model
-from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import (
     DeadlineExceeded,
     EmptyInput,
@@ -214,22 +216,104 @@ def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate:
 
 
 @pytest.mark.clause("D-nan")
-def test_a_vector_with_nan_is_never_sent_and_the_engine_says_it_is_unhealthy(bert: Served, gate: Gate) -> None:
+@pytest.mark.parametrize("fault", ["nan", "overflow"])
+def test_a_text_without_a_result_fails_alone_and_the_self_test_runs_at_once(
+    bert: Served, gate: Gate, fault: str
+) -> None:
+    """As an overflow in float16 does; the neighbours are answered, and the engine stays healthy."""
+    texts = ["fog", "rain and fog", "dog"]
+    length = len(bert.engine.tokenize(texts[1], True, None))
+    whole, original = bert.embed(texts).vectors, Model.run
+
     def spoilt(batch: PackedBatch) -> dict[Output, Rows]:
-        vectors = torch.ones(batch.texts, 32)
-        vectors[batch.order.tolist().index(1), 5] = torch.nan
+        gate.instead = None
+        try:
+            vectors = original(bert.engine._runner._model, batch, DENSE)[Output.DENSE].values.clone()
+        finally:
+            gate.instead = spoilt
+        bad = np.diff(batch.cu_seqlens) == length
+        if bad.any() and fault == "overflow":
+            raise OverflowError("int too big to convert")
+        vectors[torch.from_numpy(bad), 5] = torch.nan
         return {Output.DENSE: Rows(vectors)}
 
     gate.instead = spoilt
+    before = bert.engine.stats().batches
+    job = bert.embed(texts)
+
+    assert {row: type(error) for row, error in job.errors.items()} == {1: InferenceFailed}
+    np.testing.assert_allclose(job.vectors[[0, 2]], whole[[0, 2]], atol=2e-6)
+    until(lambda: bert.engine._doubt is None)
+    assert bert.engine.stats().batches > before + (1 if fault == "nan" else 2)  # the self-test among them
+    assert bert.engine.stats().healthy
+    bert.engine.self_test(WAIT_S)
+    assert bert.embed(["fog"]).errors == {}
+
+
+def test_a_device_that_fails_its_self_test_after_a_bad_result_is_reported_at_once(bert: Served, gate: Gate) -> None:
+    faults: queue.Queue[str] = queue.Queue()
+    bert.engine._on_fault = faults.put
+
+    def fail(batch: PackedBatch) -> dict[Output, Rows]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    gate.instead = fail
+    assert isinstance(bert.embed(["fog"]).errors[0], InferenceFailed)
+
+    assert "illegal memory access" in faults.get(timeout=WAIT_S)
+    with pytest.raises(Unavailable, match="illegal memory access"):
+        bert.send(["fog"])
+
+
+def test_an_input_that_breaks_the_tokenizer_fails_alone(
+    bert: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = TextTokenizer.encode
+
+    def encode(tokenizer: TextTokenizer, inputs: list[Input], options: TokenizeOptions) -> Any:
+        if "dog" in inputs:
+            raise OverflowError("Python integer 4294967296 out of bounds for int32")
+        return original(tokenizer, inputs, options)
+
+    monkeypatch.setattr(TextTokenizer, "encode", encode)
     job = bert.embed(["fog", "dog"])
 
-    assert set(job.errors) == {1}
-    assert isinstance(job.errors[1], InferenceFailed)
-    assert np.isfinite(job.vectors).all()
-    with pytest.raises(Unavailable, match="NaN"):
-        bert.engine.self_test(WAIT_S)
-    with pytest.raises(Unavailable, match="NaN"):
-        bert.send(["fog"])
+    assert {row: type(error) for row, error in job.errors.items()} == {1: TokenizerFailed}
+    assert bert.engine.stats().healthy
+
+
+def test_a_forward_that_hangs_is_noticed_after_a_limit_by_its_size(
+    bert: Served, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Intervals of the watch count, not the clock: a process that is stopped as a whole has not hung."""
+    faults: queue.Queue[str] = queue.Queue()
+    bert.engine._on_fault = faults.put
+    gate.hold()
+    job = bert.send(["fog"])
+    assert gate.held.wait(WAIT_S)
+    for _ in range(11):  # the first sees that a batch is under way; the limit is 5 s
+        bert.engine.watch(0.5)
+    assert faults.empty()
+
+    bert.engine.watch(0.5)
+    assert "has not ended within 5 s" in faults.get(timeout=WAIT_S)
+    (record,) = (record for record in caplog.records if record.message == "a forward hangs")
+    assert "self.open.wait" in record.stacks
+    gate.open.set()
+    bert.wait(job)
+
+
+def test_slow_batches_raise_the_limit_of_a_forward(bert: Served, gate: Gate) -> None:
+    bert.engine._finisher.slowest_s = 0.1  # per token, as on a slow device
+    gate.hold()
+    job = bert.send(["fog"])
+    assert gate.held.wait(WAIT_S)
+    for _ in range(100):
+        bert.engine.watch(1.0)
+
+    assert bert.engine.stats().healthy
+    gate.open.set()
+    bert.wait(job)
 
 
 def test_a_prompt_that_cannot_be_tokenized_fails_its_texts_only(
@@ -257,7 +341,7 @@ def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
     def panic(*args: object) -> None:
         raise Panic("the library panicked")
 
-    monkeypatch.setattr(bert.engine._tokenizer, "encode", panic)
+    monkeypatch.setattr(bert.engine.tokenizer, "encode", panic)
     bert.send(["fog"])
     bert.engine._tokenizing.join(WAIT_S)
 

@@ -231,7 +231,7 @@ def test_results_go_to_their_rows() -> None:
     assert [None if rows is None else len(rows) for rows in job.tokens_of] == [None, 2, 1]
 
 
-def test_a_score_that_is_no_number_makes_the_engine_unhealthy(
+def test_a_model_whose_every_score_is_no_number_makes_the_engine_unhealthy(
     tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve(models.build_cross_encoder("bert", tmp_path))
@@ -243,6 +243,7 @@ def test_a_score_that_is_no_number_makes_the_engine_unhealthy(
 
     monkeypatch.setattr(Model, "run", spoilt)
     assert served.embed(["fog"], outputs=SCORES).errors[0].message == "score is NaN"
+    until(lambda: not served.engine.stats().healthy)
     with pytest.raises(Unavailable, match="NaN"):
         served.send(["fog"], outputs=SCORES)
 

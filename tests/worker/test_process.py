@@ -7,15 +7,21 @@ import json
 import os
 import signal
 import socket
+import struct
 from pathlib import Path
 
+import aiohttp
+import numpy as np
 import pytest
 from tests.support.hub_server import SHA, Hub
-from tests.support.models import build
-from tests.support.worker_process import EXEC, FORKED, WorkerLink, WorkerProcess, arrow, table
+from tests.support.models import build, build_classifier
+from tests.support.polling import eventually
+from tests.support.worker_process import EXEC, FORKED, LIMIT_S, WorkerLink, WorkerProcess, arrow, table
 
 from teimgr.errors import Code
-from teimgr.wire.frames import Flag, Method
+from teimgr.launch.control_link import identify
+from teimgr.observability.logs import STACKS_SIGNAL
+from teimgr.wire.frames import Flag, FrameType, Method
 
 
 @pytest.fixture
@@ -195,3 +201,73 @@ async def test_the_last_watcher_to_go_starts_the_grace(tiny: Path) -> None:
             for link in links:
                 await link.lost.wait()
         assert all(json.loads(line)["level"] != "error" for line in worker.log.splitlines())
+
+
+def spoil(folder: Path, tokens: slice) -> None:
+    """Overwrite rows of the embedding table with NaN where the file lies, which workers have mapped into memory."""
+    file = folder / "model.safetensors"
+    with file.open("r+b") as raw:
+        (length,) = struct.unpack("<Q", raw.read(8))
+        (table,) = (at for name, at in json.loads(raw.read(length)).items() if "word_embeddings.weight" in name)
+        rows, width = table["shape"]
+        start = 8 + length + table["data_offsets"][0]
+        for row in range(rows)[tokens]:
+            raw.seek(start + 4 * width * row)
+            raw.write(np.full(width, np.nan, dtype=np.float32).tobytes())
+
+
+async def test_a_device_that_turns_sick_is_announced_at_once_and_answers_unavailable(tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    with WorkerProcess(tmp_path) as worker:
+        link, watch = await worker.watcher("ready")
+        assert len((await link.answer(link.embed("fog"))).vector) == 32
+        spoil(tmp_path, slice(None))
+
+        failed = await link.answer(link.embed("fog"))
+        announced = await link.state(watch, "failed")
+        refused = await link.answer(link.embed("fog"))
+        async with aiohttp.ClientSession() as http, http.get(f"{worker.url}/health") as reply:
+            health = (reply.status, await reply.json())
+
+    assert (failed.error.code, failed.error.message) == (
+        Code.INFERENCE_FAILED,
+        "Backend error: the vector has NaN or infinity in it",
+    )
+    assert announced["reason"] == f"the self-test failed: {failed.error.message}"
+    assert (announced["permanent"], Code(announced["code"])) == (False, Code.INFERENCE_FAILED)
+    assert (refused.error.code, refused.error.message) == (Code.BACKEND_UNAVAILABLE, announced["reason"])
+    assert health == (503, {"error": "unhealthy", "error_type": "Unhealthy"})
+
+
+async def test_a_text_without_a_vector_fails_alone(tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    spoil(tmp_path, slice(4, 5))  # [MASK] in the vocabulary
+    with WorkerProcess(tmp_path) as worker:
+        link, _ = await worker.watcher("ready")
+        for _ in range(3):
+            answers = await link.answers([link.embed(text) for text in ("fog", "[MASK]", "dog")])
+            assert [answer.header.type for answer in answers] == [FrameType.REPLY, FrameType.ERROR, FrameType.REPLY]
+        assert (await link.ask(Method.PROBE)).reply == b""
+        stats = (await link.ask(Method.STATS)).json
+
+    assert stats["healthy"]
+    assert stats["texts"] > 1 + 9  # a self-test followed
+
+
+async def test_a_status_has_a_frame_of_bounded_size_however_many_labels_there_are(tmp_path: Path) -> None:
+    build_classifier("bert", tmp_path, labels=tuple(f"label {number} {'x' * 100}" for number in range(12_000)))
+    with WorkerProcess(tmp_path) as worker:
+        await worker.watcher("ready")
+        status = await identify(Path(worker.socket), LIMIT_S)
+
+    assert status is not None
+    assert (status.state, status.model is not None) == ("ready", True)
+
+
+async def test_a_signal_writes_the_stacks_of_a_worker_to_its_log(tiny: Path) -> None:
+    with WorkerProcess(tiny) as worker:
+        link, _ = await worker.watcher("ready")
+        worker.process.send_signal(STACKS_SIGNAL)
+        await eventually(lambda: "runner.py" in worker.log)
+
+        assert (await link.ask(Method.PROBE)).reply == b""

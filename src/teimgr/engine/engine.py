@@ -8,8 +8,10 @@ On a GPU the finisher waits for the device while the engine thread already packs
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,7 +28,7 @@ from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
-from teimgr.errors import ModelLoadFailed, Unavailable
+from teimgr.errors import InferenceFailed, ModelLoadFailed, Unavailable
 from teimgr.spec import Kind, LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
@@ -40,22 +42,39 @@ _LAST_ANSWERS_S = 1.0
 # The largest difference between the results of two self-tests: of vectors of length 1, else relative to the largest
 # weight or logit where that is above 1. Far above the effect of a batch's shape, far below another input's result.
 _SELF_TEST_TOLERANCE = 2e-2
+_BAD_RESULT_PAUSE_S = 1.0  # between self-tests that bad results cause: texts that always fail must not fill the device
+# A forward is hung when it takes longer than ten times what the slowest one of late would have taken for its size, and
+# longer than five seconds, in which kernels of a new shape may be loaded.
+_HANG_FLOOR_S = 5.0
+_HANG_FACTOR = 10.0
 
 
 class Engine:
     """A served model. Made by `load`; every method may be called from any thread."""
 
-    def __init__(self, parts: EngineParts, options: EngineOptions, deliver: Callable[[list[Job]], None]) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        options: EngineOptions,
+        deliver: Callable[[list[Job]], None],
+        on_fault: Callable[[str], None],
+    ) -> None:
         self.info = parts.info
         self.tokenizer = parts.tokenizer
         self._prompts = parts.prompts
         self._deliver_out = deliver
+        self._on_fault = on_fault
         self._fault: str | None = None  # why the engine is unhealthy; never reset
         self._reference: SelfTest | None = None
+        self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; finisher thread
+        self._doubted_at = -_BAD_RESULT_PAUSE_S
+        self._departures = 0  # of batches, at the last call of `watch`
+        self._stalled_s = 0.0
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
         self._queue = EntryQueue(parts.limits)
-        self._finisher = Finisher(self._deliver, self._mark_unhealthy, parts.info.activation or "identity")
+        activation = parts.info.activation or "identity"
+        self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
         self._runner = Runner(parts.model, self._queue, self._finisher, options.threads)
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
@@ -63,16 +82,22 @@ class Engine:
         self._finishing = self._thread("finisher", self._finisher.run)
 
     @classmethod
-    def load(cls, options: EngineOptions, deliver: Callable[[list[Job]], None]) -> Engine:
+    def load(
+        cls,
+        options: EngineOptions,
+        deliver: Callable[[list[Job]], None],
+        on_fault: Callable[[str], None] = lambda reason: None,
+    ) -> Engine:
         """Load and start a model; blocks until its first self-test has passed.
 
-        `deliver` is called on the finisher thread, once per batch, with the jobs that became complete.
+        `deliver` is called on the finisher thread, once per batch, with the jobs that became complete; `on_fault` on
+        any thread, once, with the reason why the engine is unhealthy and must be replaced.
 
         Raises:
             ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
             OutOfDeviceMemory: the model does not fit.
         """
-        engine = cls(load_parts(options), options, deliver)
+        engine = cls(load_parts(options), options, deliver, on_fault)
         for thread in (engine._tokenizing, engine._running, engine._finishing):
             thread.start()
         try:
@@ -120,14 +145,28 @@ class Engine:
         Raises:
             Unavailable: no answer in time, another answer than at load, or a fault was seen before.
         """
-        if self._fault is None and time.monotonic() - self._finisher.finished_at < _RECENT_BATCH_S:
+        recent = time.monotonic() - self._finisher.finished_at < _RECENT_BATCH_S
+        if self._fault is None and self._doubt is None and recent:
             return
         if self._fault is None:
-            test = self._run_self_test(timeout_s)
-            if self._reference is None or not test.agrees_with(self._reference):
-                self._mark_unhealthy("the known text has another vector than when the model was loaded")
+            self._compare(self._run_self_test(timeout_s))
         if self._fault is not None:
             raise Unavailable(self._fault)
+
+    def watch(self, passed_s: float) -> None:
+        """Notice a forward that hangs. Called at regular intervals by the event loop, with the length of one.
+
+        The intervals count, not the clock: time in which the whole process was stopped, or had no processor, does not.
+        """
+        in_flight = self._finisher.in_flight
+        if not in_flight.tokens or in_flight.departures != self._departures:
+            self._departures, self._stalled_s = in_flight.departures, 0.0
+            return
+        self._stalled_s += passed_s
+        limit_s = self._finisher.forward_limit_s(_HANG_FLOOR_S, _HANG_FACTOR)
+        if self._stalled_s > limit_s and self._fault is None:
+            log.error("a forward hangs", extra={"tokens": in_flight.tokens, "stacks": thread_stacks()})
+            self._mark_unhealthy(f"a forward of {in_flight.tokens} tokens has not ended within {limit_s:.3g} s")
 
     def set_threads(self, threads: int) -> None:
         self._runner.use_threads(threads)
@@ -190,14 +229,38 @@ class Engine:
     def _deliver(self, jobs: list[Job]) -> None:
         for job in jobs:
             if isinstance(job, SelfTest):
+                if job is self._doubt:
+                    self._doubt = None
+                    self._compare(job)
                 job.done.set()
         if others := [job for job in jobs if not isinstance(job, SelfTest)]:
             self._deliver_out(others)
+
+    def _on_bad_result(self) -> None:
+        """Finisher thread: run a self-test at once. A bad result fails its text alone, a wrong self-test the engine."""
+        now = time.monotonic()
+        busy = self._doubt is not None or now - self._doubted_at < _BAD_RESULT_PAUSE_S
+        if busy or self._reference is None or self._fault is not None:
+            return
+        self._doubt, self._doubted_at = SelfTest(self.info), now
+        try:
+            self._intake.put(self._doubt, self._prompts.tokenize_options(self._doubt.options), bounded=False)
+        except Unavailable:  # the engine is closing
+            self._doubt = None
+
+    def _compare(self, test: SelfTest) -> None:
+        """Mark the engine unhealthy where a finished self-test is wrong."""
+        failure = test.errors.get(0)
+        if isinstance(failure, InferenceFailed):
+            self._mark_unhealthy(f"the self-test failed: {failure.message}")
+        elif failure is None and (self._reference is None or not test.agrees_with(self._reference)):
+            self._mark_unhealthy("the known text has another vector than when the model was loaded")
 
     def _mark_unhealthy(self, reason: str) -> None:
         if self._fault is None:
             log.error("unhealthy from now on: %s", reason)
             self._fault = reason
+            self._on_fault(reason)
 
     def _run_self_test(self, timeout_s: float) -> SelfTest:
         test = SelfTest(self.info)
@@ -244,3 +307,10 @@ class SelfTest(Job):
 def _joined(thread: threading.Thread, deadline: float) -> bool:
     thread.join(max(0.0, deadline - time.monotonic()))
     return not thread.is_alive()
+
+
+def thread_stacks() -> str:
+    """The Python stacks of all threads, as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [(names.get(ident, str(ident)), frame) for ident, frame in sys._current_frames().items()]
+    return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in parts)

@@ -30,6 +30,8 @@ Floats = NDArray[np.float32]
 _BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
 _HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
 _CHECK_S = 0.2
+_COST_TOKENS = 64  # the fixed cost of a batch in tokens
+_FORGET = 0.99  # of the slowest batch, with each later one
 _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
 
@@ -41,6 +43,7 @@ class InFlightLimit:
         self._batches = 0
         self._abandoned = False
         self.tokens = 0
+        self.departures = 0  # batches that left since the start: progress of the device
 
     def wait_for_room(self) -> bool:
         """Wait until another batch may start; False once none may, since the finisher has ended."""
@@ -57,6 +60,7 @@ class InFlightLimit:
         with self._changed:
             self._batches -= 1
             self.tokens -= tokens
+            self.departures += 1
             self._changed.notify()
 
     def abandon(self) -> None:
@@ -159,14 +163,20 @@ class Finisher:
     """Takes batches and failures from other threads through a short queue; `run` is the thread's body.
 
     `deliver` receives the jobs that one batch completed, `on_fault` the reason why results cannot be trusted any more.
-    `activation` turns logits into scores. Callers count a batch in `in_flight` before they put it.
+    `on_bad_result` is called when the forward of a text failed or gave no numbers; the text fails alone. `activation`
+    turns logits into scores. Callers count a batch in `in_flight` before they put it.
     """
 
     def __init__(
-        self, deliver: Callable[[list[Job]], None], on_fault: Callable[[str], None], activation: str = "identity"
+        self,
+        deliver: Callable[[list[Job]], None],
+        on_fault: Callable[[str], None],
+        activation: str = "identity",
+        on_bad_result: Callable[[], None] = lambda: None,
     ) -> None:
         self._deliver = deliver
         self._on_fault = on_fault
+        self._on_bad_result = on_bad_result
         self._activation = activation
         self._inbox: queue.Queue[StartedBatch | Failures | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
@@ -174,6 +184,7 @@ class Finisher:
         self.in_flight = InFlightLimit()
         self.stats = EngineStats()
         self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
+        self.slowest_s = 0.0  # per token of a batch (`_COST_TOKENS` added): the slowest batch of late
 
     def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
@@ -236,8 +247,8 @@ class Finisher:
             texts_of[entry.job].append(i)
         for job, texts in texts_of.items():
             entries = [batch.entries[i] for i in texts]
-            if failed := results.write(job, texts, [entry.row for entry in entries]):
-                self._on_fault("the model gave a result with NaN or infinity in it")
+            if failed := _written(results, job, texts, [entry.row for entry in entries]):
+                self._on_bad_result()
                 self.stats.failed_texts += len(failed)
                 job.errors.update(failed)
             job.tokens += sum(entry.length for entry in entries)
@@ -253,6 +264,8 @@ class Finisher:
             job.remaining -= 1
             self.stats.lanes[job.lane.value].expired_texts += isinstance(error, DeadlineExceeded)
         self.stats.failed_texts += len(rows)
+        if any(isinstance(error, InferenceFailed) for _, _, error in rows):
+            self._on_bad_result()
         return list(dict.fromkeys(job for job, _, _ in rows))
 
     def _count(self, batch: StartedBatch, duration_ns: int) -> None:
@@ -266,7 +279,24 @@ class Finisher:
         stats.by_tokens[(batch.tokens - 1).bit_length()] += 1
         stats.busy_s += duration_ns / 1e9
         stats.padding_saved_tokens += texts * max(entry.length for entry in batch.entries) - batch.tokens
+        self.slowest_s = max(duration_ns / 1e9 / (batch.tokens + _COST_TOKENS), self.slowest_s * _FORGET)
         self.finished_at = time.monotonic()
+
+    def forward_limit_s(self, floor_s: float, factor: float) -> float:
+        """How long the batches in flight may take: `factor` times what the slowest one of late would have taken."""
+        return max(floor_s, factor * self.slowest_s * (self.in_flight.tokens + _BATCHES_IN_FLIGHT * _COST_TOKENS))
+
+
+def _written(results: BatchResults, job: Job, texts: list[int], rows: list[int]) -> dict[int, InferenceFailed]:
+    """As `BatchResults.write`; where it raises, an overflow in an activation for one, only the texts at fault fail."""
+    try:
+        return results.write(job, texts, rows)
+    except Exception as error:
+        if len(texts) > 1:
+            each = (_written(results, job, [text], [row]) for text, row in zip(texts, rows, strict=True))
+            return {row: failure for failed in each for row, failure in failed.items()}
+        log.exception("a result cannot be used")
+        return {rows[0]: InferenceFailed(f"Backend error: {error}")}
 
 
 class BatchResults:

@@ -6,6 +6,7 @@ file of texts. Rows that cannot be tokenized go straight to the finisher as fail
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
-from teimgr.errors import InvalidInput, Overloaded, TeimgrError, Unavailable
+from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TokenizerFailed, Unavailable
+
+log = logging.getLogger(__name__)
 
 _CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
 _CHUNK_CHARS = 50_000
@@ -184,5 +187,14 @@ class Intake:
             else:
                 good.append((pending, row))
                 inputs.append(item)
-        results = self._tokenizer.encode(inputs, options)
-        yield from ((*place, result) for place, result in zip(good, results, strict=True))
+        yield from ((*place, result) for place, result in zip(good, self._results(inputs, options), strict=True))
+
+    def _results(self, inputs: list[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
+        """As `TextTokenizer.encode`; where that raises, only the inputs at fault fail."""
+        try:
+            return self._tokenizer.encode(inputs, options)
+        except Exception as error:
+            if len(inputs) > 1:
+                return [self._results([item], options)[0] for item in inputs]
+            log.exception("an input cannot be tokenized")
+            return [TokenizerFailed(f"tokenizer error {error}")]

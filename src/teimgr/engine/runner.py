@@ -121,7 +121,7 @@ class Runner:
             batch = pack([entry.encoded for entry in entries])
             rows = self._model.run(batch, _wanted(entries))
             started = StartedBatch([entries[i] for i in batch.order], _to_host(rows), started_ns, tokens)
-        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+        except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             self._in_flight.leave(tokens)
             trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), trace)
@@ -145,7 +145,10 @@ def _wanted(entries: Sequence[QueueEntry]) -> frozenset[Output]:
 
 def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
     """Start copying `rows` to the host; the returned function waits for the copies."""
-    here = {output: [*map(_copied, (of.values, of.offsets, of.indices))] for output, of in rows.items()}
+    here = {
+        output: [None if part is None else _copied(part) for part in (of.values, of.offsets, of.indices)]
+        for output, of in rows.items()
+    }
     copied = None
     if any(of.values.device.type == "cuda" for of in rows.values()):
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -159,8 +162,8 @@ def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]
     return wait
 
 
-def _copied(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or tensor.device.type == "cpu":
+def _copied(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -26,7 +26,7 @@ import uvloop
 
 from teimgr import hub
 from teimgr.engine.engine import Engine, EngineOptions
-from teimgr.errors import Broken, Internal, OutOfDeviceMemory, PortConflict, Refused, TeimgrError
+from teimgr.errors import Broken, Code, Internal, OutOfDeviceMemory, PortConflict, Refused, TeimgrError
 from teimgr.http_server import Listener, bind, serving
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
@@ -53,6 +53,8 @@ _LINKS_CLOSE_S = 5.0
 # Routers learn in milliseconds that another worker took over; until then they may still open links to this one.
 _HANDOVER_NOTICE_S = 1.0
 _LEFT_POLL_S = 0.05
+_WATCH_S = 0.5
+_MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
 # Failures to load that the same files and flags will cause again, and those subclasses that may pass by themselves.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
 _TRANSIENT = (PortConflict, Internal)
@@ -66,6 +68,7 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
     """
     spec = WorkerSpec.from_json(spec_json)
     logs.setup(spec.log_level, spec.log_format)
+    logs.write_stacks_on_signal()
     listener = socket.socket(fileno=listener_fd)
     listener.setblocking(False)
     shared = {int(number): socket.socket(fileno=descriptor) for number, descriptor in json.loads(ports).items()}
@@ -137,7 +140,9 @@ class Worker:
             async with serving(create_app(self._dispatcher), port, grpc.protocol) as instance_port:
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
+                watch = asyncio.create_task(_watch(engine))
                 await self._until_stopped()
+                watch.cancel()
                 await self._leave_ports([instance_port, *listeners])
                 grpc.stop()
                 await self._drain_calls()
@@ -163,7 +168,9 @@ class Worker:
             return None
         if self._state == "downloading":
             self._announce("loading")
-        loading = in_background("loading", lambda: self._load_blocking(fetching.result()))
+        loop = asyncio.get_running_loop()
+        on_fault = partial(_call_in_loop, loop, self._engine_failed)
+        loading = in_background("loading", lambda: self._load_blocking(fetching.result(), on_fault))
         await _any_of(self._stop.wait(), loading)
         if loading.cancelled():
             return None
@@ -172,7 +179,7 @@ class Worker:
         self._dispatcher.attach(self._engine)
         return self._engine
 
-    def _load_blocking(self, source: hub.ModelSource) -> Engine:
+    def _load_blocking(self, source: hub.ModelSource, on_fault: Callable[[str], None]) -> Engine:
         spec = self.spec
         options = EngineOptions(
             path=source.path,
@@ -191,7 +198,14 @@ class Worker:
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
         )
-        return Engine.load(options, self._dispatcher.deliver)
+        return Engine.load(options, self._dispatcher.deliver, on_fault)
+
+    def _engine_failed(self, reason: str) -> None:
+        """Announce at once that the loaded engine is unhealthy: the daemon replaces the worker. Until then, and without
+        a daemon, calls and `/health` are answered UNAVAILABLE.
+        """
+        if self._engine is not None:  # a failure to load is reported by `_give_up`
+            self._announce("failed", reason=reason, code=int(Code.INFERENCE_FAILED))
 
     async def _until_stopped(self) -> None:
         """Wait for a signal or DRAIN, or until no daemon has been connected for `orphan_grace_s`."""
@@ -242,15 +256,17 @@ class Worker:
             (self.run_dir / f"{self.incarnation}.exit").write_text(json.dumps(facts))
         return EXIT_PERMANENT if permanent else EXIT_TRANSIENT
 
-    def _announce(self, state: str, **more: Any) -> dict[str, Any]:
+    def _announce(self, state: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+        """Send the status to every watcher. Labels are not part of it: a model may have any number of them."""
         self._state = state
+        model = self._engine.info.to_dict() | {"labels": []} if self._engine else None
         facts = {
             "state": state,
             "pid": os.getpid(),
             "incarnation": self.incarnation,
             "spec_hash": self.spec.hash,
-            "model": self._engine.info.to_dict() if self._engine else None,
-            "reason": None,
+            "model": model,
+            "reason": reason and reason[:_MAX_REASON_CHARS],
             "code": None,
             "permanent": False,
             "threads": self._threads,
@@ -310,6 +326,17 @@ async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bo
         for task in tasks:
             task.cancel()
     return bool(done)
+
+
+async def _watch(engine: Engine) -> None:
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        engine.watch(_WATCH_S)
+
+
+def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[str], None], reason: str) -> None:
+    with suppress(RuntimeError):  # the loop is closed: the process is ending
+        loop.call_soon_threadsafe(callback, reason)
 
 
 def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
