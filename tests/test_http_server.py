@@ -233,14 +233,15 @@ async def test_a_connection_that_does_not_say_what_it_wants_is_closed(
         writer.close()
 
 
+@pytest.mark.parametrize("h2", [None, lambda _: asyncio.Protocol()])
 async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_goes(
-    monkeypatch: pytest.MonkeyPatch,
+    h2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "max_connections", lambda: 2)
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
 
-    async with serving(hello, sock, h2=lambda _: asyncio.Protocol()), asyncio.timeout(30):
+    async with serving(hello, sock, h2), asyncio.timeout(30):
         inside = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for reader, writer in inside:
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -253,6 +254,68 @@ async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_goes
         while not await answered(port):
             pass
         inside[1][1].close()
+
+
+@pytest.mark.parametrize("h2", [None, Echo])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: ",
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: x\r\n",
+    ],
+)
+async def test_a_request_head_that_does_not_end_closes_the_connection(
+    sent: bytes, h2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_FIRST_BYTES_S", 0.05)
+    monkeypatch.setattr(http_server, "HEAD_LIMIT_S", 0.05, raising=False)
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, h2), asyncio.timeout(3):
+        reader, writer = await connected(sock)
+        writer.write(sent)
+
+        assert (await reader.read()).count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n")
+        writer.close()
+
+
+async def test_a_request_head_that_grows_without_end_is_refused() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: %s\r\n" % (b"y" * 1000) * 400)
+
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def test_a_head_behind_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_LIMIT_S", 0.02)
+    late, release = asyncio.Semaphore(0), asyncio.Event()
+    is_late = http_server.HttpProtocol._on_head_late
+
+    def noted(protocol: http_server.HttpProtocol) -> None:
+        is_late(protocol)
+        late.release()
+
+    async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await release.wait()
+        await hello(scope, receive, send)
+
+    monkeypatch.setattr(http_server.HttpProtocol, "_on_head_late", noted)
+    sock = bind("127.0.0.1", 0)
+    async with serving(slow, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\n")
+        for _ in range(3):
+            await late.acquire()
+        writer.write(b"host: x\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        release.set()
+
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 2
+        writer.close()
 
 
 async def answered(port: int) -> bool:

@@ -24,6 +24,7 @@ from teimgr.gateway import Gateway
 from teimgr.http_server import bind
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.observability import logs
+from teimgr.observability.memory import raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
 from teimgr.placement.planner import GpuInventory
@@ -48,6 +49,7 @@ def main(configuration: Configuration, source: Source) -> int:
     """Run the daemon until a signal ends it; the result is the exit status."""
     settings = configuration.settings
     logs.setup(settings.log_level, settings.log_format)
+    raise_file_limit()
     try:
         return uvloop.run(Daemon(configuration, source).run())
     except TeimgrError as error:

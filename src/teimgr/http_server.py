@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import resource
+import ipaddress
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
 
 import httptools
 import uvicorn
@@ -18,13 +19,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from teimgr.errors import Cancelled, InvalidConfig, PortConflict
+from teimgr.observability.memory import max_connections
 
 _CLOSE_GRACE_S = 5
 
 # The beginning of HTTP/2's connection preface (prior knowledge), as far as no HTTP/1 request can have it.
 _H2_PREFACE = b"PRI * HTTP/2.0"
 _FIRST_BYTES_S = 20.0
-_OPEN_FILES = 65536  # where the system sets no limit
+# From the connection, or the first byte of a further request, to the end of its head. No client needs a second.
+HEAD_LIMIT_S = 20.0
+_MAX_HEAD_BYTES = 256 * 2**10
 _CONNECTION_CLOSE = (b"connection", b"close")
 _FRAMING = (b"content-length", b"transfer-encoding")
 _MAX_DISCARDED_BYTES = 64 * 2**20
@@ -176,11 +180,53 @@ class HttpProtocol(HttpToolsProtocol):
     httptools ends a request with such an offer behind its head: the bytes of its body would be parsed as the next
     request, which behind a proxy is request smuggling. So a new parser continues there, after a head with the same
     framing. Only parsers look at the bytes, so no body is searched or edited.
+
+    Connections beyond `max_connections` are aborted; one whose request head is late or endless is closed.
     """
 
     _is_resuming = False
+    _is_in_head = True
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            transport.abort()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._feed(data)
+        if not self._is_in_head:
+            self._head_bytes = 0
+            self._stop_head_timer()
+        elif (size := self._head_bytes + len(data)) > _MAX_HEAD_BYTES:
+            self.send_400_response(f"The head of the request is over {_MAX_HEAD_BYTES} bytes.")
+        else:
+            self._head_bytes = size
+            if self._head_timer is None:
+                self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._on_head_late)
+
+    def _on_head_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._await_head()  # pipelined: nothing is read while another request is being answered
+        else:
+            self.transport.close()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
             while data:
@@ -193,7 +239,12 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
 
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
+        self._is_in_head = False
         if self._is_resuming:
             return
         if self.parser.get_method() == b"CONNECT":
@@ -211,12 +262,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_resuming = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
         self._is_resuming = False
-
-
-def max_connections() -> int:
-    """How many clients may be connected: half of the files that the process may open."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (limit if limit > 0 else _OPEN_FILES) // 2
 
 
 class ProtocolSniffer(asyncio.Protocol):
@@ -295,6 +340,32 @@ def is_json(content_type: str) -> bool:
     """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
     kind = media_type(content_type)
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def foreign_page(headers: Mapping[str, str], allowed: Collection[str], host_names: Collection[str] = ()) -> str | None:
+    """The origin of the web page that sent a request, unless it is one of `allowed` or this server's own; else None.
+
+    Browsers send `Origin` with everything that is no read, other clients send none and are not concerned. A page is
+    this server's own if its origin is the request's Host, and that is an address, localhost or one of `host_names`: any
+    other name may be the page's own domain, which its DNS has pointed here (DNS rebinding).
+    """
+    origin, host = headers.get("origin"), headers.get("host", "").lower()
+    if origin is None:
+        return "of another site" if headers.get("sec-fetch-site") in ("cross-site", "same-site") else None
+    origin = origin.lower()
+    if "*" in allowed or origin in map(str.lower, allowed):
+        return None
+    return None if origin.partition("://")[2] == host and _is_own(host, host_names) else origin
+
+
+def _is_own(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header cannot be the name of somebody else's server."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost") or name in map(str.lower, names)
+    return True
 
 
 async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:

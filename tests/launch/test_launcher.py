@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ import pytest
 from tests.support.fleet import LIMIT_S, RESIDENT, children, local_launcher
 from tests.support.polling import eventually
 
-from teimgr.errors import Code, InvalidConfig
+from teimgr.errors import Code, InvalidConfig, Unavailable
 from teimgr.launch.control_link import ControlLink, identify
 from teimgr.launch.launcher import LocalLauncher
 from teimgr.launch.log_rotation import last_line, last_warning, open_log, shrink
@@ -498,6 +500,51 @@ def test_a_number_given_away_again_is_another_process() -> None:
     pidfd = open_pidfd(me)
     assert pidfd is not None
     os.close(pidfd)
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Within the block, this process can open so many descriptors more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(count + 1)]
+    for descriptor in free:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_descriptor_that_found_no_room_costs_a_launch_and_not_the_nursery(
+    launcher: LocalLauncher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teimgr.launch.nursery_link.FORK_LIMIT_S", 2)
+    await (await launcher.launch(spec())).stop(0)
+    nursery = launcher.nursery.pid
+
+    with descriptors_left(2), pytest.raises(LaunchFailed, match="no descriptor is left"):  # the log and the socket
+        await launcher.launch(spec())
+
+    await eventually(lambda: left_over(folder) == set())
+    assert launcher.nursery.pid == nursery
+    await (await launcher.launch(spec())).stop(0)
+
+
+async def test_without_descriptors_no_trace_of_a_live_worker_is_removed(launcher: LocalLauncher, folder: Path) -> None:
+    handles = [await launcher.launch(spec(name=name)) for name in "ab"]
+    traces = left_over(folder)
+
+    for left in range(3):
+        with descriptors_left(left), pytest.raises(Unavailable, match="Too many open files"):
+            await launcher.adopt(lambda found: True)
+
+    assert left_over(folder) == traces
+    with descriptors_left(0), pytest.raises(OSError, match="Too many open files"):
+        WorkerRunFile.read(folder / "run" / f"{handles[0].incarnation}.json")
+    assert WorkerRunFile.read(folder / "run" / "absent.json") is None
+    for handle in handles:
+        await handle.stop(0)
 
 
 def test_a_log_over_its_limit_is_rotated_at_the_next_start(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from teimgr.durable_files import lock_file
-from teimgr.errors import InvalidConfig
+from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.launch import nursery
 from teimgr.launch.control_link import WorkerStatus, identify
 from teimgr.launch.log_rotation import last_warning, open_log, rotate_regularly
@@ -249,21 +249,27 @@ class LocalLauncher:
             paths.remove()
             raise LaunchFailed(str(error)) from error
         except LaunchFailed:  # the nursery may have forked before it died: then there is a run file
-            if unanswered := self._find(paths):
-                await unanswered.stop(0)
-            else:
-                paths.remove()
+            with suppress(OSError):  # no descriptors: it is not known whether there is a worker, so its files stay
+                if unanswered := self._find(paths):
+                    await unanswered.stop(0)
+                else:
+                    paths.remove()
             raise
         return self._keep(LocalWorker(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
 
     async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
-        """Find the live workers of the run directory, adopt those that `accepts` and that answer, end the others."""
-        alive = []
-        for paths in all_worker_paths(self._run_dir):
-            if worker := self._find(paths):
-                alive.append(worker)
-            else:
-                paths.remove()
+        """Find the live workers of the run directory, adopt those that `accepts` and that answer, end the others.
+
+        Raises:
+            Unavailable: a run file cannot be read now, for want of descriptors or by a failing disk.
+        """
+        try:
+            found = {paths: self._find(paths) for paths in all_worker_paths(self._run_dir)}
+        except OSError as error:
+            raise Unavailable(f"the workers of an earlier daemon cannot be looked for: {error}") from error
+        alive = [worker for worker in found.values() if worker]
+        for paths in [paths for paths, worker in found.items() if not worker]:
+            paths.remove()
         wanted = [worker for worker in alive if accepts(worker.spec)]
         statuses = await asyncio.gather(*map(_identify, wanted))
         answered = [Adopted(worker, status) for worker, status in zip(wanted, statuses, strict=True) if status]
@@ -289,7 +295,7 @@ class LocalLauncher:
             self._lock = None
 
     def _find(self, paths: WorkerPaths) -> LocalWorker | None:
-        """The live worker of a run file; one with an unreadable spec gets a spec that nothing accepts."""
+        """The live worker of a run file; an unreadable spec becomes one that nothing accepts. Raises OSError."""
         found = WorkerRunFile.read(paths.run_file)
         pidfd = found.open_pidfd() if found else None
         if found is None or pidfd is None:
@@ -334,6 +340,9 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
     """Copies of the listening sockets of the worker at `path`, by port; empty when it has none or does not answer.
 
     The caller closes them.
+
+    Raises:
+        LaunchFailed: this process has no descriptors left for them.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -355,7 +364,12 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     if len(answer) < HEADER.size or unpack_header(answer).type != FrameType.REPLY:
         return {}
-    return dict(zip(json.loads(answer[HEADER.size :]), sockets, strict=True))
+    numbers = json.loads(answer[HEADER.size :])
+    if len(sockets) < len(numbers):  # the kernel drops those for which there is no room
+        for sock in sockets:
+            sock.close()
+        raise LaunchFailed("no descriptors are left for an instance's ports: raise the limit of open files")
+    return dict(zip(numbers, sockets, strict=True))
 
 
 def _listen(path: Path) -> socket.socket:

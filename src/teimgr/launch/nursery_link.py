@@ -231,8 +231,13 @@ class _NurseryProcess:
                 status.set_result(message["status"])
         elif self._reply is None or message["id"] != self._request or self._reply.done():
             _kill_unclaimed(pidfd)
-        elif pidfd is None:
+        elif "error" in message:
             self._reply.set_exception(LaunchFailed(message["error"]))
+        elif pidfd is None:  # the kernel drops a descriptor for which this process has no room
+            with suppress(ProcessLookupError):
+                os.kill(message["pid"], signal.SIGKILL)
+            text = "no descriptor is left for a worker: raise the limit of open files (RLIMIT_NOFILE)"
+            self._reply.set_exception(LaunchFailed(text))
         else:
             status = self._statuses[message["pid"]] = self._loop.create_future()
             # The worker may have exited, and its status be the next message: the caller gets the future itself.

@@ -16,7 +16,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -93,9 +93,11 @@ def open_pidfd(process: ProcessId) -> int | None:
     except ProcessLookupError:
         return None
     # The pidfd pins the pid's process: if the start time still matches now, it is the right one.
-    if look_up(process.pid) == process:
-        return pidfd
-    os.close(pidfd)
+    with ExitStack() as held:
+        held.callback(os.close, pidfd)
+        if look_up(process.pid) == process:
+            held.pop_all()
+            return pidfd
     return None
 
 
@@ -120,11 +122,15 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The inverse of `write`; None when the file is missing or does not identify a process."""
+        """The inverse of `write`; None when the file is missing or does not identify a process.
+
+        Raises:
+            OSError: The file is there and cannot be read, as where this process has no descriptor left.
+        """
         try:
             found = cls(**json.loads(path.read_text()))
             return found if isinstance(found.pid, int) and isinstance(found.start_time, int) else None
-        except (OSError, ValueError, TypeError):
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def write(self, path: Path) -> None:

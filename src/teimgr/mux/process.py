@@ -32,10 +32,13 @@ from teimgr.grpc_core.rpc_table import SERVICES
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth, reflection_handlers
 from teimgr.observability import logs
-from teimgr.observability.memory import resident_bytes
+from teimgr.observability.memory import max_connections, resident_bytes
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
+
+# TLS and the preface of HTTP/2; a connection that is silent so long is closed.
+_HANDSHAKE_LIMIT_MS = 20_000
 
 _log = logging.getLogger("teimgr.mux")
 _DRAIN_S = 10.0
@@ -301,6 +304,8 @@ def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
         # Clients of tei-manager may ping as often as they like, calls or not.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_LIMIT_MS),
         # Identity only, as on tei-manager's port and the instance ports.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     )
