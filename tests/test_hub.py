@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from teimgr import hub
+from teimgr.errors import InvalidConfig
 from tests.support.hub_server import SHA, Hub
 
 MODEL = "somebody/tiny"
@@ -134,3 +136,23 @@ def test_a_missing_directory_is_named(tmp_path: Path, model_id: str) -> None:
 
     assert found["error"] == "ModelNotFound"
     assert model_id in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["model.safetensors", "training_args.bin"], None),
+        (["pytorch_model.bin"], "pytorch_model.bin"),
+        (["model.safetensors", "2_Dense/pytorch_model.bin"], "2_Dense/pytorch_model.bin"),
+        (["model.safetensors", "colbert_linear.pt"], "colbert_linear.pt"),
+        (["model.safetensors", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"], None),
+    ],
+)
+def test_pickled_weights_are_found(tmp_path: Path, files: list[str], found: str | None) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert hub.pickled_weights(tmp_path) == (found and tmp_path / found)
+    if found:
+        with pytest.raises(InvalidConfig, match="only safetensors are allowed"):
+            hub.check_safetensors("m", tmp_path)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from teimgr.errors import ModelGated, ModelNotFound, Unavailable
+from teimgr.errors import InvalidConfig, ModelGated, ModelNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,25 @@ def is_complete(path: Path) -> bool:
         shards = set(json.loads(index.read_text())["weight_map"].values())
         return all((path / shard).exists() for shard in shards)
     return any((path / name).exists() for name in _WEIGHTS) or any(path.glob("*/model.safetensors"))
+
+
+def pickled_weights(path: Path) -> Path | None:
+    """A file of pickled tensors that would be loaded: a `.pt`, or a `.bin` without safetensors beside it."""
+    for file in sorted((*path.glob("*"), *path.glob("*/*"))):
+        if file.suffix == ".pt" or (file.suffix == ".bin" and not any(file.parent.glob("*.safetensors"))):
+            return file
+    return None
+
+
+def check_safetensors(model_id: str, path: Path) -> None:
+    """Check that a model has no pickled weights.
+
+    Raises:
+        InvalidConfig: it has some.
+    """
+    if found := pickled_weights(path):
+        where = found.relative_to(path)
+        raise InvalidConfig(f"model_id: {model_id} has pickled weights ({where}), and only safetensors are allowed")
 
 
 def has_configuration(path: Path) -> bool:

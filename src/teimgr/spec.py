@@ -217,6 +217,7 @@ class InstanceSpec:
     threads: int | None = _key(None, "CPU threads of each worker; absent: a fair share", 1, 4096)
     kind: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=KINDS, flag=True)
     trust_remote_code: bool = _key(False, "run code of the model's own repository", change=_REPLACE, flag=True)
+    safetensors_only: bool = _key(False, "refuse weights in pickled files (.bin, .pt)", change=_REPLACE)
     replicas: Literal["per-gpu"] | int = _key(1, "workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE)
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
     wanted_running: bool = _key(True, "false after a user's stop", in_rest=False, in_config=False)
@@ -249,6 +250,7 @@ class WorkerSpec:
     pooling: str | None = None
     kind: str | None = None
     trust_remote_code: bool = False
+    safetensors_only: bool = False
     gpu: str | None = None
     threads: int = 1
     instance_host: str = "127.0.0.1"
@@ -287,7 +289,10 @@ class WorkerSpec:
     @property
     def hash(self) -> str:
         """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place."""
+        # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
         facts = {key: value for key, value in asdict(self).items() if key != "threads"}
+        if not self.safetensors_only:
+            del facts["safetensors_only"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -103,6 +103,7 @@ def test_variables_are_read_as_the_type_of_their_key(variable: str, text: str, k
 
 def test_every_scalar_key_has_its_variable() -> None:
     tables = {"instances", "models", "auth", "aliases", "otel", "templates", "webhooks"}
+    tables |= {"allowed_origins", "allowed_hosts", "local_model_roots"}
     top = {field.name for field in fields(Settings)} - tables
     assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}
 
@@ -466,3 +467,13 @@ def test_a_misspelt_variable_is_told_with_the_nearest_known_one() -> None:
     assert len(said) == 1
     assert "TEIMGR_API_PRT" in said[0]
     assert "TEIMGR_API_PORT" in said[0]
+
+
+def test_origins_and_hosts_of_pages_are_checked(file: Path) -> None:
+    told = refused(
+        file, 'allowed_origins = ["https://a.example:1", "*", "null", "app.example"]\nallowed_hosts = ["a:1"]'
+    )
+    assert told == (
+        "allowed_origins[3]: must be an origin such as https://app.example:8443, null, or * (got 'app.example')\n"
+        "allowed_hosts[0]: must be a host name without scheme and port (got 'a:1')"
+    )

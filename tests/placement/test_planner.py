@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from teimgr.config.settings import Settings
-from teimgr.errors import InvalidGpuId
+from teimgr.errors import InvalidGpuId, ValidationError
 from teimgr.placement.planner import (
     CPU_TOKENS,
     LOADING_BYTES,
@@ -18,12 +18,14 @@ from teimgr.placement.planner import (
     Inventory,
     Others,
     Planner,
+    check_allowed,
     only_visible,
     place,
     replica_count,
     share_threads,
     usable_cores,
     with_batch_tokens,
+    worker_spec,
 )
 from teimgr.spec import InstanceSpec, WorkerSpec
 
@@ -230,3 +232,26 @@ def test_tokens_go_by_what_is_free(keys: dict[str, object], inventory: Inventory
 def test_a_card_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidGpuId):
         with_batch_tokens(InstanceSpec(**AUTO, gpu_id=5), SIZED, 2048)  # type: ignore[arg-type]
+
+
+def test_the_settings_decide_what_instances_may_be(tmp_path: Path) -> None:
+    for name in ("models/a", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    coded = InstanceSpec(name="a", model_id="org/m", trust_remote_code=True)
+    flagged = replace(coded, trust_remote_code=False, extra_args=("--trust-remote-code",))
+    inside, outside = (
+        InstanceSpec(name="a", model_id=str(tmp_path / name)) for name in ("models/a", "models/../outside")
+    )
+    for spec in (coded, flagged, inside, outside):
+        check_allowed(spec, Settings())
+    strict = Settings(
+        allow_remote_code=False, allow_pickled_weights=False, local_model_roots=(str(tmp_path / "models"),)
+    )
+    for spec in (coded, flagged):
+        with pytest.raises(ValidationError, match="allow_remote_code is false"):
+            check_allowed(spec, strict)
+    with pytest.raises(ValidationError, match="outside of local_model_roots"):
+        check_allowed(outside, strict)
+    check_allowed(inside, strict)
+    assert worker_spec(inside, strict).safetensors_only
+    assert not worker_spec(inside, Settings()).safetensors_only

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -216,3 +217,120 @@ async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, ca
     shown += [repr(settings), policy_of(AUTH).to_json(), *caplog.messages, *map(str, caplog.records)]
     assert not any(secret in text for secret in SECRETS.values() for text in shown)
     assert digest(SECRETS["read"]) not in repr(settings)
+
+
+# Web pages: who may do more than read, where no key is required.
+
+PAGES = [
+    ({"Origin": "https://evil.example"}, 403),
+    ({"Origin": "null"}, 403),
+    ({"Origin": "http://127.0.0.1:1"}, 403),
+    ({"Origin": "http://rebound.example:9000", "Host": "rebound.example:9000"}, 403),
+    ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Origin": "https://evil.example", "Host": "ui.example"}, 403),
+    ({"Host": "teimgr.internal:80"}, 201),
+    ({"Host": "rebound.example:9000"}, 201),  # not a browser: those name the page's origin with every POST
+    ({"Sec-Fetch-Mode": "cors"}, 201),  # Node's fetch
+    ({"Origin": "http://127.0.0.1:9000", "Host": "127.0.0.1:9000"}, 201),
+    ({"Origin": "https://[::1]:9000", "Host": "[::1]:9000"}, 201),
+    ({"Origin": "http://localhost", "Host": "localhost"}, 201),
+    ({"Origin": "https://app.example"}, 201),
+    ({"Origin": "https://ops.example", "Host": "OPS.example"}, 201),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), PAGES)
+async def test_a_page_of_another_origin_creates_no_instance(
+    settings: Settings, headers: dict[str, str], status: int
+) -> None:
+    settings = replace(settings, allowed_origins=("https://app.example",), allowed_hosts=("ops.example",))
+    async with listening(settings) as front, aiohttp.ClientSession(front.url) as front.http:
+        told = await front.call("POST", "/instances", status, json={"name": "a", "model_id": "tiny"}, headers=headers)
+        assert len(front.fleet.list()) == (status == 201)
+        if status == 403:
+            assert (told["code"], "allowed_origins" in told["error"]) == ("FORBIDDEN", True)
+        assert len(await front.call("GET", "/instances", 200, headers=headers)) == (status == 201)
+
+
+async def test_a_post_that_needs_no_preflight_stops_no_instance(front: Front) -> None:
+    await front.create("a")
+    page = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    await front.call("POST", "/instances/a/stop", 403, headers=page)
+    await front.call("DELETE", "/instances/a", 403, headers=page)
+
+
+async def test_a_page_that_has_a_key_may_do_what_the_key_may(settings: Settings) -> None:
+    async with asking(settings) as front:
+        headers = bearer("admin")["headers"] | {"Origin": "https://app.example"}
+        await front.call("POST", "/instances", 201, headers=headers, json={"name": "a", "model_id": "tiny"})
+        headers = {"Origin": "https://app.example"}
+        await front.call("POST", "/instances", 401, headers=headers, json={"name": "b", "model_id": "tiny"})
+
+
+async def test_a_page_gets_no_inference_and_the_dialect_tells_it(settings: Settings) -> None:
+    inference = Gateway(settings, Directory(), DaemonMetrics())
+    async with (
+        listening(settings, parts=lambda fleet: {"gateway": inference}) as front,
+        aiohttp.ClientSession(front.url) as http,
+        http.post("/v1/embeddings", json={"model": "a"}, headers={"Origin": "https://evil.example"}) as reply,
+    ):
+        assert reply.status == 403
+        assert "allowed_origins" in (await reply.json())["error"]["message"]
+    await inference.close()
+
+
+# Keys for some instances: what only an operator may let a worker run or read.
+
+THEIRS = {"name": "mine", "model_id": "org/tiny"}
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"extra_args": ["--trust-remote-code"]}, "trust_remote_code"),
+        ({"template": "coded"}, "trust_remote_code"),
+        ({"model_id": "/etc"}, "directory"),
+        ({"model_id": "{roots}/../etc"}, "directory"),
+        ({"model_id": "{roots}/link"}, "directory"),
+        ({"model_id": "src"}, "directory"),
+        ({"model_id": "~root/model"}, "directory"),
+        ({"safetensors_only": False}, "pickled weights"),
+        ({"safetensors_only": None}, "pickled weights"),
+    ],
+)
+async def test_a_restricted_key_brings_no_code_and_no_files_into_a_worker(
+    settings: Settings, tmp_path: Path, more: dict[str, Any], problem: str
+) -> None:
+    roots = tmp_path / "models"
+    roots.mkdir()
+    (roots / "link").symlink_to("/etc")
+    settings = replace(settings, local_model_roots=(str(roots),), templates={"coded": {"trust_remote_code": True}})
+    body = THEIRS | more
+    body["model_id"] = body["model_id"].replace("{roots}", str(roots))
+    async with asking(settings) as front:
+        told = await front.call("POST", "/instances", 403, json=body, **bearer("team"))
+        assert (told["code"], problem in told["error"]) == ("FORBIDDEN", True)
+        assert front.fleet.list() == []
+
+        await front.call("POST", "/instances", 201, json=THEIRS, **bearer("team"))
+        change = {key: value for key, value in body.items() if key not in ("name", "template") and body != THEIRS}
+        if "template" not in more:
+            await front.call("PATCH", "/instances/mine", 403, json=change, **bearer("team"))
+        assert front.fleet.get("mine").spec.safetensors_only
+
+
+async def test_a_restricted_key_may_name_what_lies_below_the_roots(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    settings = replace(settings, local_model_roots=(str(tmp_path / "models"),))
+    async with asking(settings) as front:
+        body = THEIRS | {"model_id": str(tmp_path / "models" / "a")}
+        made = await front.call("POST", "/instances", 201, json=body, **bearer("team"))
+        assert made["safetensors_only"]
+
+
+async def test_an_unrestricted_key_may_bring_code_and_files(settings: Settings, tmp_path: Path) -> None:
+    async with asking(settings) as front:
+        body = {"name": "a", "model_id": str(tmp_path), "trust_remote_code": True}
+        made = await front.call("POST", "/instances", 201, json=body, **bearer("admin"))
+        assert (made["trust_remote_code"], made["safetensors_only"]) == (True, False)

@@ -17,7 +17,7 @@ from tests.support.fleet import Fleet
 from tests.support.polling import eventually
 
 from teimgr.directory import RoutingSnapshot
-from teimgr.errors import StateNotSaved
+from teimgr.errors import StateNotSaved, ValidationError
 from teimgr.launch.process_handle import look_up
 from teimgr.spec import InstanceSpec, State
 from teimgr.supervision.store import parse
@@ -270,3 +270,16 @@ async def test_a_create_is_on_disk_before_its_worker_starts(fleet: Fleet) -> Non
     assert [spec.name for spec in parse(fleet.settings.state_file.read_bytes()).specs] == ["a"]
     await creating
     await fleet.running()
+
+
+async def test_what_the_settings_forbid_is_neither_created_nor_made_of_an_instance(fleets: Fleets) -> None:
+    fleet = fleets(allow_remote_code=False, allow_pickled_weights=False)
+    await fleet.manager.boot()
+    with pytest.raises(ValidationError, match="allow_remote_code is false"):
+        await fleet.create(trust_remote_code=True)
+    assert fleet.manager.list() == []
+    await fleet.create()
+    with pytest.raises(ValidationError, match="allow_remote_code is false"):
+        await fleet.manager.update("a", {"extra_args": ("--trust-remote-code",)})
+    await fleet.running()
+    await fleet.manager.stop("a")

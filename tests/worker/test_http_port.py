@@ -395,6 +395,26 @@ async def test_only_the_origins_that_were_named_are_let_in(
         assert "origin" in told.headers["vary"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://c.example", "content-type": "text/plain"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://rebound.example:80", "host": "rebound.example:80"}, 403),
+        ({"origin": "https://b.example"}, 200),
+        ({"host": "teimgr.internal"}, 200),
+    ],
+)
+async def test_a_page_of_an_origin_that_is_not_named_starts_nothing(
+    locked_ready: WorkerProcess, headers: dict[str, str], status: int
+) -> None:
+    told = await once(locked_ready, "POST", "/embed", {"inputs": "fog"}, {"authorization": "Bearer s3crét"} | headers)
+
+    assert told.status == status, told
+    if status == 403:
+        assert told.json["error_type"] == "forbidden" or "may only read" in told.json["error"]
+
+
 async def once(
     worker: WorkerProcess, verb: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> Told:

@@ -29,6 +29,7 @@ class InstanceKeys(TypedDict, total=False):
     pooling: str | None
     kind: str | None
     trust_remote_code: bool | None
+    safetensors_only: bool | None
     dtype: str | None
     gpu_id: int | None
     threads: int | None

@@ -48,6 +48,7 @@ class Instance:
     threads: int | None = None
     kind: str | None = None
     trust_remote_code: bool | None = None
+    safetensors_only: bool | None = None
     replicas: int | Literal["per-gpu"] | None = None
     tags: Mapping[str, str] | None = None
     wanted_running: bool | None = None

@@ -9,6 +9,7 @@ the working directory.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from teimgr.observability import logs
 from teimgr.spec import EVENTS, I64, U16, U32, InstanceSpec, check_name, declared, key
 
 UNPRIVILEGED_PORT = 1024
+# A browser's Origin header has no path and no default port.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
+_HOST = re.compile(r"[^\s/:]+")
 TEI_BINARY = "text-embeddings-router"
 
 
@@ -76,6 +80,15 @@ class Settings:
         32, "largest body of an inference request over HTTP, MiB; at most the gRPC limit counts", low=1, high=2047
     )
     inference_timeout_secs: int = key(300, "limit of an inference request over HTTP; 0: none", low=0, high=I64)
+
+    allowed_origins: tuple[str, ...] = key(
+        (),
+        "web pages of other origins, 'https://app.example', that may do more than read without an API key; '*': all",
+        live=True,
+    )
+    allowed_hosts: tuple[str, ...] = key(
+        (), "names, beside this host's own, under which web pages of this very server are reached", live=True
+    )
 
     instance_host: str = key("127.0.0.1", "address of the instances' own ports")
     instance_port_start: int = key(
@@ -131,6 +144,11 @@ class Settings:
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
     )
 
+    allow_remote_code: bool = key(True, "instances may set trust_remote_code")
+    allow_pickled_weights: bool = key(True, "instances may load weights from pickled files; false: safetensors alone")
+    local_model_roots: tuple[str, ...] = key(
+        (), "directories below which a model_id may be a path; none: anywhere, for keys without restriction"
+    )
     models: tuple[str, ...] = key((), "models that the registry lists from the start: hub ids or directories")
     model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
     templates: Mapping[str, Mapping[str, Any]] = key(
@@ -214,6 +232,13 @@ def faults(settings: Settings) -> Iterator[ConfigFault]:
         yield ConfigFault(
             "instances", f"{len(settings.instances)} seeds, but max_instances is {settings.max_instances}"
         )
+    for index, origin in enumerate(settings.allowed_origins):
+        if not _ORIGIN.fullmatch(origin):
+            text = f"must be an origin such as https://app.example:8443, null, or * (got {origin!r})"
+            yield ConfigFault(f"allowed_origins[{index}]", text)
+    for index, host in enumerate(settings.allowed_hosts):
+        if not _HOST.fullmatch(host):
+            yield ConfigFault(f"allowed_hosts[{index}]", f"must be a host name without scheme and port (got {host!r})")
     yield from _aliases(settings)
     yield from _webhooks(settings)
     if settings.auth is not None:

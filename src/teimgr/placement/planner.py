@@ -12,9 +12,10 @@ from typing import Any
 
 import pynvml
 
+from teimgr import hub
 from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
-from teimgr.errors import InvalidGpuId, TeimgrError
+from teimgr.errors import Forbidden, InvalidGpuId, TeimgrError, ValidationError
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -244,7 +245,55 @@ def worker_spec(
         log_level=settings.log_level,
         log_format=settings.log_format,
     )
+    if not settings.allow_pickled_weights:
+        made = replace(made, safetensors_only=True)
     return replace(made, **parse(spec.extra_args))
+
+
+def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
+    """Check what the settings allow instances to be.
+
+    Raises:
+        ValidationError: code of the model's repository, or a directory outside of `local_model_roots`.
+    """
+    if runs_remote_code(spec) and not settings.allow_remote_code:
+        raise ValidationError("trust_remote_code: the setting allow_remote_code is false")
+    roots = settings.local_model_roots
+    if roots and _is_local(spec.model_id) and not _is_below(spec.model_id, roots):
+        raise ValidationError(f"model_id: {spec.model_id!r} is outside of local_model_roots ({', '.join(roots)})")
+
+
+def check_restricted(spec: InstanceSpec, settings: Settings) -> None:
+    """Check what a key for some instances only may make of them: its code and files would reach the others'.
+
+    Raises:
+        Forbidden: code of the model's repository, a directory outside of `local_model_roots`, or pickled weights.
+    """
+    if runs_remote_code(spec):
+        raise Forbidden("trust_remote_code needs a key that is for all instances")
+    if _is_local(spec.model_id) and not _is_below(spec.model_id, settings.local_model_roots):
+        raise Forbidden("a model_id that is a directory outside of local_model_roots needs a key for all instances")
+    if not spec.safetensors_only:
+        raise Forbidden("pickled weights (safetensors_only = false) need a key that is for all instances")
+
+
+def runs_remote_code(spec: InstanceSpec) -> bool:
+    return bool(parse(spec.extra_args).get("trust_remote_code", spec.trust_remote_code))
+
+
+def _is_local(model_id: str) -> bool:
+    try:
+        return hub.names_a_path(model_id) or Path(model_id).exists()
+    except OSError:  # a name longer than a file name can be
+        return False
+
+
+def _is_below(model_id: str, roots: Iterable[str]) -> bool:
+    try:
+        path = Path(model_id).expanduser().resolve()  # where links and `..` lead
+        return any(path.is_relative_to(Path(root).expanduser().resolve()) for root in roots)
+    except (OSError, RuntimeError):  # an impossible name, or an unknown user's home
+        return False
 
 
 def place(

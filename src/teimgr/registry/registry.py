@@ -15,7 +15,7 @@ from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailabl
 from teimgr.launch.launcher import Launcher
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, place, usable_cores, worker_spec
+from teimgr.placement.planner import GpuInventory, check_allowed, place, usable_cores, worker_spec
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download
@@ -144,6 +144,7 @@ class Registry:
             InvalidGpuId: there is no such GPU.
         """
         await self.get(model_id)
+        check_allowed(_trial_instance(model_id, options), self._settings)
         gpu = None if options.on_cpu else place(_trial_instance(model_id, options), await self._gpus.read())
         snapshot = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, options.revision))
         self._tasks.check_idle(model_id)

@@ -114,7 +114,7 @@ def create_app(
     app.add_middleware(HeadAsGet)
     app.add_middleware(RejectEncodedSeparators)
     policy = policy or PolicyInForce(policy_of(settings.auth))
-    app.add_middleware(Authentication, policy=policy, routes=app.router.routes)
+    app.add_middleware(Authentication, policy=policy, routes=app.router.routes, settings=lambda: app.state.settings)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from teimgr.auth.policy import caller_of
+from teimgr.placement.planner import check_restricted
 from teimgr.rest.gpus import GpuReportDep
 from teimgr.rest.json_http import answer, has_body, json_body, read_json
 from teimgr.rest.schemas import CreateInstance, Failure, InstanceInfo, RestartInstance, UpdateInstance, instance_info
 from teimgr.spec import InstanceView, State
+from teimgr.supervision.instance import with_changes
 from teimgr.supervision.manager import Manager
 
 router = APIRouter(tags=["instances"])
+
+# The keys that decide which code and which files a worker loads.
+_CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "safetensors_only", "extra_args"}
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
 CONFLICT: dict[int | str, dict[str, Any]] = {
@@ -78,8 +84,14 @@ async def list_instances(
 async def create_instance(request: Request, manager: ManagerDep) -> Response:
     """Create an instance and start it; the answer does not wait for the model to load."""
     body = await read_json(request, CreateInstance)
-    caller_of(request.scope).require_instance(body.name)
-    return answer(instance_info(await manager.create(body.spec(request.app.state.settings.templates))), 201)
+    caller, settings = caller_of(request.scope), request.app.state.settings
+    caller.require_instance(body.name)
+    spec = body.spec(settings.templates)
+    if caller.is_restricted:
+        if "safetensors_only" not in body.model_fields_set:
+            spec = replace(spec, safetensors_only=True)
+        check_restricted(spec, settings)
+    return answer(instance_info(await manager.create(spec)), 201)
 
 
 @router.get("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
@@ -135,8 +147,10 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
     409 `UPDATE_FAILED` after a rollback. Changes that need no new worker are made at once.
     """
     body = await read_json(request, UpdateInstance)
-    recreate = body.strategy == "recreate"
-    return _progress(await manager.update(name, body.changes(), recreate=recreate, wait=wait), True)
+    changes, recreate = body.changes(), body.strategy == "recreate"
+    if caller_of(request.scope).is_restricted and changes.keys() & _CODE_AND_FILES:
+        check_restricted(with_changes(manager.get(name).spec, changes), request.app.state.settings)
+    return _progress(await manager.update(name, changes, recreate=recreate, wait=wait), True)
 
 
 def _progress(view: InstanceView, is_update: bool) -> Response:

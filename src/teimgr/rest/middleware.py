@@ -7,8 +7,9 @@ table with the application's routes.
 from __future__ import annotations
 
 import logging
+import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -18,8 +19,10 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.auth.policy import CALLER, Caller, Policy, PolicyInForce, Right, authenticate_request
+from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.gateway.gateway import paths
+from teimgr.http_server import foreign_page
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, Attributes, Telemetry, use_context
@@ -246,16 +249,30 @@ def flat(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
 
 
 class Authentication:
-    """Authenticates the caller and checks the right that the route requires; puts the caller into the scope."""
+    """Authenticates the caller and checks the right that the route requires; puts the caller into the scope.
 
-    def __init__(self, app: ASGIApp, policy: PolicyInForce, routes: Sequence[BaseRoute]) -> None:
+    Web pages of other origins may only read, where no API key is required: a browser sends its user's certificate, or
+    uses its user's place in the network, for every page. A key is sent by none but a page that has it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, policy: PolicyInForce, routes: Sequence[BaseRoute], settings: Callable[[], Settings]
+    ) -> None:
         self._app = app
         self._policy = policy
         self._permissions = RoutePermissions(routes)
+        self._settings = settings
+        self._host_name = socket.gethostname()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         policy = self._policy.now
-        if scope["type"] != "http" or policy.is_open:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if policy.keys is None and scope["method"] not in READS and (page := self._foreign_page(scope)):
+            refused = Forbidden(f"a web page ({page}) may only read here: its origin is not in allowed_origins")
+            route = self._permissions.of(scope["method"], scope["path"], policy)
+            return await _rejection(refused, route.template)(scope, receive, send)
+        if policy.is_open:
             return await self._app(scope, receive, send)
         route = self._permissions.of(scope["method"], scope["path"], policy)
         if not route.permission.is_public:
@@ -265,6 +282,12 @@ class Authentication:
             except (Unauthenticated, Forbidden) as error:
                 return await _rejection(error, route.template)(scope, receive, send)
         return await self._app(scope, receive, send)
+
+    def _foreign_page(self, scope: Scope) -> str | None:
+        settings = self._settings()
+        names = (self._host_name, settings.api_host, *settings.allowed_hosts)
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        return foreign_page(headers, settings.allowed_origins, names)
 
 
 def _rejection(error: TeimgrError, template: str | None) -> Response:

@@ -25,7 +25,15 @@ from teimgr.errors import (
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, Planner, place, usable_cores, with_batch_tokens, worker_spec
+from teimgr.placement.planner import (
+    GpuInventory,
+    Planner,
+    check_allowed,
+    place,
+    usable_cores,
+    with_batch_tokens,
+    worker_spec,
+)
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
@@ -305,6 +313,7 @@ class Manager:
     async def _check(self, spec: InstanceSpec) -> None:
         """Validate the keys, and the model as far as its files are on this host."""
         check_instance(spec)
+        check_allowed(spec, self._settings)
         await asyncio.to_thread(check_model, worker_spec(spec, self._settings))
 
     # Instances

@@ -22,6 +22,7 @@ from teimgr.errors import (
     PortConflict,
 )
 from teimgr.model_files.reading import read_layout
+from teimgr.placement.planner import check_allowed
 from teimgr.spec import InstanceSpec, WorkerSpec
 
 UNPRIVILEGED_PORT = 1024
@@ -134,6 +135,8 @@ def check_model(worker: WorkerSpec) -> None:
         cached = None if folder.is_dir() else hub.find_cached(worker.model_id, worker.revision)
         path = cached.path if cached else folder
         if path.is_dir():
+            if worker.safetensors_only:
+                hub.check_safetensors(worker.model_id, path)
             read_layout(
                 path, worker.pooling, kind=worker.kind, trust_remote_code=worker.trust_remote_code, render=False
             )
@@ -147,6 +150,7 @@ class InstanceValidator:
     """Validates new instances by the settings, and holds the cursors of the port ranges."""
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._max_instances = settings.max_instances
         reserved = {settings.api_port: "the API port"}
         if settings.grpc_enabled:
@@ -178,6 +182,7 @@ class InstanceValidator:
 
     def _check(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> None:
         check_instance(spec)
+        check_allowed(spec, self._settings)
         if any(other.name == spec.name for other in present):
             raise InstanceExists(spec.name)
         if self._max_instances is not None and len(present) >= self._max_instances:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,8 +13,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.docs_page import HEADERS, page
-from teimgr.errors import Code, TeimgrError, Unavailable
-from teimgr.http_server import read_limited, unless_hung_up
+from teimgr.errors import Code, Forbidden, TeimgrError, Unavailable
+from teimgr.http_server import foreign_page, read_limited, unless_hung_up
 from teimgr.observability.request_context import REQUEST_ID, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
@@ -65,8 +65,16 @@ class PortMiddleware:
             app = Response(headers=_PREFLIGHT)
         elif not _is_public(scope) and not self._spec.accepts(headers.get("authorization", "").encode("latin-1")):
             app = Response(status_code=401)
+        elif page := self._foreign_page(scope["method"], headers):
+            refused = Forbidden(f"a web page ({page}) may only read here: its origin is not in --cors-allow-origin")
+            app = _response(failure(TEI_OPENAI if scope["path"] in tei.OPENAI_PATHS else TEI, refused))
         with use_context(context):
             await app(scope, receive, send_with_headers)
+
+    def _foreign_page(self, method: str, headers: Mapping[str, str]) -> str | None:
+        """A POST that needs no preflight would else run, although the page could not read its reply."""
+        every_page_may = not self._origins or "*" in self._origins
+        return None if every_page_may or method in ("GET", "HEAD") else foreign_page(headers, self._origins)
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         if not self._origins or "*" in self._origins:

@@ -181,6 +181,8 @@ class Worker:
 
     def _load_blocking(self, source: hub.ModelSource, on_fault: Callable[[str], None]) -> Engine:
         spec = self.spec
+        if spec.safetensors_only:
+            hub.check_safetensors(spec.model_id, source.path)
         options = EngineOptions(
             path=source.path,
             model_id=spec.model_id,
