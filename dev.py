@@ -8,6 +8,8 @@
     python3.11 dev.py proto    regenerate src/teimgr/pb
     python3.11 dev.py bench X  run the benchmark X
     python3.11 dev.py gpu      GPU tests and the GPU benchmark
+    python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
+    python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults)
     python3.11 dev.py setup    make .venv and install, nothing else
 
 Arguments after the verb go to what it runs.
@@ -48,6 +50,8 @@ def main(argv: list[str]) -> int:
         "proto": proto,
         "bench": bench,
         "gpu": gpu,
+        "audit": audit,
+        "soak": soak,
         "setup": lambda _: install("test", "check"),
     }
     if len(argv) < 2 or argv[1] not in verbs:
@@ -110,6 +114,22 @@ def gpu(arguments: list[str]) -> int:
             return status
         python = str(PYTHON)
     return call(python, "-m", "pytest", "-m", "gpu", "tests/gpu") or call(python, "-m", "bench", "gpu", *arguments)
+
+
+def audit(arguments: list[str]) -> int:
+    """Static security checks, known vulnerabilities of what is installed, and a bill of materials in sbom.json."""
+    if status := install("test", "check", "audit"):
+        return status
+    return max(
+        call(BIN / "bandit", "-q", "-c", "pyproject.toml", "-r", "src"),
+        call(BIN / "pip-audit", "--local", "--skip-editable", *arguments),
+        call(BIN / "cyclonedx-py", "environment", PYTHON, "--output-format", "JSON", "--output-file", "sbom.json"),
+    )
+
+
+def soak(arguments: list[str]) -> int:
+    """Random faults under load, replies compared with the reference; the arguments go to `python -m tests.faults`."""
+    return install("test", "check") or call(PYTHON, "-m", "tests.faults", *arguments)
 
 
 def proto(arguments: list[str]) -> int:

@@ -37,3 +37,11 @@ bench name *args:
 # GPU tests and the GPU benchmark, on a machine with a CUDA device
 gpu *args:
     {{python}} dev.py gpu {{args}}
+
+# 1,000 random faults under load; --faults, --seed, --minutes
+soak *args:
+    {{python}} dev.py soak {{args}}
+
+# bandit, pip-audit, and a bill of materials in sbom.json
+audit *args:
+    {{python}} dev.py audit {{args}}

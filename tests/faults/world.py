@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,8 @@ MODELS = {"red": 0, "blue": 1}
 MIN_COSINE = 0.9999
 TEXTS = 64
 CALL_LIMIT_S = 10.0
+# For processes that end by themselves, such as the nursery of a killed daemon: it may be importing torch.
+_LEFT_OVER_S = 30.0
 _WORDS = (
     "fleet",
     "worker",
@@ -188,12 +191,20 @@ class World:
     async def check_left_over(self) -> None:
         """Note a breach unless the daemon's processes are the workers wanted, one mux and one nursery."""
         workers = sum(each.replicas for each in self.wanted.values() if each.is_running)
-        end = time.monotonic() + 10.0
-        while (count := len(await asyncio.to_thread(self.daemon.processes))) != workers + 2:
+        end = time.monotonic() + _LEFT_OVER_S
+        while len(found := await asyncio.to_thread(self._processes)) != workers + 2:
             if time.monotonic() > end:
-                self.breaches.append(f"{count} processes, wanted {workers} workers, a mux and a nursery")
+                self.breaches.append(f"{found}, wanted {workers} workers, a mux and a nursery")
                 return
             await asyncio.sleep(0.2)
+
+    def _processes(self) -> list[str]:
+        found = []
+        for process in self.daemon.processes():
+            with suppress(psutil.Error):
+                age_s = time.time() - process.create_time()
+                found.append(f"{process.pid} {' '.join(process.cmdline())[-40:]} of {age_s:.0f} s")
+        return found
 
     # Processes
 
