@@ -243,12 +243,10 @@ def test_the_settings_decide_what_instances_may_be(tmp_path: Path) -> None:
         InstanceSpec(name="a", model_id=str(tmp_path / name)) for name in ("models/a", "models/../outside")
     )
     for spec in (coded, flagged, inside, outside):
-        check_allowed(spec, Settings())
-    strict = Settings(
-        allow_remote_code=False, allow_pickled_weights=False, local_model_roots=(str(tmp_path / "models"),)
-    )
+        check_allowed(spec, Settings(allow_remote_code=True))
+    strict = Settings(allow_pickled_weights=False, local_model_roots=(str(tmp_path / "models"),))
     for spec in (coded, flagged):
-        with pytest.raises(ValidationError, match="allow_remote_code is false"):
+        with pytest.raises(ValidationError, match="allow_remote_code = true"):
             check_allowed(spec, strict)
     with pytest.raises(ValidationError, match="outside of local_model_roots"):
         check_allowed(outside, strict)

@@ -273,13 +273,13 @@ async def test_a_create_is_on_disk_before_its_worker_starts(fleet: Fleet) -> Non
 
 
 async def test_what_the_settings_forbid_is_neither_created_nor_made_of_an_instance(fleets: Fleets) -> None:
-    fleet = fleets(allow_remote_code=False, allow_pickled_weights=False)
+    fleet = fleets(allow_pickled_weights=False)
     await fleet.manager.boot()
-    with pytest.raises(ValidationError, match="allow_remote_code is false"):
+    with pytest.raises(ValidationError, match="allow_remote_code = true"):
         await fleet.create(trust_remote_code=True)
     assert fleet.manager.list() == []
     await fleet.create()
-    with pytest.raises(ValidationError, match="allow_remote_code is false"):
+    with pytest.raises(ValidationError, match="allow_remote_code = true"):
         await fleet.manager.update("a", {"extra_args": ("--trust-remote-code",)})
     await fleet.running()
     await fleet.manager.stop("a")

@@ -144,7 +144,7 @@ class Settings:
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
     )
 
-    allow_remote_code: bool = key(True, "instances may set trust_remote_code")
+    allow_remote_code: bool = key(False, "instances may set trust_remote_code, to run code of a model's repository")
     allow_pickled_weights: bool = key(True, "instances may load weights from pickled files; false: safetensors alone")
     local_model_roots: tuple[str, ...] = key(
         (), "directories below which a model_id may be a path; none: anywhere, for keys without restriction"

@@ -257,7 +257,9 @@ def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
         ValidationError: code of the model's repository, or a directory outside of `local_model_roots`.
     """
     if runs_remote_code(spec) and not settings.allow_remote_code:
-        raise ValidationError("trust_remote_code: the setting allow_remote_code is false")
+        raise ValidationError(
+            "trust_remote_code: code of models is off; allow_remote_code = true in the settings allows it"
+        )
     roots = settings.local_model_roots
     if roots and _is_local(spec.model_id) and not _is_below(spec.model_id, roots):
         raise ValidationError(f"model_id: {spec.model_id!r} is outside of local_model_roots ({', '.join(roots)})")
