@@ -60,8 +60,10 @@ async def _worker(world: World) -> int | None:
     return world.random.choice(pids) if pids else None
 
 
-def _send(pid: int | None, number: signal.Signals) -> None:
+def _send(world: World, pid: int | None, number: signal.Signals) -> None:
     if pid is not None:
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            world.ended.add(pid)
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -71,20 +73,20 @@ def _send(pid: int | None, number: signal.Signals) -> None:
 
 @fault(weight=4)
 async def worker_killed(world: World) -> None:
-    _send(await _worker(world), signal.SIGKILL)
+    _send(world, await _worker(world), signal.SIGKILL)
 
 
 @fault(weight=2)
 async def worker_terminated(world: World) -> None:
-    _send(await _worker(world), signal.SIGTERM)
+    _send(world, await _worker(world), signal.SIGTERM)
 
 
 @fault(weight=2)
 async def worker_paused(world: World) -> None:
     pid = await _worker(world)
-    _send(pid, signal.SIGSTOP)
+    _send(world, pid, signal.SIGSTOP)
     await asyncio.sleep(world.random.uniform(0.05, 0.9))
-    _send(pid, signal.SIGCONT)
+    _send(world, pid, signal.SIGCONT)
 
 
 @fault()
@@ -93,14 +95,14 @@ async def worker_hung(world: World) -> None:
     pid = await _worker(world)
     if pid is None:
         return
-    _send(pid, signal.SIGSTOP)
+    _send(world, pid, signal.SIGSTOP)
     await eventually(lambda: look_up(pid) is None)
 
 
 @fault()
 async def both_replicas_killed(world: World) -> None:
     for pid in await world.worker_pids("pair"):
-        _send(pid, signal.SIGKILL)
+        _send(world, pid, signal.SIGKILL)
 
 
 # Other processes
@@ -126,7 +128,7 @@ async def nursery_killed(world: World) -> None:
     if nursery := world.process("teimgr.launch.nursery"):
         nursery.kill()
     await _moment(world, 0.1)
-    _send(await _worker(world), signal.SIGKILL)
+    _send(world, await _worker(world), signal.SIGKILL)
 
 
 @fault()
@@ -134,7 +136,7 @@ async def nursery_paused(world: World) -> None:
     """While a worker has to be forked."""
     if nursery := world.process("teimgr.launch.nursery"):
         nursery.suspend()
-        _send(await _worker(world), signal.SIGKILL)
+        _send(world, await _worker(world), signal.SIGKILL)
         await asyncio.sleep(world.random.uniform(0.1, 2.0))
         with suppress(psutil.NoSuchProcess):
             nursery.resume()
@@ -152,7 +154,7 @@ async def daemon_killed_with_a_worker(world: World) -> None:
     """The worker dies while no daemon watches."""
     pid = await _worker(world)
     world.daemon.kill()
-    _send(pid, signal.SIGKILL)
+    _send(world, pid, signal.SIGKILL)
     await _moment(world)
     await asyncio.to_thread(world.daemon.start)
 
@@ -192,7 +194,7 @@ async def worker_killed_in_a_switch(world: World) -> None:
     name = world.random.choice(_TARGETS)
     switching = asyncio.create_task(world.switch_model(name))
     await _moment(world)
-    _send(await _worker(world), signal.SIGKILL)
+    _send(world, await _worker(world), signal.SIGKILL)
     with suppress(TeimgrError):
         await switching
 

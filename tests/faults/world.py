@@ -29,7 +29,7 @@ MIN_COSINE = 0.9999
 TEXTS = 64
 CALL_LIMIT_S = 10.0
 # For processes that end by themselves, such as the nursery of a killed daemon: it may be importing torch.
-_LEFT_OVER_S = 30.0
+_LEFT_OVER_S = 60.0
 _WORDS = (
     "fleet",
     "worker",
@@ -75,6 +75,8 @@ class World:
     allowed: dict[str, set[str]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     breaches: list[str] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    """Workers that were sent a deadly signal."""
 
     @classmethod
     def make(cls, folder: Path, seed: int) -> Self:
@@ -170,7 +172,11 @@ class World:
             return f"instances are {sorted(found)}, wanted {sorted(self.wanted)}"
         for name, wanted in self.wanted.items():
             state = State.RUNNING if wanted.is_running else State.STOPPED
-            workers = [each for each in found[name].details["workers"] if each["state"] == state.value]
+            workers = [
+                each
+                for each in found[name].details["workers"]
+                if each["state"] == state.value and each["pid"] not in self.ended
+            ]
             if found[name].status is not state or len(workers) != wanted.replicas:
                 return f"{name} is {found[name].status.value} with {len(workers)} workers, wanted {wanted}"
             if wanted.is_running:
