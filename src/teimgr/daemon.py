@@ -126,7 +126,7 @@ class Daemon:
             try:
                 await self.manager.restore()
                 self.events.note(self.manager.list())  # later changes are events
-                self.manager.on_views_changed = self.events.note
+                self.manager.on_view_changed = self.events.note_one
                 for notice in self.reloader.notices():
                     log.warning(notice)
                 preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")

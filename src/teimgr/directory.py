@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from teimgr.spec import State
 
@@ -31,6 +32,12 @@ class RouteEntry:
     dimension: int = 0
     endpoints: tuple[WorkerEndpoint, ...] = ()
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RouteEntry:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        endpoints = tuple(WorkerEndpoint(**endpoint) for endpoint in values["endpoints"])
+        return cls(**values | {"state": State(values["state"]), "endpoints": endpoints})
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingSnapshot:
@@ -43,48 +50,39 @@ class RoutingSnapshot:
 
     @classmethod
     def from_json(cls, text: str) -> RoutingSnapshot:
-        return cls(
-            tuple(
-                RouteEntry(
-                    **item
-                    | {
-                        "state": State(item["state"]),
-                        "endpoints": tuple(WorkerEndpoint(**endpoint) for endpoint in item["endpoints"]),
-                    }
-                )
-                for item in json.loads(text)
-            )
-        )
+        return cls(tuple(map(RouteEntry.from_dict, json.loads(text))))
+
+
+RouteListener = Callable[[str, RouteEntry | None], None]
+"""Gets the name of an instance and its new entry; None where it was deleted."""
 
 
 class Directory:
-    """The current entries, with listeners that are called synchronously with each new snapshot."""
+    """The current entries, with listeners that are called synchronously with each change."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RouteEntry] = {}
-        self._listeners: list[Callable[[RoutingSnapshot], None]] = []
+        self._listeners: list[RouteListener] = []
 
     def publish(self, entry: RouteEntry) -> None:
         """Add or replace the entry of one instance; a new name goes to the end."""
         if self._entries.get(entry.name) != entry:
             self._entries[entry.name] = entry
-            self._notify()
+            self._notify(entry.name, entry)
 
     def remove(self, name: str) -> None:
         """Remove a deleted instance; no effect for an unknown name."""
         if self._entries.pop(name, None) is not None:
-            self._notify()
+            self._notify(name, None)
 
     def snapshot(self) -> RoutingSnapshot:
         return RoutingSnapshot(tuple(self._entries.values()))
 
-    def subscribe(self, listener: Callable[[RoutingSnapshot], None]) -> Callable[[], None]:
-        """Call `listener` with the current snapshot and each later one; the result unsubscribes."""
+    def subscribe(self, listener: RouteListener) -> Callable[[], None]:
+        """Call `listener` with each later change; the result unsubscribes."""
         self._listeners.append(listener)
-        listener(self.snapshot())
         return lambda: self._listeners.remove(listener)
 
-    def _notify(self) -> None:
-        snapshot = self.snapshot()
+    def _notify(self, name: str, entry: RouteEntry | None) -> None:
         for listener in tuple(self._listeners):
-            listener(snapshot)
+            listener(name, entry)

@@ -87,3 +87,21 @@ async def test_a_follower_hears_what_was_and_what_comes_until_the_end() -> None:
     events.close()
     await asyncio.wait_for(task, LIMIT_S)
     assert heard == ["starting", "running"]
+
+
+def test_the_change_of_one_instance_is_found_without_the_others() -> None:
+    events = EventLog()
+    events.note([VIEW])
+
+    events.note_one("new", replace(VIEW, spec=replace(VIEW.spec, name="new")))
+    events.note_one(VIEW.spec.name, replace(VIEW, state=State.RUNNING))
+    events.note_one(VIEW.spec.name, None)
+    events.note_one("unknown", None)
+
+    found = [(event.instance, event.event) for event in events.since(0)]
+    assert found == [
+        ("new", "created"),
+        ("new", VIEW.state.value),
+        (VIEW.spec.name, "running"),
+        (VIEW.spec.name, "deleted"),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -246,6 +247,67 @@ async def test_a_nursery_that_dies_in_the_middle_of_a_fork_leaves_no_second_work
     await launcher.close()
 
 
+async def test_a_stopped_nursery_does_not_keep_the_daemon_from_ending(launcher: LocalLauncher, folder: Path) -> None:
+    await (await launcher.launch(spec())).stop(0)
+    pid = launcher.nursery.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    launching = asyncio.create_task(launcher.launch(spec()))
+    await eventually(lambda: list((folder / "run").glob("*.sock")))
+
+    async with asyncio.timeout(LIMIT_S / 2):
+        launching.cancel()
+        await asyncio.wait({launching})
+        await launcher.close()
+
+    assert launching.cancelled()
+    assert look_up(pid) is None
+    assert left_over(folder) == set()
+
+
+async def test_a_request_in_the_queue_of_a_stalled_nursery_dies_with_its_daemon(folder: Path) -> None:
+    """The next daemon may have ended its adoption before the nursery runs again."""
+    run = folder / "run"
+    run.mkdir(mode=0o700)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    options = [str(theirs.fileno()), "--entry", "tests.support.fakes.worker:main", "--preload", ""]
+    with theirs, (folder / "log").open("wb") as output:
+        command = [sys.executable, "-P", "-m", "teimgr.launch.nursery", *options]
+        nursery = await asyncio.to_thread(
+            subprocess.Popen, command, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
+        )
+    assert b"threads" in await asyncio.to_thread(ours.recv, 1 << 16)
+    nursery.send_signal(signal.SIGSTOP)
+    request = {"id": 1, "incarnation": "0123456789ab", "run_dir": str(run), "spec": spec().to_json(), "ports": []}
+    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as output:
+        listener.bind(str(run / "0123456789ab.sock"))
+        listener.listen()
+        socket.send_fds(ours, [json.dumps(request).encode()], [listener.fileno(), output.fileno()])
+
+    ours.close()
+    nursery.send_signal(signal.SIGCONT)
+
+    assert await asyncio.to_thread(nursery.wait, LIMIT_S) == 0
+    assert not (run / "0123456789ab.json").exists()
+    from teimgr.launch.process_handle import unrecorded_workers
+
+    assert unrecorded_workers(run, ()) == []
+
+
+async def test_the_nursery_of_an_earlier_daemon_is_killed(launcher: LocalLauncher, folder: Path) -> None:
+    await launcher.nursery.ready()
+    pid = launcher.nursery.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    launcher._lock = os.close(launcher._lock or -1)  # as at the end of its process
+
+    new = local_launcher(folder)
+    await new.start()
+
+    await eventually(lambda: look_up(pid) is None)
+    await new.close()
+
+
 async def test_a_missing_module_of_the_preload_does_not_stop_the_nursery(folder: Path) -> None:
     launcher = local_launcher(folder, preload=("no_such_module",))
     await launcher.start()
@@ -260,12 +322,14 @@ async def test_a_nursery_with_several_threads_starts_its_workers_afresh(folder: 
     launcher = local_launcher(folder, preload=("tests.support.fakes.threaded",))
     await launcher.start()
 
-    handle = await launcher.launch(spec())
+    handle = await launcher.launch(spec(api_key="a-secret-key"))
     status = await identify(handle.socket, LIMIT_S)
 
     assert status is not None
-    assert status.pid == handle.pid
-    assert b"-c" in Path(f"/proc/{handle.pid}/cmdline").read_bytes().split(b"\0")
+    assert (status.pid, status.spec_hash) == (handle.pid, handle.spec.hash)
+    command = Path(f"/proc/{handle.pid}/cmdline").read_bytes()
+    assert b"-c" in command.split(b"\0")
+    assert b"a-secret-key" not in command + Path(f"/proc/{handle.pid}/environ").read_bytes()
     await handle.stop(0)
     await launcher.close()
 
@@ -325,7 +389,7 @@ async def test_a_live_worker_is_adopted_with_its_status(launcher: LocalLauncher,
     await identify(handle.socket, LIMIT_S)
     new = await hand_over(launcher, folder)
 
-    (adopted,) = await new.adopt(lambda found: found == handle.spec)
+    (adopted,) = await new.adopt(await new.find(), lambda found: found == handle.spec)
 
     assert (adopted.handle.pid, adopted.status.state) == (handle.pid, "ready")
     assert abs(adopted.handle.started_at - handle.started_at) < 5
@@ -338,7 +402,7 @@ async def test_an_unwanted_worker_is_ended(launcher: LocalLauncher, folder: Path
     handle = await launcher.launch(spec())
     new = await hand_over(launcher, folder)
 
-    assert await new.adopt(lambda found: False) == []
+    assert await new.adopt(await new.find(), lambda found: False) == []
     assert look_up(handle.pid) is None
     assert left_over(folder) == set()
     await new.close()
@@ -352,8 +416,21 @@ async def test_a_worker_that_does_not_answer_is_ended(
     handle = await launcher.launch(spec("deaf,ignore-term"))
     new = await hand_over(launcher, folder)
 
-    assert await new.adopt(lambda found: True) == []
+    assert await new.adopt(await new.find(), lambda found: True) == []
     assert look_up(handle.pid) is None
+    await new.close()
+
+
+async def test_a_worker_without_a_run_file_is_ended(launcher: LocalLauncher, folder: Path) -> None:
+    handle = await launcher.launch(spec())
+    await identify(handle.socket, LIMIT_S)
+    new = await hand_over(launcher, folder)
+    for path in (folder / "run").glob(f"{handle.incarnation}.*"):
+        path.unlink()
+
+    assert await new.find() == []
+
+    await eventually(lambda: look_up(handle.pid) is None)
     await new.close()
 
 
@@ -362,7 +439,7 @@ async def test_of_two_workers_of_one_name_one_is_kept(launcher: LocalLauncher, f
     await asyncio.gather(*(identify(handle.socket, LIMIT_S) for handle in handles))
     new = await hand_over(launcher, folder)
 
-    (adopted,) = await new.adopt(lambda found: True)
+    (adopted,) = await new.adopt(await new.find(), lambda found: True)
 
     assert [look_up(handle.pid) for handle in handles].count(None) == 1
     await adopted.handle.stop(0)
@@ -382,7 +459,7 @@ async def test_what_the_dead_left_is_removed_and_nothing_else(launcher: LocalLau
         run / "00000000000b.json"
     )
 
-    assert await launcher.adopt(lambda found: True) == []
+    assert await launcher.adopt(await launcher.find(), lambda found: True) == []
     assert left_over(folder) == {"mux-0.sock", "notes.json"}
 
 
@@ -393,7 +470,7 @@ async def test_a_spec_of_another_version_is_never_adopted(launcher: LocalLaunche
     file.write_text(file.read_text().replace('\\"nice\\"', '\\"niceness\\"'))
     new = await hand_over(launcher, folder)
 
-    assert await new.adopt(lambda found: found.model_id != "") == []
+    assert await new.adopt(await new.find(), lambda found: found.model_id != "") == []
     assert look_up(handle.pid) is None
     await new.close()
 
@@ -537,7 +614,7 @@ async def test_without_descriptors_no_trace_of_a_live_worker_is_removed(launcher
 
     for left in range(3):
         with descriptors_left(left), pytest.raises(Unavailable, match="Too many open files"):
-            await launcher.adopt(lambda found: True)
+            await launcher.find()
 
     assert left_over(folder) == traces
     with descriptors_left(0), pytest.raises(OSError, match="Too many open files"):

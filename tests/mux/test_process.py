@@ -45,6 +45,19 @@ async def test_stats_say_who_it_is_and_where_it_listens(mux: MuxProcess, control
     assert stats["instances"] == 0
 
 
+async def test_counters_of_a_deleted_instance_go(control: Control, start_worker: Any) -> None:
+    stats = await control.push(running("kept", await start_worker()), running("deleted", await start_worker()))
+    async with client(stats) as channel:
+        for name in ("kept", "deleted"):
+            await stub(channel, "Embed")(embed("x", name))
+
+    def named(stats: dict[str, Any]) -> set[str]:
+        return {row["instance"] for kind in ("calls", "latency", "links") for row in stats[kind]} & {"kept", "deleted"}
+
+    assert named(await control.stats()) == {"kept", "deleted"}
+    assert named(await control.push(running("kept", await start_worker()))) == {"kept"}
+
+
 async def test_calls_wait_for_the_first_snapshot(start_mux: Any, start_worker: Any) -> None:
     control = await Control.connect(start_mux())
     async with client(await control.stats()) as channel:
@@ -130,7 +143,8 @@ async def test_told_to_stop_it_finishes_what_is_in_flight(start_mux: Any, start_
             mux.process.send_signal(signal.SIGTERM)
         else:
             control.say({"stop": 10})
-        assert await control.reader.read() == b"", "the control socket closes first"
+        assert json.loads(await control.reader.readline()) == {"stopping": 10.0}
+        assert not Path(mux.config.control_socket).exists(), "a successor may have it"
         lengths(request)
 
         assert list((await call).embeddings) == [1.0]
@@ -182,7 +196,7 @@ async def test_a_successor_may_have_the_control_socket_while_the_old_one_drains(
         call = stub(channel, "Embed")(embed("x"))
         request = await worker.requests.get()
         control.say({"stop": 60})
-        await control.reader.read()
+        await control.reader.readline()
 
         new = start_mux(control_socket=old.config.control_socket)
         lengths(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,14 @@ from teimgr.placement.planner import (
     Gpu,
     GpuInventory,
     Inventory,
+    LoadSlots,
     Others,
     Planner,
     check_allowed,
+    fair_share,
     only_visible,
     place,
     replica_count,
-    share_threads,
     usable_cores,
     with_batch_tokens,
     worker_spec,
@@ -88,13 +90,16 @@ def test_a_card_that_is_not_there_is_refused_with_what_there_is(inventory: Inven
 
 
 def test_threads_are_shared_equally_and_never_below_one() -> None:
-    assert share_threads(8, [spec("a"), spec("b"), spec("c")]) == {"a": 2, "b": 2, "c": 2}
-    assert share_threads(2, [spec(name) for name in "abc"]) == {"a": 1, "b": 1, "c": 1}
-    assert share_threads(8, []) == {}
+    assert fair_share(8, 3) == 2
+    assert fair_share(2, 3) == 1
+    assert fair_share(8, 0) == 8
 
 
-def test_an_explicit_number_of_threads_wins() -> None:
-    assert share_threads(8, [spec("a", threads=7), spec("b")]) == {"a": 7, "b": 4}
+async def test_an_explicit_number_of_threads_wins() -> None:
+    both = [spec("a", threads=7), spec("b")]
+    plans = await planner(NONE)
+
+    assert [plans.plan(each, 0, Others(both)).threads for each in both] == [7, 4]
 
 
 @pytest.mark.parametrize(
@@ -253,3 +258,33 @@ def test_the_settings_decide_what_instances_may_be(tmp_path: Path) -> None:
     check_allowed(inside, strict)
     assert worker_spec(inside, strict).safetensors_only
     assert not worker_spec(inside, Settings()).safetensors_only
+
+
+async def test_workers_load_one_after_the_other_where_the_device_has_no_more_room() -> None:
+    limits: dict[str | None, int] = {None: 2, "card": 0}
+    slots = LoadSlots(lambda gpu: limits[gpu])
+    await slots.take(None)
+    await slots.take(None)
+    await slots.take("card")
+    waiting = [asyncio.create_task(slots.take(None)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+
+    waiting[0].cancel()
+    slots.give_back(None)
+    await asyncio.wait(waiting[:2])
+
+    assert waiting[0].cancelled()
+    assert (waiting[1].done(), waiting[2].done()) == (True, False)
+    limits[None] = 1
+    slots.give_back(None)
+    assert not waiting[2].done(), "one loads, and there is no memory for two"
+    slots.give_back(None)
+    await waiting[2]
+
+
+async def test_the_number_of_load_slots_follows_cores_and_free_memory() -> None:
+    plans = await planner(Inventory((card(0, 5, "GPU-a"),)))
+
+    assert plans.load_limit("GPU-a") == 2
+    assert 0 <= plans.load_limit(None) <= 8

@@ -91,7 +91,7 @@ async def test_metrics_show_states_starts_and_alarms(front: Front) -> None:
 
 
 async def test_metrics_show_what_the_multiplexers_count(front: Front) -> None:
-    counters = CallCounters()
+    counters = CallCounters({"a", "b"})
     note = counters.begin("Embed")
     note.instance, note.messages = "a", 3
     counters.end(note, "OK")

@@ -57,7 +57,7 @@ def start(router: Router, payload: bytes = b"x", **options: Any) -> asyncio.Task
 
 
 def replica(router: Router) -> Any:
-    return router._in_order[0].replicas[0]
+    return next(iter(router._by_name.values())).replicas[0]
 
 
 async def reconnected(router: Router) -> None:

@@ -80,7 +80,7 @@ def test_a_model_id_leads_to_any_running_instance_of_it() -> None:
 def test_the_replica_with_the_fewest_bytes_under_way_wins() -> None:
     fleet = router(entry("a", "1", "2", "3"))
     busy = dict(zip("123", (300, 20, 100), strict=True))
-    for replica in fleet._in_order[0].replicas:
+    for replica in next(iter(fleet._by_name.values())).replicas:
         replica.outstanding_bytes = busy[replica.endpoint.incarnation]
 
     assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
@@ -119,7 +119,7 @@ def test_a_lease_is_over_when_its_worker_leaves_the_directory() -> None:
 
 async def test_an_instance_whose_every_worker_was_lost_is_unavailable_until_another_incarnation_comes() -> None:
     fleet = router(entry("a", "1"))
-    fleet._in_order[0].replicas[0].lost = True
+    next(iter(fleet._by_name.values())).replicas[0].lost = True
 
     fleet.update(RoutingSnapshot((entry("a", "1"), entry("b", "5"))))
     with pytest.raises(Unavailable, match=r"^Instance 'a' is not running \(status: restarting\): its worker is gone$"):

@@ -18,7 +18,7 @@ import pytest
 from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
-from teimgr.directory import RouteEntry, RoutingSnapshot
+from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
 from teimgr.launch.process_handle import look_up
 from teimgr.spec import InstanceSpec, InstanceView, State
@@ -33,8 +33,11 @@ class Watch:
         self.entries: list[RouteEntry] = []
         fleet.directory.subscribe(self._look)
 
-    def _look(self, snapshot: RoutingSnapshot) -> None:
-        self.entries += [entry for entry in snapshot.entries if entry.name == "a"]
+        self.entries += [entry for entry in fleet.directory.snapshot().entries if entry.name == "a"]
+
+    def _look(self, name: str, entry: RouteEntry | None) -> None:
+        if entry is not None and name == "a":
+            self.entries.append(entry)
 
     def assert_no_gap(self) -> None:
         assert all(entry.endpoints and entry.state is State.RUNNING for entry in self.entries)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from teimgr.errors import Code
 from teimgr.launch.process_handle import Exit, ExitReport
 from teimgr.spec import State
 from teimgr.supervision.lifecycle import (
@@ -18,6 +21,7 @@ from teimgr.supervision.lifecycle import (
     Event,
     Exited,
     FailureCause,
+    LoadBegan,
     Observation,
     Phase,
     ProbeFailed,
@@ -48,7 +52,7 @@ def after(*events: Event | tuple[float, Event], life: ReplicaState | None = None
     return life, effects
 
 
-RUNNING, _ = after(Command.START, WorkerReady())
+RUNNING, _ = after(Command.START, LoadBegan(), WorkerReady())
 
 
 # Start, stop, restart, delete
@@ -58,7 +62,8 @@ def test_start_launches_a_worker_and_sets_the_deadline() -> None:
     life, effects = after((5.0, Command.START))
 
     assert effects == [Effect.LAUNCH]
-    assert (life.phase, life.phase.state, life.wake_at) == (Phase.STARTING, State.STARTING, 65.0)
+    assert (life.phase, life.phase.state, life.wake_at) == (Phase.STARTING, State.STARTING, None)
+    assert after((7.0, LoadBegan()), life=life)[0].wake_at == 67.0, "the time begins with the load slot"
 
 
 @pytest.mark.clause("M5.3-ready")
@@ -213,15 +218,34 @@ def test_a_failed_worker_that_does_not_exit_is_killed() -> None:
 
 
 def test_a_worker_that_is_not_ready_in_time_is_killed_and_the_instance_has_failed() -> None:
-    life, effects = after(Command.START, (60.0, Tick()))
+    life, effects = after(Command.START, LoadBegan(), (60.0, Tick()))
     assert effects == [Effect.KILL]
 
     life, _ = after((60.1, KILLED), life=life)
     assert (life.phase, life.reason) == (Phase.FAILED, "not ready within 60 s")
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (LoadBegan(), (60.0, Tick()), (60.0, KILLED)),
+        ((60.0, Exited(Exit(3, ExitReport(Code.OUT_OF_DEVICE_MEMORY, "no memory", permanent=True)))),),
+    ],
+)
+def test_a_failure_that_may_pass_is_tried_again_after_ever_longer_pauses(failure: tuple[Any, ...]) -> None:
+    life, effects = after(Command.START, *failure)
+    assert (life.phase, life.phase.state, life.wake_at, effects) == (Phase.FAILED, State.FAILED, 90.0, [])
+
+    life, effects = after((90.0, Tick()), life=life)
+    assert (life.phase, life.restarts, effects) == (Phase.STARTING, 1, [Effect.LAUNCH])
+
+    life, _ = after((100.0, Exited(Exit(3, ExitReport(Code.OUT_OF_DEVICE_MEMORY, "x", permanent=True)))), life=life)
+    assert (life.phase, life.wake_at) == (Phase.FAILED, 160.0)
+    assert after(Command.STOP, life=life)[0].wake_at is None
+
+
 def test_the_time_of_a_download_is_not_that_of_the_start() -> None:
-    life, effects = after(Command.START, (59.0, WorkerDownloading()), (100.0, Tick()))
+    life, effects = after(Command.START, LoadBegan(), (59.0, WorkerDownloading()), (100.0, Tick()))
     assert (life.phase, effects) == (Phase.STARTING, [])
 
     assert after((119.0, Tick()), life=life)[1] == [Effect.KILL]
@@ -284,8 +308,10 @@ _COMMANDS: st.SearchStrategy[Event] = st.sampled_from(
 )
 _OBSERVATIONS: st.SearchStrategy[Event] = st.sampled_from(
     [
+        LoadBegan(),
         WorkerReady(),
         WorkerFailed(FailureCause("x")),
+        WorkerFailed(FailureCause("x", may_pass=True)),
         WorkerFailed(FailureCause("x", permanent=True)),
         WorkerDownloading(),
         WorkerDraining(),
@@ -302,7 +328,7 @@ _OBSERVATIONS: st.SearchStrategy[Event] = st.sampled_from(
 @given(st.lists(st.tuples(st.floats(0, 40), _COMMANDS | _OBSERVATIONS), max_size=60))
 def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[float, Event]]) -> None:
     """At most one process at a time; one that ends was told to; every wait has an end."""
-    life, now, alive, told = ReplicaState(policy=POLICY), 0.0, False, False
+    life, now, alive, told, waits = ReplicaState(policy=POLICY), 0.0, False, False, False
     for pause, event in history:
         now += pause
         if isinstance(event, Exited) and not alive:
@@ -318,7 +344,7 @@ def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[flo
         for effect in effects:
             if effect is Effect.LAUNCH:
                 assert not alive
-                alive, told = True, False
+                alive, told, waits = True, False, True  # for its load slot, which has no limit
             elif effect is Effect.END:
                 assert not alive
                 return
@@ -328,7 +354,8 @@ def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[flo
 
         assert alive == (life.phase in (Phase.STARTING, Phase.RUNNING, Phase.REPLACING, Phase.STOPPING))
         assert told or not life.is_ending
-        assert (life.wake_at is not None) or told or life.phase not in (Phase.STARTING, Phase.WAITING)
+        waits = waits and not isinstance(event, LoadBegan)
+        assert (life.wake_at is not None) or told or waits or life.phase not in (Phase.STARTING, Phase.WAITING)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.fleet import Fleet
+from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
-from teimgr.directory import RoutingSnapshot
 from teimgr.errors import StateNotSaved, ValidationError
+from teimgr.events.fleet_events import EventLog
 from teimgr.launch.process_handle import look_up
+from teimgr.routing.router import Router
 from teimgr.spec import InstanceSpec, State
 from teimgr.supervision.store import parse
 
@@ -46,15 +47,37 @@ async def test_live_workers_are_adopted_without_a_gap_in_the_directory(
     pids = crash("a", "b")
     fleet = fleets()
     fleet.pids.update(pids.values())
-    snapshots: list[RoutingSnapshot] = []
 
     await fleet.manager.boot()
-    fleet.directory.subscribe(snapshots.append)
+    entries = fleet.directory.snapshot().entries
 
     assert {view.spec.name: view.pid for view in fleet.manager.list()} == pids
-    assert [entry.state for entry in snapshots[0].entries] == [State.RUNNING] * 2
-    assert all(entry.dimension == 4 for entry in snapshots[0].entries)
+    assert [entry.state for entry in entries] == [State.RUNNING] * 2
+    assert all(entry.dimension == 4 for entry in entries)
     assert {view.restarts for view in fleet.manager.list()} == {0}
+
+
+async def test_a_hung_worker_keeps_no_other_from_being_adopted(
+    crash: Callable[..., dict[str, int]], fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teimgr.launch.launcher.IDENTITY_LIMIT_S", 2 * LIMIT_S)
+    monkeypatch.setattr("teimgr.supervision.manager.ADOPTION_LIMIT_S", 0.2)
+    pids = crash("a", "b")
+    fleet = fleets()
+    fleet.pids.update(pids.values())
+    await fleet.manager.restore()
+    assert {entry.state for entry in fleet.directory.snapshot().entries} == {State.STARTING}
+    os.kill(pids["a"], signal.SIGSTOP)
+
+    async with asyncio.timeout(LIMIT_S):
+        await fleet.manager.boot()
+
+    assert (fleet.entry("a").state, fleet.entry("b").state) == (State.STARTING, State.RUNNING)
+    stopping = asyncio.create_task(fleet.manager.stop("a"))  # waits for the adoption
+    assert (await fleet.manager.stop("b")).state is State.STOPPED
+    os.kill(pids["a"], signal.SIGCONT)
+    assert (await stopping).state is State.STOPPED
+    assert look_up(pids["a"]) is None
 
 
 async def test_an_adopted_worker_is_supervised_as_any_other(
@@ -283,3 +306,36 @@ async def test_what_the_settings_forbid_is_neither_created_nor_made_of_an_instan
         await fleet.manager.update("a", {"extra_args": ("--trust-remote-code",)})
     await fleet.running()
     await fleet.manager.stop("a")
+
+
+async def cost_of_an_event(fleet: Fleet, count: int) -> int:
+    """How many functions run when one of `count` instances changes."""
+    idle = InstanceSpec(name="idle", model_id="fake:", wanted_running=False, prometheus_port=0)
+    fleet.manager._store.save([replace(idle, name=f"idle-{number}", port=30000 + number) for number in range(count)])
+    log, router = EventLog(), Router()
+    await fleet.manager.boot()
+    log.note(fleet.manager.list())
+    fleet.manager.on_view_changed = log.note_one
+    fleet.directory.subscribe(router.apply)
+    instance = fleet.manager._instances["idle-0"]
+    worker = instance.workers[0]
+    worker._life = replace(worker._life, reason="changed")
+    calls = 0
+
+    def counted(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    instance._on_state_changed()
+    sys.setprofile(None)
+    assert router.snapshot.entries[0].reason == "changed"
+    return calls
+
+
+async def test_the_cost_of_an_event_does_not_grow_with_the_fleet(folder: Path, fleets: Fleets) -> None:
+    few = fleets()
+    cost = await cost_of_an_event(few, 3)
+    await few.end()
+
+    assert await cost_of_an_event(fleets(), 200) == cost < 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.frame_worker import FrameWorker, hold, lengths
+from tests.support.mux_process import client, embed, running, stub
 from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
@@ -113,6 +116,16 @@ async def test_a_mux_that_cannot_be_used_is_started_again_and_again(settings: Se
         assert kept.supervisor.alarm is not None
         assert why in kept.supervisor.alarm
     assert [path.name for path in settings.run_dir.iterdir() if path.name.startswith("mux")] == []
+
+
+async def test_counters_of_many_instances_are_no_reason_to_kill_a_mux(settings: Settings) -> None:
+    kept = Kept(settings, "large")
+    async with kept.running():
+        for _ in range(2):
+            await kept.metrics.heard.acquire()
+
+        assert kept.supervisor.alarm is None
+        assert kept.metrics.lost.locked()
 
 
 async def test_a_mux_that_is_killed_is_back_and_the_alarm_goes(settings: Settings) -> None:
@@ -290,6 +303,32 @@ async def test_those_that_are_too_many_are_ended(settings: Settings, wanted: dic
     assert len(first) == 3
     assert len(second) == (fewer.mux_processes if fewer.grpc_enabled else 0)
     assert pids(settings) == []
+
+
+async def test_a_mux_that_is_terminated_finishes_its_calls_beside_its_successor(settings: Settings) -> None:
+    worker = FrameWorker(settings.run_dir / "worker.sock", "incarnation", hold)
+    await worker.listen()
+    directory, metrics = Directory(), Counted()
+    directory.publish(running("a", worker))
+    muxes = Muxes(settings, directory, metrics)
+    async with asyncio.timeout(LIMIT_S), muxes.running(), client({"port": settings.grpc_port}) as channel:
+        await metrics.heard["mux-0"].wait()
+        call = stub(channel, "Embed")(embed("x"))
+        request = await worker.requests.get()
+        (pid,) = pids(settings)
+
+        os.kill(pid, signal.SIGTERM)
+
+        await eventually(lambda: pids(settings) not in ([], [pid]))
+        async with client({"port": settings.grpc_port}) as other:
+            new = stub(other, "Embed")(embed("xx"), wait_for_ready=True)
+            lengths(await worker.requests.get())
+            assert list((await new).embeddings) == [2.0]
+        lengths(request)
+        assert list((await call).embeddings) == [1.0]
+        await eventually(lambda: look_up(pid) is None)
+    await muxes.stop(0)
+    worker.drop()
 
 
 @pytest.mark.clause("M3.1-port-taken")

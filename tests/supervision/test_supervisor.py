@@ -239,6 +239,17 @@ async def test_a_worker_that_is_never_ready_has_failed_after_its_time(fleet: Fle
     assert fleet.left_over() == set()
 
 
+async def test_the_time_of_a_start_begins_with_its_load_slot(fleet: Fleet) -> None:
+    fleet.manager._context.slots._limit = lambda gpu: 1
+    await fleet.create("never-ready", name="first", startup_timeout_secs=2)
+    await fleet.create(name="second", startup_timeout_secs=1)
+
+    view = await fleet.running("second")
+
+    assert fleet.manager.get("first").state is State.FAILED, "it held the only slot"
+    assert (view.restarts, view.reason) == (0, None)
+
+
 @pytest.mark.clause("M2.6-stop")
 async def test_a_worker_that_ignores_the_drain_is_killed_when_the_grace_is_over(fleets: Fleets) -> None:
     fleet = fleets(graceful_shutdown_timeout_secs=1)
@@ -304,7 +315,7 @@ async def test_a_stopped_worker_is_replaced_within_seconds_and_its_callers_are_t
     await fleet.create("first-only,hang-embed")
     view = await fleet.running()
     router = Router()
-    fleet.directory.subscribe(router.update)
+    fleet.directory.subscribe(router.apply)
     router.update(fleet.directory.snapshot())
     with router.lease(Target(instance_name="a")) as lease:
         call = await lease.start(Method.EMBED, b"")
@@ -524,10 +535,10 @@ async def test_a_shutdown_after_a_failed_boot_ends(fleets: Fleets, monkeypatch: 
     await before.end()
     fleet = fleets()
 
-    async def fail(accepts: object) -> list[object]:
+    async def fail() -> list[object]:
         raise OSError("the run directory vanished")
 
-    monkeypatch.setattr(fleet.launcher, "adopt", fail)
+    monkeypatch.setattr(fleet.launcher, "find", fail)
     with pytest.raises(OSError, match="vanished"):
         await fleet.manager.boot()
 

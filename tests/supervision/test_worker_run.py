@@ -14,7 +14,7 @@ from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.spec import WorkerSpec
-from teimgr.supervision.lifecycle import Exited, Observation
+from teimgr.supervision.lifecycle import Exited, LoadBegan, Observation
 from teimgr.supervision.worker_run import ProbePlan, WorkerRun
 
 SPEC = WorkerSpec(name="a", model_id="m")
@@ -186,4 +186,4 @@ async def test_a_cancelled_attempt_leaves_the_process_alone() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
 
-    assert (handle.stops, news) == ([], [])
+    assert (handle.stops, news) == ([], [LoadBegan()])

@@ -13,7 +13,13 @@ import socket
 import sys
 from pathlib import Path
 
-ANSWERS = {"garbage": b"\xff{]\n", "list": b"[1]\n", "flood": b"x" * (2 << 20), "good": b'{"in_flight": 0}\n'}
+ANSWERS = {
+    "garbage": b"\xff{]\n",
+    "list": b"[1]\n",
+    "flood": b"x" * (65 << 20),
+    "good": b'{"in_flight": 0}\n',
+    "large": b'{"in_flight": 0, "calls": [%s]}\n' % (b" " * (8 << 20)),
+}
 
 
 def main(how: str, config: str) -> int:
@@ -35,6 +41,8 @@ def serve(how: str, server: socket.socket) -> None:
         if how == "hangup":
             return
         for line in lines:
+            if line.startswith(b'{"ack"'):
+                connection.sendall(b'{"ack": true}\n')
             if line.startswith(b'{"stats"') and how in ANSWERS:
                 connection.sendall(ANSWERS[how])
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory, RouteEntry, RoutingSnapshot
+from teimgr.directory import Directory, RouteEntry
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.launch.process_handle import look_up
 from teimgr.observability.metrics import DaemonMetrics
@@ -25,7 +25,7 @@ from teimgr.supervision.store import Store
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0
 # What a daemon may leave in its run directory.
-RESIDENT = {"nursery.log", "daemon.lock"}
+RESIDENT = {"nursery.log", "nursery.run", "daemon.lock"}
 
 
 _others: set[int] = set()
@@ -91,7 +91,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self.directory.subscribe(self._on_change)
 
-    def _on_change(self, snapshot: RoutingSnapshot) -> None:
+    def _on_change(self, name: str, entry: RouteEntry | None) -> None:
         self._changed.set()
 
     async def create(self, flags: str = "", name: str = "a", **values: object) -> InstanceView:

@@ -31,7 +31,7 @@ class FleetEvent:
 
 
 class EventLog:
-    """The ring buffer of events. `note` compares each list of views with the one before; the first is the baseline."""
+    """The ring buffer of events, found by comparing each view with the one before. The first `note` is the baseline."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ring: deque[FleetEvent] = deque(maxlen=kept)
@@ -47,15 +47,26 @@ class EventLog:
 
     def note(self, views: Sequence[InstanceView]) -> None:
         """Append the events that lead from the views before to these, which are all instances."""
-        before, now = self._views, {view.spec.name: view for view in views}
-        self._views = now
-        if before is None:
+        now = {view.spec.name: view for view in views}
+        if self._views is None:
+            self._views = now
             return
         for name, view in now.items():
-            for kind in _changes(before.get(name), view):
+            self.note_one(name, view)
+        for name in self._views.keys() - now.keys():
+            self.note_one(name, None)
+
+    def note_one(self, name: str, view: InstanceView | None) -> None:
+        """Append the events that lead to the present view of an instance, None for a deleted one."""
+        if self._views is None:
+            return
+        before = self._views.pop(name, None)
+        if view is not None:
+            self._views[name] = view
+            for kind in _changes(before, view):
                 self._append(kind, view)
-        for name in before.keys() - now.keys():
-            self._append("deleted", before[name])
+        elif before is not None:
+            self._append("deleted", before)
 
     def since(self, id: int) -> Iterator[FleetEvent]:
         """The events after `id` that are still kept, oldest first."""

@@ -117,7 +117,8 @@ class Gateway:
         )
         self.aliases = settings.aliases  # replaced when the configuration is reloaded
         self._names = ModelNames(self._router, lambda: self.aliases)
-        self._unsubscribe = directory.subscribe(self._router.update)
+        self._router.update(directory.snapshot())
+        self._unsubscribe = directory.subscribe(self._router.apply)
         self._since = int(time.time())
 
     def routes(self) -> list[Route]:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +36,14 @@ from teimgr.launch.process_handle import (
     all_worker_paths,
     make_private,
     new_incarnation,
+    open_pidfd,
     socket_fits,
+    unrecorded_workers,
 )
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 
+CANCEL_LIMIT_S = 2.0
 IDENTITY_LIMIT_S = 5.0
 LEFTOVER_GRACE_S = 5.0
 _BACKLOG = 128
@@ -102,10 +105,17 @@ class Launcher(Protocol):
             LaunchFailed: it could not be started.
         """
 
-    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
-        """The live workers of an earlier daemon whose spec `accepts`, at most one per replica of an instance.
+    async def find(self) -> Sequence[WorkerHandle]:
+        """The live workers of an earlier daemon. The files of dead ones are removed.
 
-        All others are ended, and the files of dead ones removed.
+        Raises:
+            Unavailable: a run file cannot be read now, for want of descriptors or by a failing disk.
+        """
+
+    async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
+        """Of these workers, which `find` found, those that answer and whose spec `accepts`, at most one per replica.
+
+        All others are ended.
         """
 
     async def close(self) -> None:
@@ -200,6 +210,7 @@ class LocalLauncher:
             ),
             name="log rotation",
         )
+        self.nursery.kill_leftover()
         try:
             self.nursery.start()
         except LaunchFailed as error:
@@ -212,7 +223,9 @@ class LocalLauncher:
         try:
             return await asyncio.shield(launching)
         except asyncio.CancelledError:
-            with suppress(LaunchFailed):
+            if not (await asyncio.wait({launching}, timeout=CANCEL_LIMIT_S))[0]:
+                launching.cancel()  # kills the nursery, which does not answer
+            with suppress(LaunchFailed, asyncio.CancelledError):
                 await (await launching).stop(0)
             raise
 
@@ -248,7 +261,7 @@ class LocalLauncher:
         except OSError as error:
             paths.remove()
             raise LaunchFailed(str(error)) from error
-        except LaunchFailed:  # the nursery may have forked before it died: then there is a run file
+        except (LaunchFailed, asyncio.CancelledError):  # the nursery may have forked before it died: see the run file
             with suppress(OSError):  # no descriptors: it is not known whether there is a worker, so its files stay
                 if unanswered := self._find(paths):
                     await unanswered.stop(0)
@@ -257,25 +270,33 @@ class LocalLauncher:
             raise
         return self._keep(LocalWorker(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
 
-    async def adopt(self, accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
-        """Find the live workers of the run directory, adopt those that `accepts` and that answer, end the others.
-
-        Raises:
-            Unavailable: a run file cannot be read now, for want of descriptors or by a failing disk.
-        """
+    async def find(self) -> list[WorkerHandle]:
+        """As the protocol; workers without a run file, which nothing supervises, are killed."""
         try:
             found = {paths: self._find(paths) for paths in all_worker_paths(self._run_dir)}
         except OSError as error:
             raise Unavailable(f"the workers of an earlier daemon cannot be looked for: {error}") from error
-        alive = [worker for worker in found.values() if worker]
         for paths in [paths for paths, worker in found.items() if not worker]:
             paths.remove()
-        wanted = [worker for worker in alive if accepts(worker.spec)]
+        alive: list[WorkerHandle] = [worker for worker in found.values() if worker]
+        recorded = {worker.incarnation for worker in alive}
+        for process in await asyncio.to_thread(unrecorded_workers, self._run_dir, recorded):
+            if (pidfd := open_pidfd(process)) is not None:
+                log.error("killing a worker without a run file", extra={"pid": process.pid})
+                with suppress(LaunchFailed):
+                    await ProcessHandle(process.pid, pidfd).stop(0)
+        return alive
+
+    async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
+        wanted = [worker for worker in workers if accepts(worker.spec)]
         statuses = await asyncio.gather(*map(_identify, wanted))
-        answered = [Adopted(worker, status) for worker, status in zip(wanted, statuses, strict=True) if status]
-        adopted = _best_of_each(answered)
+        adopted = _best_of_each(
+            Adopted(worker, status) for worker, status in zip(wanted, statuses, strict=True) if status
+        )
         kept = {each.handle for each in adopted}
-        await asyncio.gather(*(_end_leftover(worker) for worker in alive if worker not in kept))
+        deaf = {worker for worker, status in zip(wanted, statuses, strict=True) if status is None}
+        leftovers = [worker for worker in workers if worker not in kept]
+        await asyncio.gather(*(_end(each, 0.0 if each in deaf else LEFTOVER_GRACE_S) for each in leftovers))
         return adopted
 
     def log_path(self, name: str) -> Path:
@@ -321,17 +342,17 @@ def _best_of_each(found: Iterable[Adopted]) -> list[Adopted]:
     return list(best.values())
 
 
-async def _identify(worker: LocalWorker) -> WorkerStatus | None:
+async def _identify(worker: WorkerHandle) -> WorkerStatus | None:
     """The status that the worker answers on its socket; None unless it identifies as the process of the run file."""
     status = await identify(worker.socket, IDENTITY_LIMIT_S)
     expected = (worker.incarnation, worker.spec.hash)
     return status if status is not None and (status.incarnation, status.spec_hash) == expected else None
 
 
-async def _end_leftover(worker: LocalWorker) -> None:
+async def _end(worker: WorkerHandle, grace_s: float) -> None:
     log.info("ending a worker of an earlier daemon", extra={"instance": worker.spec.name, "pid": worker.pid})
     try:
-        await worker.stop(LEFTOVER_GRACE_S)
+        await worker.stop(grace_s)
     except LaunchFailed as error:
         log.error("leftover worker does not die", extra={"reason": str(error)})
 

@@ -15,8 +15,8 @@ per message:
           {"pid", "status"}                          a worker ended; negative: by that signal
 
 A worker's run file is written before the answer and before the child continues, so that no worker is lost whenever the
-daemon or the nursery dies. The nursery ends when the control socket closes. The workers, each in a session of its own,
-continue.
+daemon or the nursery dies. None continues for a daemon that is gone by then: the next one may have ended its adoption.
+The nursery ends when the control socket closes. The workers, each in a session of its own, continue.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -149,7 +150,7 @@ class Nursery:
 
     def _answer(self) -> bool:
         message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 2 + PORTS_LIMIT)
-        if not message:
+        if not message or self._is_orphaned():
             return False
         request = json.loads(message)
         try:
@@ -161,6 +162,12 @@ class Nursery:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
+
+    def _is_orphaned(self) -> bool:
+        """Whether the daemon has closed its end; its last requests may still be in the queue."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLRDHUP)
+        return bool(poller.poll(0))
 
     def _fork(self, request: dict[str, Any], listener: int, log: int, ports: dict[int, int]) -> None:
         go_ahead, give_go_ahead = os.pipe()
@@ -175,7 +182,7 @@ class Nursery:
             os.close(give_go_ahead)
 
     def _keep(self, request: dict[str, Any], pid: int, give_go_ahead: int) -> None:
-        """Watch the child, write its run file and let it continue; kill it if one of these fails."""
+        """Watch the child, write its run file and let it continue; kill it if that fails or the daemon is gone."""
         # Only `_reap` reaps the child, so its pid is not reused before.
         try:
             pidfd = os.pidfd_open(pid)
@@ -187,6 +194,9 @@ class Nursery:
         self._selector.register(pidfd, selectors.EVENT_READ)
         try:
             write_run_file(request, pid)
+            if self._is_orphaned():
+                os.kill(pid, signal.SIGKILL)
+                return
             with suppress(BrokenPipeError):  # it has ended already
                 os.write(give_go_ahead, b"!")
             self._send({"id": request["id"], "pid": pid}, pidfd)
@@ -255,13 +265,17 @@ def become_worker_process(spec: WorkerSpec, kept: Sequence[int], log: int) -> No
 def exec_afresh(entry: Entry, kept: Sequence[int], *arguments: str) -> NoReturn:
     """Run the entry in a new interpreter: seconds slower, but safe where the nursery had several threads.
 
-    `kept` are the descriptors to inherit, the listener's first.
+    `kept` are the descriptors to inherit, the listener's first. The arguments go by a file in memory, as the spec may
+    have secrets and every user can read a command line.
     """
-    imports = f"import sys; from {entry.__module__} import {entry.__name__} as entry"
-    code = f"{imports}; sys.exit(entry(int(sys.argv[1]), *sys.argv[2:]))"
-    for descriptor in kept:
+    memory = os.memfd_create("arguments")
+    os.write(memory, json.dumps(arguments).encode())
+    os.lseek(memory, 0, os.SEEK_SET)
+    imports = f"import json, sys; from {entry.__module__} import {entry.__name__} as entry"
+    code = f"{imports}; sys.exit(entry(int(sys.argv[1]), *json.load(open(int(sys.argv[2])))))"
+    for descriptor in (memory, *kept):
         os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(kept[0]), *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(kept[0]), str(memory)])
 
 
 def write_run_file(request: dict[str, Any], pid: int) -> None:

@@ -18,13 +18,15 @@ from typing import Any
 
 from teimgr.launch.log_rotation import last_line, open_log
 from teimgr.launch.nursery import MESSAGE_LIMIT_BYTES, TorchBuild
-from teimgr.launch.process_handle import KILL_LIMIT_S, LaunchFailed
+from teimgr.launch.process_handle import KILL_LIMIT_S, LaunchFailed, RunFile
 
 IMPORT_LIMIT_S = 120.0
 FORK_LIMIT_S = 30.0
 _LOG_LIMIT_BYTES = 1 << 20
 # The process may print a traceback after its socket has closed.
 _TRACEBACK_LIMIT_S = 2.0
+# How long it may take to end at SIGTERM.
+_END_LIMIT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class NurseryLink:
     def __init__(self, options: Sequence[str], log_path: Path) -> None:
         self._options = options
         self._log_path = log_path
+        self._run_file = log_path.with_suffix(".run")
         self._process: _NurseryProcess | None = None
         self._one_fork = asyncio.Lock()
         self._closed = False
@@ -67,6 +70,17 @@ class NurseryLink:
                 self._process = _NurseryProcess(self._spawn(), self._on_died)
             except OSError as error:
                 raise LaunchFailed(f"the nursery cannot be started: {error}") from error
+            with suppress(OSError):  # the file only lets the next daemon end it sooner
+                if run_file := RunFile.of(self._process.process.pid):
+                    run_file.write(self._run_file)
+
+    def kill_leftover(self) -> None:
+        """Kill the nursery of an earlier daemon, which may be stalled with a request to fork in its queue."""
+        found = RunFile.read(self._run_file)
+        if found is not None and (pidfd := found.open_pidfd()) is not None:
+            log.warning("killing the nursery of an earlier daemon", extra={"pid": found.pid})
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
 
     async def ready(self) -> None:
         """Return when the imports are done.
@@ -108,6 +122,7 @@ class NurseryLink:
         self._closed = True
         if self._process is not None:
             await self._process.end()
+        self._run_file.unlink(missing_ok=True)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -189,6 +204,9 @@ class _NurseryProcess:
         except TimeoutError:
             await self._kill()
             raise LaunchFailed("the nursery does not answer") from None
+        except asyncio.CancelledError:  # the caller stopped waiting
+            await self._kill()
+            raise
         except (BrokenPipeError, ConnectionResetError) as error:
             await self._kill()
             raise NurseryDied(f"the nursery is gone: {error}") from error
@@ -199,7 +217,10 @@ class _NurseryProcess:
 
     async def end(self) -> None:
         self.process.terminate()  # during its imports it would not notice a closed socket
-        await self._gone.wait()
+        try:
+            await asyncio.wait_for(self._gone.wait(), _END_LIMIT_S)
+        except TimeoutError:
+            await self._kill()  # stopped, or it hangs
 
     async def _kill(self) -> None:
         """Kill it and wait, so that it cannot fork a worker later."""

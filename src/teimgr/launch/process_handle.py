@@ -15,7 +15,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -243,7 +243,7 @@ def _reap(pid: int) -> int | None:
 # The kernel's limit on a unix socket's path is 108 bytes with the final zero.
 _SOCKET_PATH_BYTES = 107
 _WORKER_FILE = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
-_OTHER_FILE = re.compile(r"mux-.*|nursery\.log.*|daemon\.lock")
+_OTHER_FILE = re.compile(r"mux-.*|nursery\.(log.*|run)|daemon\.lock")
 
 
 def new_incarnation() -> str:
@@ -307,6 +307,33 @@ class WorkerPaths:
 def all_worker_paths(folder: Path) -> list[WorkerPaths]:
     found = {match[1] for entry in os.scandir(folder) if (match := _WORKER_FILE.fullmatch(entry.name))}
     return [WorkerPaths(folder, incarnation) for incarnation in sorted(found)]
+
+
+def unrecorded_workers(folder: Path, recorded: Collection[str]) -> list[ProcessId]:
+    """Processes of this user that hold a worker's control socket in `folder`, except those of `recorded` incarnations.
+
+    Blocking. A socket keeps its path when the file is removed.
+    """
+    inodes = set()
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        *_, inode, name = line.rsplit(maxsplit=2)
+        match = _WORKER_FILE.fullmatch(Path(name).name)
+        if match and Path(name).parent == folder and match[1] not in recorded:
+            inodes.add(f"socket:[{inode}]")
+    return [process for process in _processes() if _has_descriptor(process, inodes)] if inodes else []
+
+
+def _processes() -> Iterator[ProcessId]:
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal() and (process := look_up(int(entry.name))):
+            yield process
+
+
+def _has_descriptor(process: ProcessId, targets: Collection[str]) -> bool:
+    try:
+        return any(str(entry.readlink()) in targets for entry in Path(f"/proc/{process.pid}/fd").iterdir())
+    except OSError:  # it has ended, or is another user's
+        return False
 
 
 def socket_fits(folder: Path) -> bool:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from typing import Any
 
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
@@ -245,13 +246,15 @@ class CallLatency:
 class CallCounters:
     """Calls by method, instance and gRPC status; latency by method and instance.
 
-    Only instances of the directory become labels: a call whose target was not found counts under the empty name.
+    Only `instances` become labels: a call whose target was not found, or was deleted meanwhile, counts under the empty
+    name. `drop` removes the counters of a deleted one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, instances: Container[str]) -> None:
         self.in_flight = 0
-        self._calls: dict[tuple[str, str, str], int] = {}
-        self._latency: dict[tuple[str, str], CallLatency] = {}
+        self._instances = instances
+        self._calls: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+        self._latency: defaultdict[str, dict[str, CallLatency]] = defaultdict(dict)
 
     def begin(self, method: str) -> CallRecord:
         """Count a call as in flight; `end` must follow."""
@@ -259,24 +262,29 @@ class CallCounters:
         return CallRecord(method)
 
     def end(self, record: CallRecord, status: str) -> None:
+        """Count a finished call by the name of its gRPC status."""
         self.in_flight -= 1
-        calls = (record.method, record.instance, status)
-        self._calls[calls] = self._calls.get(calls, 0) + 1
-        key = (record.method, record.instance)
-        latency = self._latency.get(key)
+        instance = record.instance if record.instance in self._instances else ""
+        self._calls[instance][record.method, status] += 1
+        latency = self._latency[instance].get(record.method)
         if latency is None:
-            latency = self._latency[key] = CallLatency()
+            latency = self._latency[instance][record.method] = CallLatency()
         duration_s = time.perf_counter() - record.began_s
         latency.buckets[bisect_left(BOUNDS_S, duration_s)] += 1
         latency.sum_s += duration_s
         latency.messages += record.messages
+
+    def drop(self, instance: str) -> None:
+        self._calls.pop(instance, None)
+        self._latency.pop(instance, None)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "in_flight": self.in_flight,
             "calls": [
                 {"method": method, "instance": instance, "status": status, "count": count}
-                for (method, instance, status), count in self._calls.items()
+                for instance, calls in self._calls.items()
+                for (method, status), count in calls.items()
             ],
             "latency": [
                 {
@@ -286,7 +294,8 @@ class CallCounters:
                     "sum_s": round(latency.sum_s, 6),
                     "buckets": latency.buckets,
                 }
-                for (method, instance), latency in self._latency.items()
+                for instance, latencies in self._latency.items()
+                for method, latency in latencies.items()
             ],
             "bounds_s": BOUNDS_S,
         }

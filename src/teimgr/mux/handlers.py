@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
-from teimgr.directory import RoutingSnapshot
+from teimgr.directory import RouteEntry
 from teimgr.errors import TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -206,11 +206,14 @@ class MuxHealth(HealthService):
         self._services = dict.fromkeys(("", *services), SERVING)
         self._statuses: dict[str, int] = dict(self._services)
 
-    def update(self, snapshot: RoutingSnapshot) -> None:
-        if not self.is_stopped:
-            instances = {e.name: SERVING if e.state is State.RUNNING else NOT_SERVING for e in snapshot.entries}
-            self._statuses = instances | self._services
-            self.notify()
+    def apply(self, name: str, entry: RouteEntry | None) -> None:
+        """Take the state of an instance, None for a deleted one; `notify` must follow."""
+        if self.is_stopped or name in self._services:
+            return
+        if entry is None:
+            self._statuses.pop(name, None)
+        else:
+            self._statuses[name] = SERVING if entry.state is State.RUNNING else NOT_SERVING
 
     def stop(self) -> None:
         """Set everything to NOT_SERVING and end the watches."""

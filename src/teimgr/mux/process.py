@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import uvloop
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.config.mux import MuxConfig
-from teimgr.directory import RoutingSnapshot
+from teimgr.directory import RouteEntry, RoutingSnapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.grpc_core.rpc_table import SERVICES
 from teimgr.mux.forwarding import CallCounters
@@ -88,7 +88,7 @@ class Mux:
     def __init__(self, config: MuxConfig) -> None:
         self._config = config
         self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
-        self._counters = CallCounters()
+        self._counters = CallCounters(self._router.instances)
         self._policy = PolicyInForce(Policy())
         self._telemetry = open_telemetry(config.otel)
         self._health = MuxHealth(self._policy, *SERVICES)
@@ -131,8 +131,8 @@ class Mux:
         await self._stopping.wait()
         if watching is not None:
             watching.cancel()
-        # Frees the control socket for a successor, and reports NOT_SERVING to load balancers.
-        await self._control.close()
+        # Announced to the daemon and to load balancers; a successor can have port and control socket from now on.
+        self._control.leave({"stopping": self._grace_s})
         self._health.stop()
         # No new calls; those in flight get the grace, until a second signal.
         draining = asyncio.create_task(self._server.stop(self._grace_s))
@@ -142,6 +142,7 @@ class Mux:
         if not draining.done():
             await self._server.stop(None)
         await draining
+        await self._control.close()
         await self._router.close()
         await asyncio.to_thread(self._telemetry.close)
         _log.info("mux stopped")
@@ -195,12 +196,26 @@ class Mux:
             self._policy.swap(Policy.from_json(json.dumps(message["policy"])))
         if "snapshot" in message:
             snapshot = RoutingSnapshot.from_json(json.dumps(message["snapshot"]))
-            self._router.update(snapshot)
-            self._health.update(snapshot)
+            names = {entry.name for entry in snapshot.entries}
+            self._change((name, None) for name in [*self._router.instances] if name not in names)
+            self._router.update(snapshot)  # also the order
+            self._change((entry.name, entry) for entry in snapshot.entries)
             self._woken.set()
+        if "changes" in message:
+            self._change((name, RouteEntry.from_dict(entry) if entry else None) for name, entry in message["changes"])
         if "stop" in message:
             self._stop(float(message["stop"]))
-        return self._stats() if message.get("stats") else None
+        if message.get("stats"):
+            return self._stats()
+        return {"ack": True} if message.get("ack") else None
+
+    def _change(self, changes: Iterable[tuple[str, RouteEntry | None]]) -> None:
+        for name, entry in changes:
+            self._router.apply(name, entry)
+            self._health.apply(name, entry)
+            if entry is None:
+                self._counters.drop(name)
+        self._health.notify()
 
     def _stats(self) -> Message:
         return {
@@ -221,11 +236,14 @@ class MuxControl:
 
         {"policy": {…}}            replace the access policy; no reply
         {"snapshot": [entry, …]}   replace the directory; no reply
+        {"changes": [[name, entry or null], …]}   change it, null for deleted instances; no reply
+        {"ack": true}              replied by the same
         {"stats": true}            replied by one line of counters
         {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
 
-    Lines are processed in order, so the reply to `stats` confirms those before it. `process` gets each message, its
-    result is the reply; `on_orphaned` is called after `orphan_grace_s` seconds without a daemon.
+    Lines are processed in order, so a reply confirms those before it. A mux that stops sends
+    `{"stopping": grace_s}` by itself, and answers until its calls are finished. `process` gets each message, its result
+    is the reply; `on_orphaned` is called after `orphan_grace_s` seconds without a daemon.
     """
 
     def __init__(
@@ -240,7 +258,7 @@ class MuxControl:
         self._process = process
         self._on_orphaned = on_orphaned
         self._server: asyncio.Server | None = None
-        self._daemons: set[asyncio.Task[None]] = set()
+        self._daemons: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._orphan_timer: asyncio.TimerHandle | None = None
         self._inode = 0
 
@@ -251,14 +269,19 @@ class MuxControl:
         self._inode = self._path.stat().st_ino
         self._start_orphan_timer()
 
-    async def close(self) -> None:
-        """Stop listening, close the connections, remove the socket file if it is still this process's own."""
+    def leave(self, message: Message) -> None:
+        """Stop listening, remove the socket file, and send `message` to the daemons that are connected."""
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
         if self._server is not None:
             self._server.close()
-        if self._path.exists() and self._path.stat().st_ino == self._inode:
+        if self._path.exists() and self._path.stat().st_ino == self._inode:  # still this process's own
             self._path.unlink()
+        for writer in self._daemons.values():
+            writer.write(json.dumps(message).encode() + b"\n")
+
+    async def close(self) -> None:
+        """Close the connections, after `leave`."""
         for task in self._daemons:
             task.cancel()
         if self._daemons:
@@ -272,11 +295,11 @@ class MuxControl:
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
         task = asyncio.create_task(self._serve(reader, writer))
-        self._daemons.add(task)
+        self._daemons[task] = writer
         task.add_done_callback(self._closed)
 
     def _closed(self, task: asyncio.Task[None]) -> None:
-        self._daemons.discard(task)
+        del self._daemons[task]
         if not self._daemons and self._server is not None and self._server.is_serving():
             self._start_orphan_timer()
         if not task.cancelled() and (error := task.exception()) is not None:

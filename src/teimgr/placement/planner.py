@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from teimgr import hub
 from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidGpuId, TeimgrError, ValidationError
+from teimgr.observability.memory import proc_sizes
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -140,7 +142,8 @@ def _text(value: str | bytes) -> str:
 
 
 LOADING_BYTES = 2 << 30
-"""The GPU memory that a loading worker is assumed to need, as NVML does not show it yet."""
+"""The memory that a loading worker is assumed to need, on a card as NVML does not show it yet."""
+_LOADS_PER_CARD = 4  # more only compete for the disk and the bus
 CPU_TOKENS = 16384
 """Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
 _GIB = 2**30
@@ -184,7 +187,7 @@ class Planner:
             InvalidConfig: an extra argument cannot be parsed.
         """
         gpu = place(spec, self.inventory, others.loading, others.beside)
-        threads = self.shares(others.alive).get(spec.name, 1)
+        threads = spec.threads or self.share(len(others.alive))
         return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica)
 
     def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
@@ -214,11 +217,63 @@ class Planner:
     def replicas(self, spec: InstanceSpec) -> int:
         return replica_count(spec, self.inventory)
 
-    def shares(self, alive: Sequence[InstanceSpec]) -> dict[str, int]:
-        return share_threads(self._cores, alive)
+    def share(self, workers: int) -> int:
+        """CPU threads for each of so many workers."""
+        return fair_share(self._cores, workers)
+
+    def load_limit(self, gpu: str | None) -> int:
+        """How many workers may load on a card, or on the CPU, at the same time, by cores and free memory."""
+        if gpu is None:
+            free_bytes = proc_sizes(".", "meminfo").get("MemAvailable")
+            return self._cores if free_bytes is None else min(self._cores, free_bytes // LOADING_BYTES)
+        free_bytes = next((card.memory_free_bytes for card in self.inventory.gpus if card.uuid == gpu), 0)
+        return min(_LOADS_PER_CARD, free_bytes // LOADING_BYTES)
 
     def index_of(self, gpu: str | None) -> int | None:
         return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
+
+
+class LoadSlots:
+    """Bounds the workers that load at the same time on a device, first come first served; one always may.
+
+    After a reboot all would else start at once, run out of memory, and out of time. `limit` gives the number for the
+    UUID of a card, or for None, the CPU.
+    """
+
+    def __init__(self, limit: Callable[[str | None], int]) -> None:
+        self._limit = limit
+        self._loading: Counter[str | None] = Counter()
+        self._waiting: defaultdict[str | None, deque[asyncio.Future[None]]] = defaultdict(deque)
+
+    async def take(self, gpu: str | None) -> None:
+        """Return when a worker may load; `give_back` must follow."""
+        waiting = self._waiting[gpu]
+        if not waiting and self._fits(gpu):
+            self._loading[gpu] += 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self.give_back(gpu)
+            elif granted in waiting:
+                waiting.remove(granted)
+            raise
+
+    def give_back(self, gpu: str | None) -> None:
+        """Return a slot, which the next may have."""
+        self._loading[gpu] -= 1
+        waiting = self._waiting[gpu]
+        while waiting and self._fits(gpu):
+            granted = waiting.popleft()
+            if not granted.done():  # else its taker was cancelled just now
+                self._loading[gpu] += 1
+                granted.set_result(None)
+
+    def _fits(self, gpu: str | None) -> bool:
+        return self._loading[gpu] < max(1, self._limit(gpu))
 
 
 def worker_spec(
@@ -331,14 +386,9 @@ def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
     return max(1, len(inventory.gpus)) if spec.replicas == "per-gpu" else spec.replicas
 
 
-def share_threads(cores: int, workers: Iterable[InstanceSpec]) -> dict[str, int]:
-    """CPU threads per worker, by instance: an equal share of the cores, at least one, unless `threads` is given.
-
-    `workers` has the spec of each worker: that of an instance once for each replica.
-    """
-    specs = list(workers)
-    share = max(1, cores // max(1, len(specs)))
-    return {spec.name: spec.threads or share for spec in specs}
+def fair_share(cores: int, workers: int) -> int:
+    """CPU threads for each of so many workers: an equal share of the cores, at least one."""
+    return max(1, cores // max(1, workers))
 
 
 def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) -> InstanceSpec:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from dataclasses import asdict
+from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -155,31 +156,53 @@ class _Instance:
 class Router:
     """The data plane's view of the fleet: the last snapshot and a `Replica` per worker in it.
 
-    For one event loop; independent of gRPC and HTTP. `update` may be called with any snapshot at any time.
+    For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time.
     """
 
     def __init__(self, limits: LinkLimits | None = None) -> None:
         self.limits = limits or LinkLimits()
-        self.snapshot = RoutingSnapshot()
-        self._in_order: list[_Instance] = []
+        self._snapshot: RoutingSnapshot | None = None  # made when it is needed
         self._by_name: dict[str, _Instance] = {}
         self._stats: dict[str, LinkStats] = {}
         self._retired: set[Replica] = set()
 
     def update(self, snapshot: RoutingSnapshot) -> None:
         """Route by `snapshot` from now on. Workers missing in it finish the calls in flight, then lose their links."""
-        known = {replica.endpoint: replica for instance in self._in_order for replica in instance.replicas}
-        self._in_order = [_Instance(entry, self._replicas(entry, known)) for entry in snapshot.entries]
-        self._by_name = {instance.entry.name: instance for instance in self._in_order}
-        self._stats = {name: stats for name, stats in self._stats.items() if name in self._by_name}
-        self.snapshot = snapshot
-        self._retired = {replica for replica in self._retired if not replica.is_closed}
-        for instance in self._in_order:
-            for replica in instance.replicas:
+        for name in self._by_name.keys() - {entry.name for entry in snapshot.entries}:
+            self.apply(name, None)
+        for entry in snapshot.entries:
+            self.apply(entry.name, entry)
+        for entry in snapshot.entries:  # in the snapshot's order
+            self._by_name[entry.name] = self._by_name.pop(entry.name)
+
+    def apply(self, name: str, entry: RouteEntry | None) -> None:
+        """Route one instance by its new entry from now on; None removes it."""
+        before = self._by_name.get(name)
+        present = {replica.endpoint: replica for replica in before.replicas} if before else {}
+        if entry is None:
+            self._by_name.pop(name, None)
+            self._stats.pop(name, None)
+        else:
+            self._by_name[name] = _Instance(entry, self._replicas(entry, present))
+            for replica in self._by_name[name].replicas:
                 replica.reconnect_if_lost()  # the control plane still lists it
-        for replica in known.values():
+        self._retired = {replica for replica in self._retired if not replica.is_closed}
+        for replica in present.values():
             replica.retire()
             self._retired.add(replica)
+        self._snapshot = None
+
+    @property
+    def instances(self) -> KeysView[str]:
+        """The names of all instances, a live view."""
+        return self._by_name.keys()
+
+    @property
+    def snapshot(self) -> RoutingSnapshot:
+        """All instances, in their order."""
+        if self._snapshot is None:
+            self._snapshot = RoutingSnapshot(tuple(instance.entry for instance in self._by_name.values()))
+        return self._snapshot
 
     def lease(self, target: Target, covers: Callable[[str], bool] = lambda name: True) -> Lease:
         """Lease the replica with the fewest bytes under way, among those that the target allows.
@@ -200,16 +223,16 @@ class Router:
             return self._lease_by_model(target.model_id, covers)
         else:
             index = target.instance_index or 0
-            if index >= len(self._in_order):
-                message = f"Instance index {index} not found: there are {len(self._in_order)} instances"
+            if index >= len(self._by_name):
+                message = f"Instance index {index} not found: there are {len(self._by_name)} instances"
                 raise error_from_code(Code.INSTANCE_NOT_FOUND, message)
-            instance = self._in_order[index]
+            instance = next(islice(self._by_name.values(), index, None))
         return _least_busy([(instance.entry.name, replica) for replica in instance.usable()])
 
     def _lease_by_model(self, model_id: str, covers: Callable[[str], bool]) -> Lease:
         found = [
             (instance.entry.name, replica)
-            for instance in self._in_order
+            for instance in self._by_name.values()
             if instance.entry.model_id == model_id
             and instance.entry.state is State.RUNNING
             and covers(instance.entry.name)
@@ -245,11 +268,11 @@ class Router:
         self.update(RoutingSnapshot())
         await asyncio.gather(*(replica.close() for replica in self._retired))
 
-    def _replicas(self, entry: RouteEntry, known: dict[WorkerEndpoint, Replica]) -> tuple[Replica, ...]:
-        """The entry's replicas; those already there are taken out of `known`."""
+    def _replicas(self, entry: RouteEntry, present: dict[WorkerEndpoint, Replica]) -> tuple[Replica, ...]:
+        """The entry's replicas; those already there are taken out of `present`."""
         stats = self._stats.setdefault(entry.name, LinkStats())
         return tuple(
-            known.pop(endpoint) if endpoint in known else Replica(entry.name, endpoint, self.limits, stats)
+            present.pop(endpoint) if endpoint in present else Replica(entry.name, endpoint, self.limits, stats)
             for endpoint in entry.endpoints
         )
 

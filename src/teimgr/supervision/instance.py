@@ -58,6 +58,8 @@ class ManagedInstance:
         self._is_committed = False  # the update under way: it can no longer be rolled back
         self._is_deleted = False
         self._is_forgotten = False
+        self.begun = asyncio.Event()
+        """Set once workers of an earlier daemon are adopted; commands wait for it."""
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -68,7 +70,8 @@ class ManagedInstance:
         """RUNNING while one replica is running."""
         states = {each.state for each in self._serving}
         state = next(state for state in _PRECEDENCE if state in states)
-        return State.STARTING if state is State.STOPPED and self._with_role("joining") else state
+        is_to_start = self._with_role("joining") or (self.spec.wanted_running and not self.begun.is_set())
+        return State.STARTING if state is State.STOPPED and is_to_start else state
 
     @property
     def workers(self) -> list[Supervisor]:
@@ -103,18 +106,19 @@ class ManagedInstance:
 
     # Commands
 
-    async def begin(self, adopted: Mapping[int, Adopted]) -> None:
-        """Start supervision, with the adopted workers by replica."""
+    async def begin(self, adopted: Mapping[int, Adopted], *, start: bool) -> None:
+        """Start supervision, with the adopted workers by replica; `start` the replicas that have none.
+
+        Those that failed for good are not started.
+        """
         self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
         for each in self._serving:
             self._supervise(each, adopted.get(each.number))
         await asyncio.gather(*(each.started.wait() for each in self._serving))
-
-    async def start_missing(self) -> None:
-        """Start the replicas that have no worker, except those that failed for good."""
         for each in self._serving:
-            if each.state is State.STOPPED:
+            if start and each.state is State.STOPPED:
                 await each.accept(Command.START)
+        self.begun.set()
 
     async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
         """Pass the command to every replica; `settle` waits until it is carried out.
@@ -141,9 +145,15 @@ class ManagedInstance:
         await asyncio.gather(*(each.settle() for each in (*self._serving, *self._with_role("leaving"))))
         return self.view()
 
-    def set_threads(self, threads: int) -> None:
+    @property
+    def alive_count(self) -> int:
+        """The number of workers that exist or are being started."""
+        return sum(each.state in (State.STARTING, State.RUNNING) for each in self.workers)
+
+    def set_threads(self, share: int) -> None:
+        """Set the CPU threads of each worker: the key `threads`, else the fair share."""
         for each in self.workers:
-            each.set_threads(threads)
+            each.set_threads(each.spec.threads or share)
 
     def force_stop(self) -> None:
         for each in self._workers:
@@ -354,7 +364,7 @@ class ManagedInstance:
     def _on_state_changed(self) -> None:
         self._state_changed.set()
         self._publish()
-        self._context.on_fleet_changed()
+        self._context.on_instance_changed(self.spec.name)
 
     def _publish(self) -> None:
         if self._is_forgotten:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import assert_never
 
+from teimgr.errors import Code
 from teimgr.launch.process_handle import Exit
 from teimgr.spec import State
 
@@ -37,10 +38,25 @@ class Command(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FailureCause:
-    """Why a worker failed. `permanent`: every new worker would fail in the same way."""
+    """Why a worker failed. `permanent`: every new worker would fail in the same way.
+
+    `may_pass`: so would one that is started at once, but not for ever (a full device, a slow disk): the replica has
+    failed, and is tried again after a pause of `LATER`.
+    """
 
     message: str
     permanent: bool = False
+    may_pass: bool = False
+
+    @classmethod
+    def reported(cls, message: str, code: int | None, permanent: bool) -> FailureCause:
+        """A failure that a worker reported, with the number of its `errors.Code`."""
+        return cls(message, permanent, may_pass=code == Code.OUT_OF_DEVICE_MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBegan:
+    """The worker has its load slot and is being launched: the time of the start begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +106,9 @@ class Tick:
     """Time passed; `wake_at` may be over."""
 
 
-Observation = WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
+Observation = (
+    LoadBegan | WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
+)
 Event = Command | Observation
 
 
@@ -107,7 +125,7 @@ class Effect(Enum):
 def explain(exit: Exit) -> FailureCause:
     """Why a worker exited by itself: its own report, else the exit status and the last line of its log."""
     if exit.report is not None:
-        return FailureCause(exit.report.message, exit.report.permanent)
+        return FailureCause.reported(exit.report.message, exit.report.code, exit.report.permanent)
     if exit.status is None:
         how = "the worker ended"
     elif exit.status < 0:
@@ -125,6 +143,7 @@ Stop              refused   STOPPING          STOPPING           STOPPING       
 Restart           STARTING  REPLACING         REPLACING          REPLACING                STARTING          REPLACING  STARTING
 Delete            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
 Retire            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+LoadBegan         -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
 WorkerReady       -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
 WorkerFailed      -         STARTING          REPLACING          REPLACING                -                 STOPPING   -
 WorkerDownloading -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
@@ -132,7 +151,7 @@ WorkerDraining    -         REPLACING         REPLACING          REPLACING      
 ProbeOk           -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
 ProbeFailed       -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
 Exited            -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
-Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED
+Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED|STARTING
 """  # noqa: E501  a table is read by its columns
 
 FAILED_EXIT_LIMIT_S = 5.0
@@ -148,7 +167,7 @@ class Phase(Enum):
     REPLACING = State.STARTING, "replacing"  # a process that is ending; another one follows
     WAITING = State.STARTING, "waiting"  # no process; the next one starts at `wake_at`
     STOPPING = State.STOPPING  # a process that is ending; none follows
-    FAILED = State.FAILED  # no process: another one would fail in the same way
+    FAILED = State.FAILED  # no process: another one would fail in the same way; with a `wake_at`, until then
 
     @property
     def state(self) -> State:
@@ -170,6 +189,10 @@ class Backoff:
     def delay_s(self, failures: int, jitter: float = 0.0) -> float:
         """The pause after so many failures in a row (>= 1), shortened by up to a half for a jitter in [0, 1)."""
         return min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 40)) * (1 - jitter / 2)
+
+
+LATER = Backoff(first_s=30.0, max_s=600.0)
+"""Pauses after failures that may pass: each attempt takes a device's memory, or minutes of its load slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,12 +264,12 @@ class ReplicaState:
                 return replace(self, deleted=True)._stop()
             case Command.RETIRE:
                 return replace(self, deleted=True)._retire()
+            case LoadBegan() | WorkerDownloading():
+                return self._loads(now), []
             case WorkerReady():
                 return self._ready(now), []
             case WorkerFailed(failure):
                 return self._worker_failed(failure, now)
-            case WorkerDownloading():
-                return self._downloading(now), []
             case WorkerDraining():
                 return self._draining()
             case ProbeOk():
@@ -265,7 +288,8 @@ class ReplicaState:
         return replace(self, phase=Phase.STARTING, failure=None, ready_at=None, probe_failures=0, wake_at=deadline)
 
     def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
-        return replace(self._loading(now), restarts=self.restarts + again), [Effect.LAUNCH]
+        waiting = replace(self._loading(now), wake_at=None)  # for its load slot, without a limit
+        return replace(waiting, restarts=self.restarts + again), [Effect.LAUNCH]
 
     def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
@@ -312,7 +336,7 @@ class ReplicaState:
         life = replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message, wake_at=None)
         return life, [Effect.TERMINATE]
 
-    def _downloading(self, now: float) -> ReplicaState:
+    def _loads(self, now: float) -> ReplicaState:
         if self.phase is not Phase.STARTING or self.failure is not None:
             return self
         return replace(self, wake_at=now + self.policy.startup_timeout_s)
@@ -334,6 +358,9 @@ class ReplicaState:
             return self._launch(now, again=True)
         failure = self.failure or explain(exit)
         ended = replace(self, failure=None, reason=failure.message, wake_at=None, probe_failures=0)
+        if failure.may_pass:
+            streak = self.streak + 1
+            return replace(ended, phase=Phase.FAILED, streak=streak, wake_at=now + LATER.delay_s(streak, jitter)), []
         if failure.permanent:
             return replace(ended, phase=Phase.FAILED), []
         return ended._wait(jitter, now), []
@@ -347,9 +374,9 @@ class ReplicaState:
     def _tick(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.wake_at is None or now < self.wake_at:
             return self, []
-        if self.phase is Phase.WAITING:
+        if self.phase in (Phase.WAITING, Phase.FAILED):
             return self._launch(now, again=True)
-        failure = self.failure or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", permanent=True)
+        failure = self.failure or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", may_pass=True)
         return replace(self, failure=failure, reason=failure.message, wake_at=None), [Effect.KILL]
 
 

@@ -22,11 +22,12 @@ from teimgr.errors import (
     TeimgrError,
     Unavailable,
 )
-from teimgr.launch.launcher import Adopted, Launcher
+from teimgr.launch.launcher import Launcher, WorkerHandle
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import (
     GpuInventory,
+    LoadSlots,
     Planner,
     check_allowed,
     place,
@@ -34,11 +35,11 @@ from teimgr.placement.planner import (
     with_batch_tokens,
     worker_spec,
 )
-from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.spec import InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, wanted_at_boot
-from teimgr.supervision.supervisor import Supervisor, SupervisorContext, alive_specs
+from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.supervision.validation import InstanceValidator, check_model
 from teimgr.supervision.worker_run import ProbePlan
 
@@ -47,12 +48,15 @@ _RETRY_S = 5.0
 
 log = logging.getLogger(__name__)
 
+ADOPTION_LIMIT_S = 2.0
+"""How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
+
 
 class Manager:
     """Owns the instances: `restore` and `boot` bring back those of the state file, REST calls the other methods.
 
     A check and the decision that rests on it happen without an await in between, so that two calls cannot both get the
-    last port. `booted` is set when adoption is over; commands wait for it. `on_views_changed` is called with all views
+    last port. `booted` is set when adoption is over; commands wait for it. `on_view_changed` is called with a view
     after every change. `tokens_per_gib` is changed by a reload of the configuration.
     """
 
@@ -68,7 +72,7 @@ class Manager:
     ) -> None:
         self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.booted = asyncio.Event()
-        self.on_views_changed: Callable[[Sequence[InstanceView]], None] = lambda views: None
+        self.on_view_changed: Callable[[str, InstanceView | None], None] = lambda name, view: None
         self._settings = settings
         self._launcher = launcher
         self._store = store
@@ -82,6 +86,10 @@ class Manager:
         self._retry: asyncio.Task[None] | None = None
         self._alarms: dict[str, str] = {}
         self._is_restored = False
+        self._alive: dict[str, int] = {}  # live workers by instance
+        self._alive_total = 0
+        self._share = self._planner.share(0)
+        self._adopting: set[asyncio.Task[None]] = set()
         self._not_startable: set[str] = set()
         self._context = SupervisorContext(
             launcher=launcher,
@@ -95,9 +103,10 @@ class Manager:
             ),
             probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
             grace_s=settings.graceful_shutdown_timeout_secs,
+            slots=LoadSlots(self._planner.load_limit),
             fleet=self._workers,
             save_spec=self._save_spec,
-            on_fleet_changed=self._on_fleet_changed,
+            on_instance_changed=self._on_instance_changed,
         )
 
     # Start and stop of the daemon
@@ -129,22 +138,32 @@ class Manager:
         if not self._is_restored:
             await self.restore()
         await self._planner.refresh()
-        adopted: defaultdict[str, dict[int, Adopted]] = defaultdict(dict)
-        for each in await self._launcher.adopt(self._accepts):
-            adopted[each.handle.spec.name][each.handle.spec.replica] = each
-        for name, instance in self._instances.items():
-            await instance.begin(adopted[name])
-        for name, instance in self._instances.items():
-            if instance.spec.wanted_running and name not in self._not_startable:
-                await instance.start_missing()
+        found: defaultdict[str, list[WorkerHandle]] = defaultdict(list)
+        for worker in await self._launcher.find():
+            found[worker.spec.name].append(worker)
+        names = {**self._instances, **found}
+        self._adopting = {asyncio.create_task(self._take_over(name, found[name])) for name in names}
+        if self._adopting:  # a worker that does not answer must not keep the others
+            done, _ = await asyncio.wait(self._adopting, timeout=ADOPTION_LIMIT_S)
+            for task in done:
+                task.result()
         self.booted.set()
         await self._settle_state()
+
+    async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
+        """Adopt the workers of one instance, start those that are missing, end the others."""
+        adopted = await self._launcher.adopt(workers, self._accepts)
+        if instance := self._instances.get(name):
+            start = instance.spec.wanted_running and name not in self._not_startable
+            await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
 
     async def shutdown(self, *, at_once: bool = False) -> None:
         """Stop every worker in parallel; the wanted state on disk stays. Also works after a failed boot.
 
         `at_once` kills them without grace, even where an earlier call allowed some.
         """
+        if self._adopting:
+            await asyncio.wait(self._adopting)
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
@@ -199,8 +218,7 @@ class Manager:
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
         async with self._planning(spec.name, spec):
             instance = self._add(spec)
-            await instance.begin({})
-            await instance.accept(Command.START)
+            await instance.begin({}, start=True)
         self._metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         return instance.view()
 
@@ -219,8 +237,7 @@ class Manager:
             StateNotSaved: the disk refused; nothing was changed.
             UpdateFailed: it failed, with `wait`.
         """
-        await self.booted.wait()
-        instance = self._find(name)
+        instance = await self._begun(name)
         if "save" in self._alarms:
             await self._write()  # before workers are started for a change that could not be kept
         wanted = with_changes(instance.spec, changes)
@@ -232,7 +249,7 @@ class Manager:
         await instance.update(changes, recreate=recreate)
         if wait:
             await instance.update_finished()
-        return self._view(instance)
+        return instance.view()
 
     async def start(self, name: str) -> InstanceView:
         """Begin to start an instance.
@@ -259,15 +276,14 @@ class Manager:
             InstanceNotFound.
             UpdateInProgress, UpdateFailed: as `update`.
         """
-        await self.booted.wait()
-        instance = self._find(name)
+        instance = await self._begun(name)
         if not rolling or not instance.spec.wanted_running:
             return await self._command(name, Command.RESTART)
         await self._planner.refresh()
         await instance.update({}, restart=True)
         if wait:
             await instance.update_finished()
-        return self._view(instance)
+        return instance.view()
 
     async def delete(self, name: str) -> InstanceView:
         """Stop and remove an instance; returns its last view when its processes are gone. Its log file stays.
@@ -275,8 +291,7 @@ class Manager:
         Raises:
             InstanceNotFound.
         """
-        await self.booted.wait()
-        instance = self._find(name)
+        instance = await self._begun(name)
         async with self._planning(name, None):
             await instance.accept(Command.DELETE)
             view = await instance.settle()
@@ -284,12 +299,14 @@ class Manager:
             if self._instances.get(name) is instance:
                 del self._instances[name]
                 instance.forget()
-                self._on_fleet_changed()
+                self.on_view_changed(name, None)
+                self._set_alive(name, 0)
+                del self._alive[name]
         self._metrics.count(catalogue.DELETED, name)
         return view
 
     def list(self) -> list[InstanceView]:
-        return [self._view(instance) for instance in self._instances.values()]
+        return [instance.view() for instance in self._instances.values()]
 
     def get(self, name: str) -> InstanceView:
         """One instance.
@@ -297,15 +314,14 @@ class Manager:
         Raises:
             InstanceNotFound.
         """
-        return self._view(self._find(name))
+        return self._find(name).view()
 
     @property
     def store_alarm(self) -> str | None:
         return "; ".join(self._alarms.values()) or None
 
     async def _command(self, name: str, command: Command) -> InstanceView:
-        await self.booted.wait()
-        instance = self._find(name)
+        instance = await self._begun(name)
         async with self._planning(name, replace(instance.spec, wanted_running=command is not Command.STOP)):
             await instance.accept(command)
         return await instance.settle()
@@ -322,6 +338,13 @@ class Manager:
         instance = self._instances[spec.name] = ManagedInstance(spec, self._context)
         return instance
 
+    async def _begun(self, name: str) -> ManagedInstance:
+        """The instance, once its workers of an earlier daemon are adopted. Raises InstanceNotFound."""
+        await self.booted.wait()
+        instance = self._find(name)
+        await instance.begun.wait()
+        return instance
+
     def _find(self, name: str) -> ManagedInstance:
         try:
             return self._instances[name]
@@ -336,19 +359,24 @@ class Manager:
     def _workers(self) -> Sequence[Supervisor]:
         return [worker for instance in self._instances.values() for worker in instance.workers]
 
-    def _view(self, instance: ManagedInstance) -> InstanceView:
-        """The view; before adoption is over, an instance without a worker may still get one."""
-        view = instance.view()
-        if self.booted.is_set() or not view.spec.wanted_running or view.state is not State.STOPPED:
-            return view
-        return replace(view, state=State.STARTING)
+    def _on_instance_changed(self, name: str) -> None:
+        """The cost does not depend on the number of instances, unless the share of the cores changes."""
+        instance = self._instances.get(name)
+        if instance is None:
+            return
+        self.on_view_changed(name, instance.view())
+        if self._set_alive(name, instance.alive_count):
+            for each in self._instances.values():
+                each.set_threads(self._share)
+        elif instance.alive_count:
+            instance.set_threads(self._share)
 
-    def _on_fleet_changed(self) -> None:
-        views = self.list()
-        self._metrics.fleet(views)
-        self.on_views_changed(views)
-        for name, threads in self._planner.shares(alive_specs(self._workers())).items():
-            self._instances[name].set_threads(threads)
+    def _set_alive(self, name: str, count: int) -> bool:
+        """Take the number of live workers of an instance; whether the share of the cores is another one now."""
+        self._alive_total += count - self._alive.pop(name, 0)
+        self._alive[name] = count
+        before, self._share = self._share, self._planner.share(self._alive_total)
+        return before != self._share
 
     # The state file
 

@@ -14,8 +14,8 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from teimgr import __version__
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory
+from teimgr.directory import Directory, RouteEntry
 from teimgr.durable_files import write_atomically
 from teimgr.http_server import bind
 from teimgr.launch.log_rotation import open_log, rotate_regularly
@@ -43,7 +43,8 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-_LINE_LIMIT_BYTES = 1 << 20
+# Far above what counters of ten thousand instances take; beyond it a mux does not speak this protocol.
+_LINE_LIMIT_BYTES = 64 << 20
 _CONNECT_RETRY_S = 0.02
 
 
@@ -60,6 +61,14 @@ class MuxTimeouts:
 
 class MuxLost(Exception):
     """The mux cannot be reached or does not answer; the text is the reason."""
+
+
+class MuxStopping(MuxLost):
+    """The mux was stopped by another process; it finishes its calls within `grace_s`, and its port is free."""
+
+    def __init__(self, grace_s: float) -> None:
+        super().__init__("it was stopped by another process")
+        self.grace_s = grace_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,7 @@ class MuxSupervisor:
         self._run_file = settings.run_dir / f"{self.name}.run"
         self._config_file = self._run_file.with_suffix(".config")
         self._process: ProcessHandle | None = None
+        self._draining: dict[asyncio.Task[str], ProcessHandle] = {}
 
     async def adopt(self) -> bool:
         """Take over the live mux of an earlier daemon; one with another configuration is stopped."""
@@ -128,19 +138,26 @@ class MuxSupervisor:
 
     async def stop(self, grace_s: float) -> None:
         """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
-        await self._end(grace_s + 1)
+        await asyncio.gather(self._end(grace_s + 1), *self._draining)
         for path in (self._run_file, Path(self.config.control_socket), self._config_file):
             path.unlink(missing_ok=True)
 
     def force_stop(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)  # at a second one it exits without waiting for calls
+        for process in (self._process, *self._draining.values()):
+            if process is not None:
+                process.send_signal(signal.SIGTERM)  # at a second one it exits without waiting for calls
 
     async def _run_once(self) -> str:
         """Launch the mux unless one was adopted, and serve it until it is lost; the result is why."""
         try:
             process = self._process = self._process or self._launch()
             return await self._serve(process)
+        except MuxStopping as error:  # its successor starts beside it
+            process, self._process = self._process, None  # type: ignore[assignment]
+            task = asyncio.create_task(self._end_process(process, error.grace_s + 1, sigterm=False))
+            self._draining[task] = process
+            task.add_done_callback(self._draining.pop)
+            return str(error)
         except (MuxLost, OSError) as error:
             return str(error)
         except Exception as error:  # a defect of ours must not leave the fleet without a mux
@@ -183,82 +200,138 @@ class MuxSupervisor:
             MuxLost: always, at the end.
         """
         limits = self._timeouts
-        try:
-            reader, writer = await _connect(self.config.control_socket, limits.connect_limit_s)
-        except OSError as error:
-            raise MuxLost(f"its control socket cannot be reached: {error or 'it does not come up'}") from error
+        link = await MuxLink.open(self.config.control_socket, limits.connect_limit_s)
         changed = asyncio.Event()
-        unsubscribe = (self._directory.subscribe(lambda _: changed.set()), self._policy.subscribe(changed.set))
+        changes: list[tuple[str, RouteEntry | None]] = []
+
+        def on_route(name: str, entry: RouteEntry | None) -> None:
+            changes.append((name, entry))
+            changed.set()
+
+        unsubscribe = (self._directory.subscribe(on_route), self._policy.subscribe(changed.set))
+        link.send(policy=self._policy.now.to_json(), snapshot=self._directory.snapshot().to_json())
+        request, problem = "stats", None
         try:
             while True:
-                if changed.is_set():
-                    changed.clear()
-                    snapshot = self._directory.snapshot()
-                    writer.write(
-                        f'{{"policy": {self._policy.now.to_json()}, "snapshot": {snapshot.to_json()}}}\n'.encode()
-                    )
                 late = asyncio.get_running_loop().call_later(limits.alarm_after_s, self._on_late)
                 try:
-                    stats = await _poll(reader, writer, limits.answer_limit_s)
+                    answer = await link.ask(request, limits.answer_limit_s)
                 finally:
                     late.cancel()
-                problem = stats.get("alarm")
+                if request == "stats":
+                    problem = answer.get("alarm")
+                    self._metrics.mux_stats(self.name, answer)
                 self.alarm = f"{self.name}: {problem}" if problem else None
-                self._metrics.mux_stats(self.name, stats)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(limits.interval_s):
-                        await changed.wait()
+                request = "ack" if await link.wait(changed, limits.interval_s) else "stats"
+                if request == "ack":
+                    changed.clear()
+                    sent = json.dumps([(name, asdict(entry) if entry else None) for name, entry in changes])
+                    changes.clear()
+                    link.send(policy=self._policy.now.to_json(), changes=sent)
         finally:
             for leave in unsubscribe:
                 leave()
-            writer.close()
+            link.close()
 
     def _on_late(self) -> None:
         self.alarm = f"{self.name} has given no answer for {self._timeouts.alarm_after_s:g} s"
         log.warning("mux is late with an answer", extra={"mux": self.name})
 
     async def _end(self, grace_s: float = 0) -> str:
-        """End the process; the result is its exit status in brackets, where it is known."""
-        if self._process is None:
-            return ""
+        """End the present process; the result is its exit status in brackets, where it is known."""
+        ending = await self._end_process(self._process, grace_s) if self._process is not None else ""
+        self._process = None
+        return ending
+
+    async def _end_process(self, process: ProcessHandle, grace_s: float, *, sigterm: bool = True) -> str:
         try:
-            status = (await self._process.stop(grace_s)).status
+            status = (await process.stop(grace_s, sigterm=sigterm)).status
         except LaunchFailed as error:
             log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
             status = None
-        self._process = None
         return "" if status is None else f" (exit status {status})"
 
 
-async def _connect(path: str, limit_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to the control socket, which appears once the gRPC port is bound."""
-    async with asyncio.timeout(limit_s):
-        while True:
-            try:
-                return await asyncio.open_unix_connection(path, limit=_LINE_LIMIT_BYTES)
-            except (FileNotFoundError, ConnectionRefusedError):
-                await asyncio.sleep(_CONNECT_RETRY_S)
+class MuxLink:
+    """The daemon's connection to the control socket of a mux. One read is always pending, to see its end at once."""
 
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._reading = asyncio.ensure_future(reader.readline())
 
-async def _poll(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit_s: float) -> dict[str, Any]:
-    try:
-        async with asyncio.timeout(limit_s):
-            writer.write(b'{"stats": true}\n')
-            await writer.drain()
-            line = await reader.readline()
-    except TimeoutError as error:
-        raise MuxLost(f"it gave no answer for {limit_s:g} s") from error
-    except (OSError, ValueError) as error:  # a ValueError is a line without an end
-        raise MuxLost(f"its control connection broke: {error}") from error
-    if not line:
-        raise MuxLost("it closed its control connection")
-    try:
-        stats = json.loads(line)
-    except ValueError as error:
-        raise MuxLost(f"its answer cannot be read: {error}") from error
-    if not isinstance(stats, dict):
-        raise MuxLost("its answer is no JSON object")
-    return stats
+    @classmethod
+    async def open(cls, path: str, limit_s: float) -> MuxLink:
+        """Connect to the socket, which appears once the gRPC port is bound.
+
+        Raises:
+            MuxLost: it does not appear.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        return cls(*await asyncio.open_unix_connection(path, limit=_LINE_LIMIT_BYTES))
+                    except (FileNotFoundError, ConnectionRefusedError):
+                        await asyncio.sleep(_CONNECT_RETRY_S)
+        except OSError as error:  # TimeoutError is one of them
+            raise MuxLost(f"its control socket cannot be reached: {str(error) or 'it does not come up'}") from error
+
+    def send(self, **values: str) -> None:
+        """Send a message of values that are JSON already."""
+        members = ", ".join(f'"{key}": {value}' for key, value in values.items())
+        self._writer.write(f"{{{members}}}\n".encode())
+
+    async def ask(self, request: str, limit_s: float) -> dict[str, Any]:
+        """The answer to `stats`, or to `ack`, which confirms what was sent before.
+
+        Raises:
+            MuxLost: it does not answer.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                self.send(**{request: "true"})
+                await self._writer.drain()
+                await asyncio.wait((self._reading,))
+        except TimeoutError as error:
+            raise MuxLost(f"it gave no answer for {limit_s:g} s") from error
+        except OSError as error:
+            raise MuxLost(f"its control connection broke: {error}") from error
+        return self._message()
+
+    async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
+        """Whether there is a change within `limit_s`.
+
+        Raises:
+            MuxLost: the mux ends.
+        """
+        waiting = asyncio.ensure_future(changed.wait())
+        await asyncio.wait((waiting, self._reading), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._reading.done():
+            self._message()
+        return changed.is_set()
+
+    def close(self) -> None:
+        self._reading.cancel()
+        self._writer.close()
+
+    def _message(self) -> dict[str, Any]:
+        try:
+            line = self._reading.result()
+            message = json.loads(line) if line else None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise MuxLost(f"its answer cannot be read: {error}") from error
+        except (OSError, ValueError) as error:  # a ValueError is a line without an end
+            raise MuxLost(f"its control connection broke: {error}") from error
+        if not line:
+            raise MuxLost("it closed its control connection")
+        if not isinstance(message, dict):
+            raise MuxLost("its answer is no JSON object")
+        if "stopping" in message:
+            raise MuxStopping(float(message["stopping"]))
+        self._reading = asyncio.ensure_future(self._reader.readline())
+        return message
 
 
 def mux_config(number: int, settings: Settings) -> MuxConfig:

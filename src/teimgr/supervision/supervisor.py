@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import Others, Planner
+from teimgr.placement.planner import LoadSlots, Others, Planner
 from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView, rfc3339
 from teimgr.supervision.lifecycle import (
     Command,
@@ -34,6 +35,7 @@ from teimgr.supervision.lifecycle import (
     ReplicaState,
     RestartPolicy,
     Tick,
+    WorkerDownloading,
     WorkerReady,
 )
 from teimgr.supervision.worker_run import ProbePlan, WorkerRun
@@ -45,9 +47,8 @@ log = logging.getLogger(__name__)
 class SupervisorContext:
     """What all instances and supervisors share. `grace_s` is how long a stopped worker may finish its calls.
 
-    `fleet` lists the supervisors of all instances. `save_spec` writes the wanted state with
-    this spec of its instance to disk, or raises `StateNotSaved`. `on_fleet_changed` is
-    called after every change of an instance's state.
+    `fleet` lists the supervisors of all instances. `save_spec` writes the wanted state with this spec of its instance
+    to disk, or raises `StateNotSaved`. `on_instance_changed` is called after every change of an instance's state.
     """
 
     launcher: Launcher
@@ -57,9 +58,10 @@ class SupervisorContext:
     policy: RestartPolicy
     probes: ProbePlan
     grace_s: float
+    slots: LoadSlots
     fleet: Callable[[], Sequence[Supervisor]]
     save_spec: Callable[[InstanceSpec], Awaitable[None]]
-    on_fleet_changed: Callable[[], None]
+    on_instance_changed: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Supervisor:
         self._worker_tasks: asyncio.TaskGroup | None = None
         self._threads: int | None = None
         self._probed_at: datetime | None = None
+        self._give_back: Callable[[], None] | None = None  # the load slot
         self._closed = False
 
     # Commands
@@ -248,6 +251,8 @@ class Supervisor:
 
     def _record(self, event: Observation) -> None:
         """Update what views and metrics show; no decision depends on it."""
+        if isinstance(event, WorkerReady | WorkerDownloading | Exited):  # a download may take hours
+            self._release_slot()
         match event:
             case ProbeOk():
                 self._probed_at = datetime.now(UTC)
@@ -262,7 +267,8 @@ class Supervisor:
         self._life, effects = before.step(event, asyncio.get_running_loop().time())
         if before.phase is not self._life.phase:
             self._on_phase_changed(before.phase)
-        self._on_state_changed()
+        if before != self._life:
+            self._on_state_changed()
         for effect in effects:
             if effect is Effect.LAUNCH:
                 self._start_worker(None)
@@ -276,7 +282,7 @@ class Supervisor:
         facts |= {"from": before.name.lower(), "to": life.phase.name.lower()}
         level = logging.ERROR if life.phase is Phase.FAILED else logging.INFO
         log.log(level, "phase", extra=facts | ({"reason": life.reason} if life.reason else {}))
-        if life.phase is Phase.WAITING:
+        if life.phase is Phase.WAITING or (life.phase is Phase.FAILED and life.wake_at is not None):
             metrics.count(catalogue.RESTARTS, self.spec.name)
         if life.phase is Phase.RUNNING:
             assert worker is not None
@@ -298,7 +304,7 @@ class Supervisor:
         self._worker_tasks.create_task(worker.run(), name=f"worker of {self.spec.name}")
 
     async def _plan(self) -> WorkerSpec:
-        """Place the next worker beside those of the whole fleet; the result is the spec to launch it with."""
+        """Place the next worker beside those of the whole fleet, and wait for a load slot of its device."""
         planner = self._context.planner
         await planner.refresh()
         workers = self._context.fleet()
@@ -310,6 +316,8 @@ class Supervisor:
         )
         spec = planner.plan(self.spec, self.number, others)
         self.gpu = spec.gpu
+        await self._context.slots.take(spec.gpu)
+        self._give_back = partial(self._context.slots.give_back, spec.gpu)
         return spec
 
     def _adopt(self, adopted: Adopted) -> None:
@@ -320,8 +328,14 @@ class Supervisor:
         if self._worker.is_ready:
             self._step(WorkerReady())  # at once: routers must not see it in another state for a moment
 
+    def _release_slot(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
     async def _close(self) -> None:
         self._closed = True
+        self._release_slot()
         self.started.set()
         while not self._mailbox.empty():
             item = self._mailbox.get_nowait()

@@ -21,6 +21,7 @@ from teimgr.spec import WorkerSpec
 from teimgr.supervision.lifecycle import (
     Exited,
     FailureCause,
+    LoadBegan,
     Observation,
     ProbeFailed,
     ProbeOk,
@@ -54,7 +55,7 @@ class ProbePlan:
 class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
-    `plan` makes the spec to launch. `post` gets the events, in the event loop; `Exited` is the last.
+    `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
     """
 
     def __init__(
@@ -141,7 +142,9 @@ class WorkerRun:
             raise LaunchFailed(_NEVER_LAUNCHED)
 
         async def launch() -> WorkerHandle:
-            return await self._launcher.launch(await self._plan())
+            spec = await self._plan()
+            self._post(LoadBegan())
+            return await self._launcher.launch(spec)
 
         self._launching = asyncio.create_task(launch())
         try:
@@ -215,7 +218,8 @@ class WorkerRun:
                 self._ready.set()
                 self._post(WorkerReady())
             case "failed":
-                self._post(WorkerFailed(FailureCause(status.reason or "the worker failed", status.permanent)))
+                reason = status.reason or "the worker failed"
+                self._post(WorkerFailed(FailureCause.reported(reason, status.code, status.permanent)))
             case "downloading":
                 self._post(WorkerDownloading())
             case "draining":

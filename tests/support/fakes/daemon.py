@@ -36,7 +36,7 @@ async def main(folder: Path, wanted: dict[str, str], replicas: int, change: str)
         settings, LocalLauncher(options), directory, Store(settings.state_file), gpus, DaemonMetrics(), cores=4
     )
     changed = asyncio.Event()
-    directory.subscribe(lambda snapshot: changed.set())
+    directory.subscribe(lambda name, entry: changed.set())
     await manager.boot()
     for name, flags in wanted.items():
         await manager.create(InstanceSpec(name=name, model_id=f"fake:{flags}", replicas=replicas))
