@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.support.polling import eventually
 
-from teimgr.events.fleet_events import EventLog
+from teimgr.events.fleet_events import KEPT_PER_INSTANCE, EventLog
 from teimgr.spec import EVENTS, InstanceSpec, InstanceView, State
 
 VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}), state=State.STARTING)
@@ -60,6 +60,16 @@ def test_a_life_is_told_step_by_step() -> None:
     assert set(told) == set(EVENTS)
     last = list(events.since(0))[-1]
     assert (last.id, last.instance, last.reason, last.tags) == (9, "a", "broken", {"team": "x"})
+
+
+def test_an_instance_has_a_bounded_history_until_it_is_deleted() -> None:
+    events = began()
+    for number in range(KEPT_PER_INSTANCE + 5):
+        events.note([replace(VIEW, state=(State.RUNNING, State.STOPPED)[number % 2], reason=str(number))])
+    assert len(events.history("a")) == KEPT_PER_INSTANCE
+    assert events.history("a")[-1].reason == str(KEPT_PER_INSTANCE + 4)
+    events.note([])
+    assert events.history("a") == []
 
 
 def test_the_ring_keeps_the_latest_and_numbers_go_on() -> None:

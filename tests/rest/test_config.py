@@ -18,8 +18,9 @@ from teimgr.config.sources import Configuration, Source, read
 from teimgr.daemon import Daemon
 from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
-from teimgr.events.fleet_events import EventLog
+from teimgr.events.fleet_events import KEPT, EventLog
 from teimgr.observability import logs
+from teimgr.spec import InstanceSpec, InstanceView, State
 from teimgr.supervision.reload import LIVE, Reloader, live_keys
 from teimgr.supervision.worker_run import FleetProber
 
@@ -247,6 +248,21 @@ async def test_events_are_listed_and_filtered(moving: Moving) -> None:
     assert len(await moving.front.call("GET", "/events?event=created", 200)) == 3
     assert [each["id"] for each in await moving.front.call("GET", "/events?last=2", 200)] == [6, 7]
     assert await moving.front.call("GET", "/events?last=0", 200) == []
+
+
+async def test_an_instance_keeps_its_own_events_whatever_happens_to_others(moving: Moving) -> None:
+    noisy = InstanceView(spec=InstanceSpec(name="noisy", model_id="m"), state=State.STARTING)
+    for _ in range(KEPT):
+        moving.events.note_one("noisy", None)
+        moving.events.note_one("noisy", noisy)
+    await moving.front.fleet.stop("a")
+
+    listed = await moving.front.call("GET", "/instances/a/events", 200)
+    assert [each["event"] for each in listed] == ["created", "starting", "stopped"]
+    assert [each["event"] for each in await moving.front.call("GET", "/instances/a/events?last=1", 200)] == ["stopped"]
+    assert await moving.front.call("GET", "/instances/b/events?last=0", 200) == []
+    await moving.front.call("GET", "/instances/nobody/events", 404)
+    await moving.front.call("GET", "/instances/a/events?last=101", 422)
 
 
 async def streamed(moving: Moving, query: str = "", **headers: str) -> AsyncIterator[tuple[str, str]]:

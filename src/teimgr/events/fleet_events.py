@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from teimgr.spec import InstanceSpec, InstanceView, now_rfc3339
 
 KEPT = 1000
+# Of each instance that exists, whatever happens to the others.
+KEPT_PER_INSTANCE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class EventLog:
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ring: deque[FleetEvent] = deque(maxlen=kept)
+        self._histories: dict[str, deque[FleetEvent]] = {}
         self._views: dict[str, InstanceView] | None = None
         self._latest = 0
         self._appended = asyncio.Event()
@@ -72,6 +75,10 @@ class EventLog:
         """The events after `id` that are still kept, oldest first."""
         return iter([event for event in self._ring if event.id > id])
 
+    def history(self, instance: str) -> list[FleetEvent]:
+        """The last events of an instance that exists, oldest first."""
+        return [*self._histories.get(instance, ())]
+
     async def follow(self, id: int) -> AsyncGenerator[FleetEvent]:
         """The events after `id`, and each new one; ends when the log is closed."""
         while True:
@@ -89,18 +96,21 @@ class EventLog:
 
     def _append(self, kind: str, view: InstanceView) -> None:
         self._latest += 1
-        self._ring.append(
-            FleetEvent(
-                id=self._latest,
-                timestamp=now_rfc3339(),
-                event=kind,
-                instance=view.spec.name,
-                model_id=view.spec.model_id,
-                status=view.state.value,
-                reason=view.reason,
-                tags=dict(view.spec.tags),
-            )
+        event = FleetEvent(
+            id=self._latest,
+            timestamp=now_rfc3339(),
+            event=kind,
+            instance=view.spec.name,
+            model_id=view.spec.model_id,
+            status=view.state.value,
+            reason=view.reason,
+            tags=dict(view.spec.tags),
         )
+        self._ring.append(event)
+        if kind == "deleted":
+            self._histories.pop(event.instance, None)
+        else:
+            self._histories.setdefault(event.instance, deque(maxlen=KEPT_PER_INSTANCE)).append(event)
         self._wake()
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""GET /events: fleet events, as a list of the latest or as a stream of server-sent events."""
+"""GET /events and /instances/{name}/events: a list of the latest events, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from teimgr.events.fleet_events import KEPT, EventLog, FleetEvent
+from teimgr.events.fleet_events import KEPT, KEPT_PER_INSTANCE, EventLog, FleetEvent
+from teimgr.rest.instances import ManagerDep
 from teimgr.rest.json_http import Event, answer, event_stream, wants_events
 
 router = APIRouter(tags=["fleet"])
@@ -17,6 +18,7 @@ DEFAULT_LAST = 100
 
 Instances = Annotated[list[str] | None, Query(alias="instance", description="only of these")]
 Kinds = Annotated[list[str] | None, Query(alias="event", description="only of these kinds")]
+InstanceLast = Annotated[int, Query(ge=0, le=KEPT_PER_INSTANCE, description="how many past events come first")]
 Last = Annotated[int, Query(ge=0, le=KEPT, description="how many past events come first")]
 
 
@@ -38,6 +40,28 @@ async def events(
         return (not instances or event.instance in instances) and (not kinds or event.event in kinds)
 
     latest = [event for event in event_log.since(0) if matches(event)][-last:] if last else []
+    return _answer(request, event_log, latest, matches)
+
+
+@router.get(
+    "/instances/{name}/events",
+    response_model=list[FleetEvent],
+    responses={200: {"content": {"text/event-stream": {}}, "description": "a list; a stream where that is accepted"}},
+)
+async def instance_events(
+    request: Request, name: str, manager: ManagerDep, last: InstanceLast = DEFAULT_LAST
+) -> Response:
+    """What happened to one instance and why, oldest first, as long as it exists. A stream as that of /events."""
+    manager.get(name)
+    event_log: EventLog = request.app.state.events
+    return _answer(
+        request, event_log, event_log.history(name)[-last:] if last else [], lambda each: each.instance == name
+    )
+
+
+def _answer(
+    request: Request, event_log: EventLog, latest: list[FleetEvent], matches: Callable[[FleetEvent], bool]
+) -> Response:
     if not wants_events(request):
         return answer(latest)
     resumed = _last_event_id(request, event_log.latest)

@@ -189,6 +189,7 @@ PERMISSIONS: dict[str, Permission] = {
     "POST /instances/{name}/stop": ADMIN,
     "POST /instances/{name}/restart": ADMIN,
     "GET /instances/{name}/logs": READ,
+    "GET /instances/{name}/events": READ,
     "GET /instances/{name}/health": READ,
     "POST /instances/actions": ADMIN_ALL,
     "GET /health/all": READ_ALL,
