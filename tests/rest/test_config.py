@@ -262,7 +262,7 @@ async def test_an_instance_keeps_its_own_events_whatever_happens_to_others(movin
     assert [each["event"] for each in await moving.front.call("GET", "/instances/a/events?last=1", 200)] == ["stopped"]
     assert await moving.front.call("GET", "/instances/b/events?last=0", 200) == []
     await moving.front.call("GET", "/instances/nobody/events", 404)
-    await moving.front.call("GET", "/instances/a/events?last=101", 422)
+    await moving.front.call("GET", "/instances/a/events?last=101", 400)
 
 
 async def streamed(moving: Moving, query: str = "", **headers: str) -> AsyncIterator[tuple[str, str]]:
