@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 from tests.support import models
 from tests.support.daemon_process import DaemonProcess
+from tests.support.polling import until
 from tests.support.worker_process import WorkerLink
 
+from teimgr.client import Client
 from teimgr.engine.engine import EngineStats
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue as c
@@ -333,10 +335,19 @@ def test_the_numbers_move_as_things_happen(watched: Watched, tmp_path: Path) -> 
             asyncio.run(late(daemon))
         with watched.pid("a", signal.SIGSTOP), watched.moving("a worker hangs"), pytest.raises(TeimgrError):
             client.embed("fog", instance="a")
+        until(lambda: answered(client), "the worker is back in the routes")
         with watched.moving("a worker is killed"), watched.pid("a", signal.SIGKILL):
             client.wait_until_running("a", deadline_s=LIMIT_S)
         with watched.moving("an instance is deleted"):
             client.delete("a")
+
+
+def answered(client: Client) -> bool:
+    try:
+        client.embed("fog", instance="a")
+    except TeimgrError:
+        return False
+    return True
 
 
 BULK = """

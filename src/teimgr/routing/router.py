@@ -244,15 +244,22 @@ class Router:
         return _least_busy(found)
 
     def link_stats(self) -> list[dict[str, Any]]:
-        """Per instance: the counters of its links and the calls and bytes under way, for JSON."""
+        """Per instance: the counters of its links and the calls and bytes under way, for JSON.
+
+        Calls count until they end, on workers too that have left the directory since.
+        """
+        replicas = {name: list(instance.replicas) for name, instance in self._by_name.items()}
+        for replica in self._retired:
+            if replica.instance in replicas:
+                replicas[replica.instance].append(replica)
         return [
             {
                 "instance": name,
-                "in_flight": sum(replica.outstanding_calls for replica in instance.replicas),
-                "in_flight_bytes": sum(replica.outstanding_bytes for replica in instance.replicas),
+                "in_flight": sum(replica.outstanding_calls for replica in those),
+                "in_flight_bytes": sum(replica.outstanding_bytes for replica in those),
                 **asdict(self._stats[name]),
             }
-            for name, instance in self._by_name.items()
+            for name, those in replicas.items()
         ]
 
     def only_running(self) -> Target:
