@@ -221,6 +221,9 @@ class InstanceSpec:
     replicas: Literal["per-gpu"] | int = _key(1, "workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE)
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
     wanted_running: bool = _key(True, "false after a user's stop", in_rest=False, in_config=False)
+    pending_update: str | None = _key(
+        None, "an accepted update that is under way, as JSON", in_rest=False, in_config=False, secret=True
+    )
     seeded: bool = _key(False, "the configuration created it", in_rest=False, in_config=False)
 
 

@@ -87,7 +87,9 @@ def _request_keys(chosen: Callable[[str], bool]) -> dict[str, Any]:
     }
 
 
-_shown: dict[str, Any] = {name: (_HINTS[name], Field(description=key.meaning)) for name, key in KEYS.items()}
+_shown: dict[str, Any] = {
+    name: (_HINTS[name], Field(description=key.meaning)) for name, key in KEYS.items() if not key.secret
+}
 _Create: Any = create_model("_Create", **_request_keys(lambda name: name != "name"))
 _Update: Any = create_model("_Update", **_request_keys(updatable))
 _Info: Any = create_model("_Info", **_shown)
@@ -283,7 +285,7 @@ class Failure(BaseModel):
 def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
     """`InstanceInfo` of a view, as plain values; `gpu` is its card, where that was read."""
     spec, model = view.spec, view.model
-    info = {name: getattr(spec, name) for name in KEYS} | {
+    info = {name: getattr(spec, name) for name, key in KEYS.items() if not key.secret} | {
         "status": view.state.value,
         "pid": view.pid,
         "uptime_secs": view.uptime_secs,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from teimgr.errors import (
     StateNotSaved,
     TeimgrError,
     Unavailable,
+    UpdateFailed,
+    UpdateInProgress,
 )
 from teimgr.launch.launcher import Launcher, WorkerHandle
 from teimgr.observability import catalogue
@@ -35,7 +38,7 @@ from teimgr.placement.planner import (
     with_batch_tokens,
     worker_spec,
 )
-from teimgr.spec import InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
+from teimgr.spec import Change, InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, wanted_at_boot
@@ -43,6 +46,8 @@ from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.supervision.validation import InstanceValidator, check_model
 from teimgr.supervision.worker_run import ProbePlan
 
+# An update that the daemon did not survive so often is not begun again.
+_UPDATE_TRIES = 5
 # Between attempts to write the state file while the disk refuses.
 _RETRY_S = 5.0
 
@@ -90,6 +95,11 @@ class Manager:
         self._alive_total = 0
         self._share = self._planner.share(0)
         self._adopting: set[asyncio.Task[None]] = set()
+        self._is_shutting_down = False
+        self._unfinished: dict[str, str] = {}  # updates in whose midst an earlier daemon ended, as JSON
+        self._pending: dict[str, str] = {}  # updates under way, as JSON
+        self._resumed: dict[str, int] = {}  # how often the update under way was begun before
+        self._updates: set[asyncio.Task[None]] = set()
         self._not_startable: set[str] = set()
         self._context = SupervisorContext(
             launcher=launcher,
@@ -123,8 +133,9 @@ class Manager:
         self._raise_alarm("load", wanted.alarm)
         if any(not spec.max_batch_tokens for spec in wanted.specs):
             await self._planner.refresh()  # only then: slow drivers must not delay the listeners without need
+        self._unfinished = {spec.name: spec.pending_update for spec in wanted.specs if spec.pending_update}
         for spec in wanted.specs:
-            self._restore(spec)
+            self._restore(replace(spec, pending_update=None))
         self._is_restored = True
 
     async def boot(self) -> None:
@@ -148,6 +159,8 @@ class Manager:
             for task in done:
                 task.result()
         self.booted.set()
+        for name, text in self._unfinished.items():
+            self._in_background(self._resume_update(name, text), f"update of {name}, begun again")
         await self._settle_state()
 
     async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
@@ -164,6 +177,7 @@ class Manager:
         """
         if self._adopting:
             await asyncio.wait(self._adopting)
+        self._is_shutting_down = True
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
@@ -240,16 +254,76 @@ class Manager:
         instance = await self._begun(name)
         if "save" in self._alarms:
             await self._write()  # before workers are started for a change that could not be kept
+        given = changes
         wanted = with_changes(instance.spec, changes)
         await self._check(wanted)
         place(wanted, await self._planner.refresh())
         if not wanted.max_batch_tokens:
             chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
             changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
-        await instance.update(changes, recreate=recreate)
+        needed = self._planner.change_needed(instance.spec, with_changes(instance.spec, changes))
+        if needed is not Change.IN_PLACE and instance.spec.wanted_running:
+            ended = await self._begin_update(instance, given, changes, recreate)
+            if wait:
+                await asyncio.wait({ended})
+        else:
+            await instance.update(changes, recreate=recreate)
         if wait:
             await instance.update_finished()
         return instance.view()
+
+    async def _begin_update(
+        self, instance: ManagedInstance, given: Mapping[str, Any], changes: Mapping[str, Any], recreate: bool
+    ) -> asyncio.Task[None]:
+        """Write that the update was accepted, then begin it: the next daemon completes it if this one dies."""
+        name = instance.spec.name
+        if name in self._pending:
+            raise UpdateInProgress(name)
+        tries = self._resumed.get(name, 0)
+        self._pending[name] = json.dumps({"changes": given, "recreate": recreate, "tries": tries + 1}, default=dict)
+        try:
+            await self._write()
+            await instance.update(changes, recreate=recreate)
+        except BaseException:
+            await self._forget_update(name)
+            raise
+        return self._in_background(self._until_updated(instance), f"end of the update of {name}")
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+        return task
+
+    async def _until_updated(self, instance: ManagedInstance) -> None:
+        with suppress(TeimgrError):
+            await instance.update_finished()
+        if not self._is_shutting_down:  # else the next daemon goes on with it
+            await self._forget_update(instance.spec.name)
+
+    async def _forget_update(self, name: str) -> None:
+        del self._pending[name]
+        self._resumed.pop(name, None)
+        await self._settle_state()
+
+    async def _resume_update(self, name: str, text: str) -> None:
+        """Begin again an update in whose midst an earlier daemon ended; given up where that happened too often."""
+        try:
+            update = json.loads(text)
+            self._resumed[name] = update["tries"]
+            if update["tries"] >= _UPDATE_TRIES:
+                raise UpdateFailed(f"the daemon ended {update['tries']} times in its midst")
+            changes = update["changes"]
+            if changes.get("extra_args") is not None:
+                changes["extra_args"] = tuple(changes["extra_args"])
+            log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
+            await self.update(name, changes, recreate=update["recreate"])
+        except (TeimgrError, ValueError, KeyError, TypeError) as error:
+            self._resumed.pop(name, None)
+            self._raise_alarm("load", f"the update of '{name}' that was under way is given up: {error}")
+        finally:
+            del self._unfinished[name]
+            await self._settle_state()
 
     async def start(self, name: str) -> InstanceView:
         """Begin to start an instance.
@@ -414,7 +488,8 @@ class Manager:
         async with self._saving:
             planned = self._planned
             specs = [planned.get(spec.name, spec) for spec in self._specs()]
-            wanted = [spec for spec in specs if spec is not None]
+            pending = self._unfinished | self._pending
+            wanted = [replace(spec, pending_update=pending.get(spec.name)) for spec in specs if spec is not None]
             if wanted == self._saved and "save" not in self._alarms:
                 return
             try:
