@@ -175,9 +175,9 @@ class Manager:
 
         `at_once` kills them without grace, even where an earlier call allowed some.
         """
+        self._is_shutting_down = True
         if self._adopting:
             await asyncio.wait(self._adopting)
-        self._is_shutting_down = True
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
