@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -510,3 +511,23 @@ async def test_keys_are_swapped_under_a_running_mux_and_never_logged(start_mux: 
     mux._emptying.join()
     assert mux.log
     assert not any(secret in line for line in mux.log for secret in (ASKER, KEYS[0].sha256))
+
+
+async def test_connections_beyond_the_cap_are_closed_and_a_client_is_served_when_some_go(
+    start_mux: Any, start_worker: Any
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))  # the mux inherits it; half of it are for clients
+    try:
+        control = await Control.connect(start_mux())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    stats = await control.push(running("a", await start_worker()))
+    connections = [await asyncio.open_connection("127.0.0.1", stats["port"]) for _ in range(100)]
+    first = [await reader.read(1) for reader, _ in connections]  # a served one is sent SETTINGS
+    assert 20 <= first.count(b"") <= 30
+    for _, writer in connections:
+        writer.close()
+    async with client(stats) as channel:
+        assert list((await stub(channel, "Embed")(embed("x"), wait_for_ready=True)).embeddings) == [1.0]
+    await control.close()
