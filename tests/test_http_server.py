@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from teimgr import http_server
-from teimgr.errors import InvalidConfig, PortConflict
-from teimgr.http_server import bind, serving
+from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.errors import InvalidConfig, Overloaded, PortConflict
+from teimgr.http_server import HeldResponse, SlowClient, bind, read_body, serving
+from tests.support.polling import eventually
 
 
 async def hello(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -354,3 +358,117 @@ async def test_who_leaves_ends_connections_with_their_next_answer_and_others_tak
         for _, writer in (*kept, *fresh):
             writer.close()
     sock.close()
+
+
+class Body:
+    """An endpoint that answers with `size` bytes."""
+
+    def __init__(self, size: int, budget: ByteBudget) -> None:
+        self._size, self._budget = size, budget
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await HeldResponse(bytes(self._size), 200, {}, self._budget)(scope, receive, send)
+
+
+async def asked(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection with a small receive buffer, on which GET was sent and nothing is read."""
+    own = socket.socket()
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    own.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(own, sock.getsockname())
+    reader, writer = await asyncio.open_connection(sock=own, limit=4096)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return reader, writer
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_its_reply_charged_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "STALL_S", 0.2)
+    budget = ByteBudget(1)
+    sock = bind("127.0.0.1", 0)
+    async with serving(Body(50 * 2**20, budget), sock):
+        reader, writer = await asked(sock)
+        await eventually(lambda: budget.taken_bytes == 50 * 2**20)
+
+        await eventually(lambda: budget.taken_bytes == 0)
+
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(50 * 2**20)
+        writer.close()
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "STALL_S", 0.3)
+    monkeypatch.setattr(http_server, "LEAST_READ_BYTES", 1)
+    size = 8 * 2**20
+    sock = bind("127.0.0.1", 0)
+    async with serving(Body(size, ByteBudget(1)), sock), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        received = 0
+        while received < size:
+            received += len(await reader.read(size // 64))
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    assert received == size
+
+
+def upload(budget: ByteBudget, limit: int) -> Any:
+    """An application that reads a body and answers with its length, or with what went wrong."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        charge = Charge(budget)
+        try:
+            body = await read_body(Request(scope, receive), limit, charge)
+            text = "too large" if body is None else str(len(body))
+        except (SlowClient, Overloaded) as error:
+            text = type(error).__name__
+        finally:
+            charge.release()
+        await Response(text)(scope, receive, send)
+
+    return app
+
+
+UPLOAD = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_a_body_without_a_length_is_charged_as_it_comes() -> None:
+    budget = ByteBudget(1000)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 900), sock), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        writer.write(UPLOAD + b"64\r\n" + b"x" * 100 + b"\r\n")
+        await eventually(lambda: budget.taken_bytes == 100)
+        writer.write(b"0\r\n\r\n")
+
+        assert (await reader.read()).endswith(b"100")
+        assert budget.taken_bytes == 0
+        writer.close()
+
+
+async def test_a_body_that_finds_no_room_is_refused_and_one_that_does_not_come_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "_BUDGET_WAIT_S", 0.1)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.3)
+    budget = ByteBudget(1000)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 900), sock), asyncio.timeout(20):
+        slow, slow_writer = await connected(sock)
+        slow_writer.write(UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 800") + b"x")
+        await eventually(lambda: budget.taken_bytes == 800)
+        other, other_writer = await connected(sock)
+        other_writer.write(UPLOAD + b"190\r\n" + b"x" * 400 + b"\r\n0\r\n\r\n")
+
+        assert (await other.read()).endswith(b"Overloaded")
+        assert (await slow.read()).endswith(b"SlowClient")
+        assert budget.taken_bytes == 0
+        slow_writer.close()
+        other_writer.close()

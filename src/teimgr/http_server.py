@@ -15,9 +15,12 @@ from urllib.parse import urlsplit
 
 import httptools
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import Cancelled, InvalidConfig, PortConflict
 from teimgr.observability.memory import max_connections
 
@@ -30,6 +33,16 @@ _FIRST_BYTES_S = 20.0
 HEAD_LIMIT_S = 20.0
 _MAX_HEAD_BYTES = 256 * 2**10
 _CONNECTION_CLOSE = (b"connection", b"close")
+# A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
+STALL_S = 30.0
+LEAST_READ_BYTES = 16 * 1024
+# Responses are written in parts of this size, each when the client has read most of those before.
+_PART_BYTES = 256 * 1024
+# Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
+# holds), and on the time in which its client sends it.
+_BUDGET_WAIT_S = 30.0
+_GROWTH_WAIT_S = 5.0
+BODY_TIMEOUT_S = 120.0
 _FRAMING = (b"content-length", b"transfer-encoding")
 _MAX_DISCARDED_BYTES = 64 * 2**20
 
@@ -174,6 +187,32 @@ async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.soc
         listening.cancel()
 
 
+class StallGuard:
+    """Aborts a connection whose client does not read: `paused` and `resumed` follow the transport's write buffer.
+
+    While the buffer is full, nothing more is written to it, so that it shrinks as fast as the client reads.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._left = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def paused(self) -> None:
+        self._left = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(STALL_S, self._check)
+
+    def resumed(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._left - self._transport.get_write_buffer_size() < LEAST_READ_BYTES:
+            self._transport.abort()
+        else:
+            self.paused()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """HTTP/1.1 that ignores every offer of an upgrade; Java's client offers h2c with each request.
 
@@ -191,6 +230,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._stall_guard = StallGuard(transport)
         if len(self.connections) > max_connections():
             transport.abort()
         else:
@@ -198,7 +238,16 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._stall_guard.resumed()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_guard.paused()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stall_guard.resumed()
 
     def data_received(self, data: bytes) -> None:
         self._feed(data)
@@ -368,13 +417,58 @@ def _is_own(host: str, names: Collection[str]) -> bool:
     return True
 
 
+class SlowClient(Exception):
+    """The body was not received in time."""
+
+
+class HeldResponse(Response):
+    """A response whose body is charged to a budget until the client has read all but its last part."""
+
+    def __init__(self, content: Any, status_code: int, headers: Mapping[str, str], budget: ByteBudget) -> None:
+        super().__init__(content, status_code, dict(headers))
+        self._charge = Charge(budget)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._charge.add(len(self.body))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            body = memoryview(self.body)
+            for start in range(0, len(body) or 1, _PART_BYTES):
+                end = start + _PART_BYTES
+                await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
+        finally:
+            self._charge.release()
+
+
+async def read_body(request: Request, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
+    """`start` and the whole body, charged; None when the body is larger than `limit_bytes`.
+
+    A body of known length is charged before it is read, so that it is read to its end; any other as it comes.
+
+    Raises:
+        Overloaded: the budget stayed exhausted.
+        SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
+    """
+    length = request.headers.get("content-length", "")
+    if length.isdecimal():
+        await charge.take(min(int(length), limit_bytes), _BUDGET_WAIT_S)
+    buffer = bytearray(start)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return buffer if await _read_into(buffer, request.stream(), limit_bytes, charge) else None
+    except TimeoutError:
+        raise SlowClient from None
+
+
 async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
     """A request's whole body; None when it is larger than `limit_bytes`."""
     body = bytearray()
-    return bytes(body) if await read_into(body, chunks, limit_bytes) else None
+    return bytes(body) if await _read_into(body, chunks, limit_bytes) else None
 
 
-async def read_into(buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int) -> bool:
+async def _read_into(
+    buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int, charge: Charge | None = None
+) -> bool:
     """Append the whole body; False, and an empty buffer, when it is larger than `limit_bytes`.
 
     The rest of a body that is too large is read and discarded, to a bound: a client that is cut off while it still
@@ -384,6 +478,8 @@ async def read_into(buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes
     async for chunk in chunks:
         room -= len(chunk)
         if room >= 0:
+            if charge is not None and (missing := limit_bytes - room - charge.bytes) > 0:
+                await charge.take(missing, _BUDGET_WAIT_S if not buffer else _GROWTH_WAIT_S)
             buffer += chunk
             continue
         buffer.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,15 +11,22 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.mux.conftest import start_worker
+from tests.support.frame_worker import FrameWorker, Request, hold
 from tests.support.memory_fleet import Fleet
+from tests.support.mux_process import running
+from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
+from teimgr.gateway import gateway
 from teimgr.gateway.gateway import SCANNED_BYTES, Gateway, model_of
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
-from teimgr.wire.http_frames import MAX_HEAD_BYTES
+from teimgr.wire.http_frames import MAX_HEAD_BYTES, HttpReply, pack_reply
+
+__all__ = ["start_worker"]
 
 
 @pytest.fixture
@@ -81,3 +89,54 @@ def test_only_a_key_of_the_outer_object_counts(body: bytes, expected: str | None
 
 def test_a_body_without_end_is_given_up() -> None:
     assert model_of(b'{"a": [' + b"[]," * 2_000_000 + b'0], "model": "far"}') is None
+
+
+@pytest.fixture
+async def fleet(settings: Settings, start_worker: Any) -> AsyncIterator[tuple[str, Gateway, FrameWorker]]:
+    """Address of a gateway over the instances `hung`, which never answers, and `well`; the gateway; the hung worker."""
+
+    def answer(request: Request) -> None:
+        request.reply(pack_reply(HttpReply(200, {}, b"well")))
+
+    hung, well = await start_worker(hold), await start_worker(answer)
+    directory = Directory()
+    directory.publish(running("hung", hung, model_id="a"))
+    directory.publish(running("well", well, model_id="b"))
+    inference = Gateway(settings, directory, DaemonMetrics())
+    sock = bind("127.0.0.1", 0)
+    app = create_app(Fleet(settings), settings, DaemonMetrics(), gateway=inference)
+    async with serving(app, sock):
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", inference, hung
+    await inference.close()
+
+
+def sent(client: aiohttp.ClientSession, instance: str, size: int) -> Any:
+    """A chunked request for `instance` of about `size` bytes."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield json.dumps({"inputs": "x" * size}).encode()
+
+    headers = {"content-type": "application/json"}
+    return client.post(f"/instances/{instance}/embed", data=parts(), headers=headers)
+
+
+async def test_calls_to_a_hung_instance_leave_room_for_others(
+    fleet: tuple[str, Gateway, FrameWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bodies without a length count what came, and one instance holds a part of the budget at most."""
+    url, inference, hung = fleet
+    monkeypatch.setattr(gateway, "_INSTANCE_SHARE", inference._bodies.large.limit_bytes // 1000)
+    async with aiohttp.ClientSession(url) as client, asyncio.timeout(20):
+        waiting = [asyncio.ensure_future(sent(client, "hung", 300)) for _ in range(3)]
+        for _ in waiting:
+            await hung.requests.get()
+        assert 900 < inference._bodies.large.taken_bytes < 1200
+
+        async with sent(client, "hung", 300) as refused:
+            assert (refused.status, "hung" in await refused.text()) == (429, True)
+        async with sent(client, "well", 300) as served:
+            assert (served.status, await served.text()) == (200, "well")
+        for each in waiting:
+            each.cancel()
+        await eventually(lambda: inference._bodies.large.taken_bytes == 0)
+        assert not inference._bodies._held

@@ -24,7 +24,7 @@ from teimgr.errors import (
     error_from_code,
 )
 from teimgr.routing import links
-from teimgr.routing.links import ByteBudget, LinkLimits
+from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.protobuf import Target
@@ -370,32 +370,6 @@ async def test_closing_the_router_fails_what_is_in_flight(route: Any, start_work
 
     with pytest.raises(Unavailable):
         await task
-
-
-async def test_a_cancelled_wait_for_room_gives_its_place_to_the_next() -> None:
-    budget = ByteBudget(10)
-    await budget.take(8)
-    large = asyncio.create_task(budget.take(9))
-    small = asyncio.create_task(budget.take(2))
-    await asyncio.sleep(0)
-    assert not budget.try_take(1), "nobody overtakes those who wait"
-
-    large.cancel()
-    await small
-
-    assert budget.taken_bytes == 10
-
-
-async def test_one_taker_alone_fits_however_large() -> None:
-    budget = ByteBudget(10)
-
-    await budget.take(1_000)
-    waiting = asyncio.create_task(budget.take(1))
-    await asyncio.sleep(0)
-    budget.give_back(1_000)
-    await waiting
-
-    assert budget.taken_bytes == 1
 
 
 # Replicas that refuse, fail or hang

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import Code, InvalidInput, TeimgrError
 from teimgr.spec import LoadedModel, WorkerSpec
-from teimgr.worker.calls import CallReply, WorkerCall
+from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
 from teimgr.worker.dispatcher import Dispatcher, Part, Submission, parts_of
 
 CUT = InferOptions(frozenset({Output.SCORES}), truncate=True)
@@ -230,3 +231,32 @@ async def test_a_worker_that_stops_accepting_refuses_new_calls_and_answers_the_o
     assert late.code is Code.BACKEND_UNAVAILABLE
     assert call.replies == [CallReply(b"fog")]
     dispatcher.close()
+
+
+async def test_decoded_requests_wait_until_those_before_are_answered() -> None:
+    dispatcher = Dispatcher(WorkerSpec(name="a", model_id="m", port=1, max_message_bytes=100))
+    calls = [Asked() for _ in range(3)]
+    for call in calls:
+        dispatcher.admit(call, lambda: None)
+
+    reserves = [asyncio.create_task(dispatcher.reserve(call, dispatcher.max_bytes)) for call in calls]
+    await asyncio.sleep(0)
+    assert [each.done() for each in reserves] == [True, False, False]
+
+    dispatcher.cancel(calls[1])  # which leaves no task behind
+    dispatcher.answer(calls[0], InvalidInput("x"))
+    await reserves[2]
+    with pytest.raises(asyncio.CancelledError):
+        await reserves[1]
+    assert dispatcher.calls == 1
+    dispatcher.reserved(calls[2], 5)
+    dispatcher.answer(calls[2], InvalidInput("x"))
+    assert not len(dispatcher._decoded_budget)
+    with pytest.raises(TeimgrError, match="gone"):
+        await dispatcher.reserve(calls[2], 1)
+
+
+def test_every_call_has_a_deadline() -> None:
+    call = WorkerCall(1, Lane.BULK)
+
+    assert call.deadline == call.received + MAX_CALL_S

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -22,14 +23,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from teimgr.auth.policy import caller_of
+from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory
 from teimgr.errors import Cancelled, Internal, ModelNotFound, Overloaded, TeimgrError, TooLarge
 from teimgr.gateway.model_names import ModelNames
-from teimgr.http_server import read_into, unless_hung_up
+from teimgr.http_server import HeldResponse, SlowClient, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.routing.links import ByteBudget, LinkLimits
+from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Lease, Router, router_view
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, JSON_TYPE, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
@@ -153,13 +155,14 @@ class Gateway:
             reply = error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
         seconds = time.perf_counter() - began
         self._metrics.observe(catalogue.INFERENCE, seconds, dialect, path.inner, str(reply.status))
-        return Response(reply.body, reply.status, dict(reply.headers))
+        return HeldResponse(reply.body, reply.status, reply.headers, self._bodies.large)
 
     async def _forward(self, dialect: str, path: DialectPath, request: Request) -> HttpReply:
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         head = request_head(HttpRequest(dialect, request.method, path.inner, request.url.query, headers))
-        async with self._bodies.read(request, head) as payload:
-            with await self._lease(request, payload, len(head)) as lease:
+        async with self._bodies.read(request, head) as body:
+            payload = body.payload
+            with await self._lease(request, payload, len(head)) as lease, self._bodies.held_for(lease.instance, body):
                 flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
                 call = lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
                 reply = read_reply((await unless_hung_up(call, request.receive)).payload)
@@ -251,50 +254,71 @@ def _string(literal: Buffer) -> str | None:
 SMALL_BYTES = 64 * 1024
 _SMALL_BODIES_BYTES = 64 * 2**20
 _LARGE_BODIES_BYTES = 256 * 2**20
-# Limits on the wait of a body for its budget, and on the time in which its client sends it.
-_BUDGET_WAIT_S = 30.0
-_BODY_TIMEOUT_S = 120.0
+# The calls to one instance may hold this part of a budget: while one hangs, the others are served.
+_INSTANCE_SHARE = 4
+# Replies are charged to the budget of large bodies, whether or not they fit: at this multiple of it no call is taken.
+_REPLIES = 2
 
 
-class SlowClient(Exception):
-    """The body was not received in time."""
+class ReadBody(NamedTuple):
+    """A request's head and body, the bytes charged for it, and their budget."""
+
+    payload: bytearray
+    charged: int
+    budget: ByteBudget
 
 
 class Bodies:
-    """Reads bodies of at most `limit_bytes`; those being read or answered are bounded together."""
+    """Budgets of the bytes of requests and replies in memory, one for small and one for large bodies.
+
+    Calls to one instance hold a part of them at most.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._small = ByteBudget(_SMALL_BODIES_BYTES)
-        self._large = ByteBudget(max(_LARGE_BODIES_BYTES, limit_bytes))
+        self.small = ByteBudget(_SMALL_BODIES_BYTES)
+        self.large = ByteBudget(max(_LARGE_BODIES_BYTES, limit_bytes))
+        self._held: Counter[tuple[str, ByteBudget]] = Counter()
 
     @asynccontextmanager
-    async def read(self, request: Request, head: bytes) -> AsyncIterator[bytearray]:
-        """`head` and the body in one buffer; its bytes count against the budget until the block ends.
+    async def read(self, request: Request, head: bytes) -> AsyncIterator[ReadBody]:
+        """`head` and the body in one buffer; its bytes count against a budget until the block ends.
 
         Raises:
             TooLarge: the body is over the limit; the rest of it is discarded.
             Overloaded: the budget stayed exhausted for too long.
-            SlowClient, ClientDisconnect: the client stopped sending, or hung up.
+            SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
         """
+        if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:
+            raise Overloaded("Too many replies wait for clients that do not read them; try again later")
         length = request.headers.get("content-length", "")
-        size = int(length) if length.isdecimal() else self.limit_bytes  # without a length: taken for the largest
-        budget = self._small if size <= SMALL_BYTES else self._large
-        size = min(size, self.limit_bytes)  # more is not kept
+        budget = self.small if length.isdecimal() and int(length) <= SMALL_BYTES else self.large
+        charge = Charge(budget)
         try:
-            async with asyncio.timeout(_BUDGET_WAIT_S):
-                await budget.take(size)
-        except TimeoutError:
-            raise Overloaded("Too many large requests are being read; try again later") from None
-        try:
-            buffer = bytearray(head)
             try:
-                async with asyncio.timeout(_BODY_TIMEOUT_S):
-                    fits = await read_into(buffer, request.stream(), self.limit_bytes)
-            except TimeoutError:
-                raise SlowClient from None
-            if not fits:
+                buffer = await read_body(request, self.limit_bytes, charge, head)
+            except Overloaded:
+                raise Overloaded("Too many large requests are being read; try again later") from None
+            if buffer is None:
                 raise TooLarge(f"The request body is larger than the limit of {self.limit_bytes} bytes")
-            yield buffer
+            yield ReadBody(buffer, charge.bytes, budget)
         finally:
-            budget.give_back(size)
+            charge.release()
+
+    @contextmanager
+    def held_for(self, instance: str, body: ReadBody) -> Iterator[None]:
+        """Count `body` as held by `instance` within the block.
+
+        Raises:
+            Overloaded: the calls to it hold their share already.
+        """
+        key = instance, body.budget
+        if self._held[key] and self._held[key] + body.charged > body.budget.limit_bytes // _INSTANCE_SHARE:
+            raise Overloaded(f"Too many bytes of requests wait for instance '{instance}'; try again later")
+        self._held[key] += body.charged
+        try:
+            yield
+        finally:
+            self._held[key] -= body.charged
+            if not self._held[key]:
+                del self._held[key]

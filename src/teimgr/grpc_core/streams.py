@@ -68,7 +68,7 @@ class StreamCall(Protocol):
         """Resolves to the reply or raises TeimgrError."""
 
     def cancel(self) -> None:
-        """Drop the call; no effect once it is answered."""
+        """Drop the call, or the reply that it holds; called once its reply is sent, too."""
 
 
 class StreamPump:
@@ -111,6 +111,7 @@ class StreamPump:
                 reply = await current.answer
                 self._window.leave(len(reply.payload))
                 await self._send(reply.payload)
+                current.cancel()
         finally:
             reader.cancel()
             await asyncio.wait((reader,))

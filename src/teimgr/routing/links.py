@@ -6,10 +6,10 @@ A replica is one worker: two links, reconnection, and the load used for balancin
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from teimgr.byte_budget import ByteBudget
 from teimgr.directory import WorkerEndpoint
 from teimgr.errors import Broken, DeadlineExceeded, Overloaded, TeimgrError, TooLarge, Unavailable
 from teimgr.observability.request_context import CURRENT
@@ -24,57 +24,6 @@ from teimgr.wire.frames import (
     split_timings,
     unpack_error,
 )
-
-
-class ByteBudget:
-    """FIFO semaphore over bytes: at most `limit_bytes` taken at a time, except that a single taker always fits.
-
-    For one event loop. FIFO order keeps a large waiter from starving.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.taken_bytes = 0
-        self._limit_bytes = limit_bytes
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
-
-    def try_take(self, count: int) -> bool:
-        """Take `count` bytes if they fit now and nothing waits."""
-        if self._waiting or not self._fits(count):
-            return False
-        self.taken_bytes += count
-        return True
-
-    async def take(self, count: int) -> None:
-        """Wait until `count` bytes fit, and take them."""
-        if self.try_take(count):
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = (granted, count)
-        self._waiting.append(waiter)
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                self.give_back(count)
-            else:
-                self._waiting.remove(waiter)
-                self._serve()
-            raise
-
-    def give_back(self, count: int) -> None:
-        """Return taken bytes, which lets the next waiters that fit proceed."""
-        self.taken_bytes -= count
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][1]):
-            granted, count = self._waiting.popleft()
-            self.taken_bytes += count
-            granted.set_result(None)
-
-    def _fits(self, count: int) -> bool:
-        return self.taken_bytes == 0 or self.taken_bytes + count <= self._limit_bytes
-
 
 # Workers are trusted: a reply over the message limit fails its call, not the link. This only stops corrupt lengths.
 _MAX_FRAME_BYTES = 1 << 30

@@ -17,6 +17,8 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Timings, pack_error
 
+# Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
+MAX_CALL_S = 3600.0
 _NUMBER_BYTES = 4
 # Tokens that an input may have beyond its characters: special tokens, a prompt, the padding of a query.
 _EXTRA_TOKENS = 64
@@ -40,8 +42,9 @@ class DeferredReply(NamedTuple):
 class WorkerCall:
     """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
-    `deadline` is a `time.monotonic` value or None; `size_bytes` is the size of the request. `may_wait`: queue it when
-    the worker is full instead of refusing it. `streamed`: a message of a stream, which TEI does not count as a request.
+    `deadline` is a `time.monotonic` value, `MAX_CALL_S` away where None is given; `size_bytes` is the size of the
+    request. `may_wait`: queue it when the worker is full instead of refusing it. `streamed`: a message of a stream,
+    which TEI does not count as a request.
     """
 
     __slots__ = ("context", "deadline", "lane", "may_wait", "output_dtype", "received", "size_bytes", "streamed")
@@ -50,7 +53,7 @@ class WorkerCall:
         self.received = time.monotonic()
         self.size_bytes = size_bytes
         self.lane = lane
-        self.deadline = deadline
+        self.deadline = deadline if deadline is not None else self.received + MAX_CALL_S
         self.may_wait = self.streamed = may_wait
         self.context = CURRENT.get()
         self.output_dtype = "f32"
@@ -235,6 +238,11 @@ class FairLimiter:
             self._queued_bytes += size_bytes
         else:
             raise Overloaded
+
+    def add(self, call: WorkerCall, size_bytes: int) -> None:
+        """Count `size_bytes` more for an admitted call, whether or not they fit; they are in memory already."""
+        self._admitted[call] += size_bytes
+        self._admitted_bytes += size_bytes
 
     def leave(self, call: WorkerCall) -> bool:
         """Release what an answered or cancelled call holds, admit the next ones; False when it holds nothing."""

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from teimgr.byte_budget import ByteBudget
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
-from teimgr.errors import Internal, TeimgrError, Unavailable
+from teimgr.errors import Cancelled, Internal, TeimgrError, Unavailable
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
@@ -124,7 +125,11 @@ class Dispatcher:
             max_waiting=_MAX_WAITING,
             max_waiting_bytes=self.max_bytes,
         )
+        # Messages that arrive at the instance port, until they are calls, and replies, until clients have read them.
+        self.port_budget = ByteBudget(self.max_bytes)
         self._result_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
+        self._decoded_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
+        self._reserving: dict[WorkerCall, asyncio.Future[None]] = {}
         self._submissions: dict[WorkerCall, Submission] = {}
         self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,6 +195,22 @@ class Dispatcher:
 
         task = self._answering[call] = self._loop.create_task(answering)
         task.add_done_callback(forget)
+
+    async def reserve(self, call: WorkerCall, size_bytes: int) -> None:
+        """Wait until the decoded request of an admitted call, of `size_bytes`, fits into memory; held until its end."""
+        if call not in self._call_limiter:
+            raise Cancelled("the caller has gone")
+        granted = self._reserving[call] = self._loop.create_future()
+        self._decoded_budget.enter(call, size_bytes, partial(granted.set_result, None))
+        try:
+            await granted
+        finally:
+            self._reserving.pop(call, None)
+
+    def reserved(self, call: WorkerCall, size_bytes: int) -> None:
+        """Count what a decoded request took beyond what was reserved."""
+        if call in self._decoded_budget:
+            self._decoded_budget.add(call, size_bytes)
 
     # Stages 2 and 3: result memory and the engine.
 
@@ -289,6 +310,9 @@ class Dispatcher:
     def _release(self, call: WorkerCall) -> bool:
         self._submissions.pop(call, None)
         self._result_budget.leave(call)
+        if (granted := self._reserving.pop(call, None)) is not None:
+            granted.cancel()  # ends the task that waits
+        self._decoded_budget.leave(call)
         was_held = self._call_limiter.leave(call)
         self._check_idle()
         return was_held

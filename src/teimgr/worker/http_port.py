@@ -12,9 +12,10 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, Forbidden, TeimgrError, Unavailable
-from teimgr.http_server import foreign_page, read_limited, unless_hung_up
+from teimgr.http_server import HeldResponse, SlowClient, foreign_page, read_body, unless_hung_up
 from teimgr.observability.request_context import REQUEST_ID, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
@@ -92,6 +93,7 @@ def _is_public(scope: Scope) -> bool:
 
 
 _HEALTH_TIMEOUT_S = 5.0
+_NOT_BUFFERED = "Failed to buffer the request body"
 _TEXT = "text/plain; charset=utf-8"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -128,14 +130,19 @@ class InstancePort:
         dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
 
         async def endpoint(request: Request) -> Response:
+            budget = self._dispatcher.port_budget
+            charge = Charge(budget)
             try:
                 content_type = request.headers.get("content-type", "")
                 check_content_type(content_type)
-                body = await read_limited(request.stream(), self._dispatcher.spec.payload_limit_bytes)
+                body = await read_body(request, self._dispatcher.spec.payload_limit_bytes, charge)
                 if body is None:
-                    raise BadRequest(413, "Failed to buffer the request body: length limit exceeded")
+                    raise BadRequest(413, f"{_NOT_BUFFERED}: length limit exceeded")
                 parsed = HttpRequest(TEI, request.method, path, headers={"content-type": content_type}, body=body)
-                return _response(await unless_hung_up(route(self._inference, parsed), request.receive))
+                reply = await unless_hung_up(route(self._inference, parsed), request.receive)
+                return HeldResponse(reply.body, reply.status, reply.headers, budget)
+            except SlowClient:
+                return _response(BadRequest(408, f"{_NOT_BUFFERED}: it did not come in time").reply(dialect))
             except TeimgrError as error:
                 return _response(failure(dialect, error))
             except BadRequest as error:
@@ -144,6 +151,8 @@ class InstancePort:
                 return Response(status_code=STATUS[Code.CANCELLED].http)
             except Exception as error:
                 return _response(failure(dialect, masked(error)))
+            finally:
+                charge.release()
 
         return endpoint
 

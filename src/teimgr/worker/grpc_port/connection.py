@@ -11,13 +11,23 @@ from typing import Any, cast
 from grpclib.config import Configuration
 from grpclib.protocol import AbstractHandler, H2Protocol, Stream
 from h2.config import H2Configuration
-from h2.events import UnknownFrameReceived
+from h2.errors import ErrorCodes
+from h2.events import (
+    DataReceived,
+    PingReceived,
+    PriorityUpdated,
+    RemoteSettingsChanged,
+    StreamReset,
+    UnknownFrameReceived,
+)
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame
 from uvicorn.server import ServerState
 
+from teimgr.byte_budget import ByteBudget
 from teimgr.errors import Unavailable
+from teimgr.http_server import StallGuard
 from teimgr.worker.grpc_port.rpc_stream import Headers, ReceiveBuffer, RpcStream
 
 log = logging.getLogger(__name__)
@@ -26,10 +36,19 @@ logging.getLogger("hpack").setLevel(logging.WARNING)
 logging.getLogger("grpclib").setLevel(logging.WARNING)
 
 MAX_STREAMS = 1024
+# Open RPCs of all connections: each takes some kilobytes before its first message. More are refused unprocessed.
+MAX_RPCS = 8192
+# A connection may hold this part of the port's budget for messages received and replies not read.
+_CONNECTION_SHARE = 4
+# Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, empty DATA, unknown ones) that a connection may send at once,
+# and per second after that. Each costs an acknowledgement or a task; a client that cancels calls sends one for each.
+_CONTROL_BURST = 2000
+_CONTROL_PER_S = 500.0
 _CONFIG = Configuration(
-    # Bytes that clients may send before they are read: fewer per stream, so that a stalled one does not block the rest.
-    http2_stream_window_size=1 << 20,
-    http2_connection_window_size=1 << 22,
+    # Bytes that clients may send before they are read and charged: fewer per stream, so that a stalled one does not
+    # block the rest.
+    http2_stream_window_size=1 << 18,
+    http2_connection_window_size=1 << 20,
 ).__for_server__()
 _H2_CONFIG = H2Configuration(
     client_side=False,
@@ -50,8 +69,11 @@ class Connection(H2Protocol, AbstractHandler):
     cancels tasks that take too long.
     """
 
-    def __init__(self, serve: Serve, max_message_bytes: int, server_state: ServerState) -> None:
+    def __init__(self, serve: Serve, max_message_bytes: int, budget: ByteBudget, server_state: ServerState) -> None:
         super().__init__(self, _CONFIG, _H2_CONFIG)
+        self._budget = ByteBudget(budget.limit_bytes // _CONNECTION_SHARE, budget)
+        self._allowance = float(_CONTROL_BURST)
+        self._allowance_at = 0.0
         self._serve = serve
         self._max_message_bytes = max_message_bytes
         self._server_state = server_state
@@ -63,7 +85,12 @@ class Connection(H2Protocol, AbstractHandler):
         super().connection_made(transport)
         self._server_state.connections.add(cast(Any, self))
         self._h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: MAX_STREAMS})
-        self.processor.processors[UnknownFrameReceived] = lambda event: None  # HTTP/2 requires to ignore them
+        self._stall_guard = StallGuard(self._transport)
+        processors: dict[Any, Any] = self.processor.processors
+        processors[UnknownFrameReceived] = lambda event: None  # HTTP/2 requires to ignore them
+        for kind in (PingReceived, RemoteSettingsChanged, StreamReset, PriorityUpdated, UnknownFrameReceived):
+            processors[kind] = partial(self._control_frame, processors[kind])
+        processors[DataReceived] = partial(self._data_frame, processors[DataReceived])
         self.connection.flush()
 
     def data_received(self, data: bytes) -> None:
@@ -74,7 +101,21 @@ class Connection(H2Protocol, AbstractHandler):
             log.warning("an HTTP/2 connection broke: %r", error)
             self.processor.close("broken")
 
+    def pause_writing(self) -> None:
+        """Backpressure: while the client does not read, nothing is read that would need an answer."""
+        super().pause_writing()
+        self._stall_guard.paused()
+        if not self.connection.is_closing():
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stall_guard.resumed()
+        if not self.connection.is_closing():
+            self._transport.resume_reading()
+
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._stall_guard.resumed()
         self._server_state.connections.discard(cast(Any, self))
         super().connection_lost(exc)
 
@@ -99,9 +140,13 @@ class Connection(H2Protocol, AbstractHandler):
 
     def accept(self, stream: Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:
         assert stream.id is not None
+        if len(self._server_state.tasks) >= MAX_RPCS:
+            stream.reset_nowait(ErrorCodes.REFUSED_STREAM)
+            release_stream()
+            return
         buffer = ReceiveBuffer(partial(self.connection.ack, stream.id))
         stream.buffer = cast(Any, buffer)
-        rpc_stream = RpcStream(stream, buffer, headers, self._max_message_bytes)
+        rpc_stream = RpcStream(stream, buffer, headers, self._max_message_bytes, self._budget)
         if self._sent_goaway:  # the client has not seen it yet, and will ignore this reply
             rpc_stream.stop(self._stopping or Unavailable("the connection is ending"))
         task = asyncio.get_running_loop().create_task(self._run(rpc_stream))
@@ -116,6 +161,27 @@ class Connection(H2Protocol, AbstractHandler):
     def close(self) -> None:
         for _, task in self._calls.values():
             task.cancel()
+
+    def _control_frame(self, process: Callable[[Any], None], event: Any) -> None:
+        """Process a control frame, or close the connection that sends too many."""
+        now = asyncio.get_running_loop().time()
+        self._allowance += (now - self._allowance_at) * _CONTROL_PER_S
+        self._allowance = min(self._allowance, _CONTROL_BURST) - 1
+        self._allowance_at = now
+        if self._allowance >= 0:
+            process(event)
+        elif not self.connection.is_closing():
+            log.warning("a client flooded its HTTP/2 connection with control frames")
+            self._h2.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+            self.connection.flush()
+            self._stall_guard.paused()  # the close waits until the client has read what was sent
+            self.processor.close("flooded")
+
+    def _data_frame(self, process: Callable[[Any], None], event: DataReceived) -> None:
+        if event.data or event.stream_ended is not None:
+            process(event)
+        else:
+            self._control_frame(process, event)
 
     @property
     def _h2(self) -> Any:

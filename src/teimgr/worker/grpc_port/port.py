@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from h2.exceptions import ProtocolError
 from uvicorn.server import ServerState
 
+from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.engine.job import Lane
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError
 from teimgr.grpc_core import health_reflection
@@ -24,10 +25,10 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
 from teimgr.wire.frames import Flag
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
-from teimgr.worker.calls import AwaitedReply, MethodCall
+from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.grpc_port.connection import Connection
-from teimgr.worker.grpc_port.rpc_stream import RpcStatusError, RpcStream
+from teimgr.worker.grpc_port.rpc_stream import MESSAGE_S, RpcStatusError, RpcStream
 from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
@@ -48,19 +49,31 @@ _KINDS_OF_SERVICE = {
 class GrpcCall(AwaitedReply, MethodCall):
     """A message of the instance port's gRPC."""
 
-    __slots__ = ("_dispatcher", "answer")
+    __slots__ = ("_dispatcher", "_held", "answer")
 
     def __init__(
-        self, dispatcher: Dispatcher, method: int, payload: bytes, flags: Flag, deadline: float | None
+        self,
+        dispatcher: Dispatcher,
+        budget: ByteBudget,
+        method: int,
+        payload: bytes,
+        flags: Flag,
+        deadline: float | None,
     ) -> None:
         lane = Lane.BULK if flags & Flag.BULK else Lane.INTERACTIVE
         super().__init__(method, payload, lane, deadline, bool(flags & Flag.WAIT))
         self._dispatcher = dispatcher
+        self._held = Charge(budget)
         self.answer = asyncio.get_running_loop().create_future()
 
+    def reply(self, reply: CallReply) -> None:
+        self._held.add(len(reply.payload))
+        super().reply(reply)
+
     def cancel(self) -> None:
-        """Take the call out of the worker; no effect once it is answered."""
+        """Take the call out of the worker; once it is answered, release its reply."""
         self._dispatcher.cancel(self)
+        self._held.release()
 
 
 class WorkerHealth(HealthService):
@@ -101,7 +114,8 @@ class GrpcPort:
             self._standard[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
 
     def protocol(self, server_state: ServerState) -> Connection:
-        return Connection(self._serve, self._dispatcher.spec.max_message_bytes, server_state)
+        dispatcher = self._dispatcher
+        return Connection(self._serve, dispatcher.spec.max_message_bytes, dispatcher.port_budget, server_state)
 
     def stop(self) -> None:
         """Report NOT_SERVING and end the watches of health."""
@@ -128,6 +142,8 @@ class GrpcPort:
             status = GrpcStatus.of(DeadlineExceeded() if limit.expired() else masked(error))
         except Exception as error:
             status = GrpcStatus.of(masked(error))
+        finally:
+            stream.charge.release()
         await stream.finish(status)
 
     async def _answer(self, stream: RpcStream, deadline: float | None) -> None:
@@ -141,7 +157,7 @@ class GrpcPort:
         if not self._dispatcher.spec.accepts(stream.metadata.get("authorization", "").encode()):
             raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
         if rpc.shape is Shape.UNARY:
-            message = await stream.receive()
+            message = await stream.receive(MESSAGE_S)
             if message is None:
                 raise InvalidInput("Missing message")
             await self._single(rpc, message, rpc.lane, deadline, stream)
@@ -152,25 +168,26 @@ class GrpcPort:
         else:
 
             async def start(message: bytes, flags: Flag) -> GrpcCall:
-                return self._start(rpc, message, flags, deadline)
+                return self._start(rpc, message, flags, deadline, stream)
 
             await stream.open()
             await StreamPump(rpc, _WINDOW, receive=stream.receive, start=start, send=stream.send).run()
 
     async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
-        call = self._start(rpc, payload, flags, deadline)
+        call = self._start(rpc, payload, flags, deadline, stream)
         try:
             reply = await call.answer
+            if rpc.reports_compute and reply.timings is not None:
+                await stream.open(reply.timings.headers())
+            await stream.send(reply.payload)
         finally:
             call.cancel()
-        if rpc.reports_compute and reply.timings is not None:
-            await stream.open(reply.timings.headers())
-        await stream.send(reply.payload)
 
-    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None) -> GrpcCall:
-        call = GrpcCall(self._dispatcher, rpc.worker_method(), payload, flags, deadline)
+    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> GrpcCall:
+        call = GrpcCall(self._dispatcher, stream.budget, rpc.worker_method(), payload, flags, deadline)
         handle(self._dispatcher, call)
+        stream.charge.release()  # the dispatcher counts the payload from here on
         return call
 
     async def _check_health(self, stream: RpcStream) -> None:
@@ -192,6 +209,7 @@ class GrpcPort:
 
 async def _read(stream: RpcStream, kind: Any) -> Any:
     raw = await stream.receive()
+    stream.charge.release()
     if raw is None:
         return None
     try:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from grpclib.metadata import decode_timeout, encode_grpc_message
 from grpclib.protocol import Stream
 
-from teimgr.errors import InvalidInput, TeimgrError, TooLarge, Unsupported
+from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unsupported
+from teimgr.http_server import STALL_S
 from teimgr.observability.request_context import REQUEST_ID, RequestContext
 from teimgr.wire.status import GrpcStatus
 
@@ -17,6 +19,11 @@ Headers = Sequence[tuple[str, str]]
 _HEAD: Headers = ((":status", "200"), ("content-type", "application/grpc"))
 _CONTENT_TYPES = ("application/grpc", "application/grpc+proto")
 _PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+# Limits on the time in which a message is received, from its first byte on, and on its wait for the budget.
+MESSAGE_S = 120.0
+_BUDGET_WAIT_S = 30.0
+# Replies are sent in parts of this size, each within the limit for clients that do not read.
+_PART_BYTES = 64 * 1024
 _MAX_TIMEOUT_S = 10.0 * 365 * 24 * 3600
 
 
@@ -90,7 +97,9 @@ class ReceiveBuffer:
 class RpcStream:
     """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check."""
 
-    def __init__(self, stream: Stream, buffer: ReceiveBuffer, headers: Headers, max_message_bytes: int) -> None:
+    def __init__(
+        self, stream: Stream, buffer: ReceiveBuffer, headers: Headers, max_message_bytes: int, budget: ByteBudget
+    ) -> None:
         self.metadata = dict(headers)
         self.path = self.metadata.get(":path", "")
         self.context = RequestContext.from_headers(self.metadata)
@@ -98,6 +107,8 @@ class RpcStream:
         self._buffer = buffer
         self._max_message_bytes = max_message_bytes
         self._opened = False
+        self.budget = budget
+        self.charge = Charge(budget)  # of messages received and not handed on
 
     @property
     def http_refusal(self) -> int:
@@ -116,23 +127,34 @@ class RpcStream:
         except (ValueError, OverflowError):
             raise InvalidInput("Malformed grpc-timeout") from None
 
-    async def receive(self) -> bytes | None:
-        """The client's next message, None after the last.
+    async def receive(self, starts_within_s: float | None = None) -> bytes | None:
+        """The client's next message, None after the last. It is charged to `charge` before its body is read.
 
         Raises:
             TooLarge: it exceeds the message limit; its body is not read.
             Unsupported: it is compressed.
+            Overloaded: too many bytes of other messages are being received, or of replies not read.
+            DeadlineExceeded: it did not start in time, or did not come to its end in time.
             InvalidInput: the stream ended inside it.
         """
-        prefix = await self._buffer.read(_PREFIX_BYTES)
-        if not prefix:
-            return None
+        try:
+            async with asyncio.timeout(starts_within_s):
+                prefix = await self._buffer.read(_PREFIX_BYTES)
+            if not prefix:
+                return None
+            async with asyncio.timeout(MESSAGE_S):
+                return await self._body(prefix)
+        except TimeoutError:
+            raise DeadlineExceeded(f"Request timeout: no whole message within {MESSAGE_S:g} s") from None
+
+    async def _body(self, prefix: bytes) -> bytes:
         if prefix[0]:
             encoding = self.metadata.get("grpc-encoding", "unknown")
             raise Unsupported(f"Content is compressed with `{encoding}` which isn't supported")
         size = int.from_bytes(prefix[1:], "big")
         if size > self._max_message_bytes:
             raise TooLarge(f"Request message larger than max ({size} vs. {self._max_message_bytes} bytes)")
+        await self.charge.take(size, _BUDGET_WAIT_S)
         body = await self._buffer.read(size)
         if len(body) < size:
             raise InvalidInput("Malformed message: the stream ends inside it")
@@ -149,7 +171,13 @@ class RpcStream:
             raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_message_bytes} bytes)")
         if not self._opened:
             await self.open()
-        await self._stream.send_data(b"\0" + len(message).to_bytes(4, "big") + message)
+        framed = b"\0" + len(message).to_bytes(4, "big") + message
+        try:
+            for start in range(0, len(framed), _PART_BYTES):
+                async with asyncio.timeout(STALL_S):
+                    await self._stream.send_data(framed[start : start + _PART_BYTES])
+        except TimeoutError:
+            raise Cancelled(f"The reply was not read: a part of it waited {STALL_S:g} s") from None
 
     async def finish(self, status: GrpcStatus) -> None:
         trailers = [] if self._opened else [*_HEAD]
