@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -14,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
 from teimgr.directory import RouteEntry
-from teimgr.errors import TeimgrError
+from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICES, Rpc, Shape
@@ -47,12 +48,73 @@ _log = logging.getLogger(__name__)
 
 # Every RPC of the table is inference.
 _RIGHTS = frozenset({Right.INFERENCE})
+# Calls whose message has not come yet, and the time that a client has to send it. Fewer of the calls that need no key.
+_OPEN_CALLS = 4096
+_MESSAGE_S = 120.0
+_OPEN_STANDARD_CALLS = 64
+_STANDARD_MESSAGE_S = 20.0
 _CONTEXT_KEYS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
 STATUS_CODES = {status.value[0]: status for status in grpc.StatusCode}
 
 # grpcio carries no types of its own.
 Context = Any
 Body = Callable[[Rpc, RouterView, Any, Context, CallRecord], Coroutine[Any, Any, bytes | None]]
+
+
+class MessageReader:
+    """Reads messages of calls, each within `limit_s`, at most `limit` at a time.
+
+    Their handlers stream requests: gRPC receives the message of a unary handler before it calls it, and so before the
+    caller is authenticated. The bytes of a message are unknown until it is whole, so their number is bounded.
+    """
+
+    def __init__(self, limit: int, limit_s: float) -> None:
+        self._limit = limit
+        self._limit_s = limit_s
+        self._since: dict[asyncio.Task[Any], float] = {}  # in order
+        self._timer: asyncio.TimerHandle | None = None
+        self._expired: set[asyncio.Task[Any]] = set()
+
+    async def read(self, context: Context) -> Any:
+        """The next message of a call.
+
+        Raises:
+            Overloaded: too many calls wait for theirs.
+            DeadlineExceeded: it did not come in time.
+            InvalidInput: the client has half-closed.
+        """
+        if len(self._since) >= self._limit:
+            raise Overloaded("Too many calls have sent no message yet; try again later")
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._since[task] = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(self._limit_s, self._cancel_old)
+        try:
+            message = await context.read()
+        except asyncio.CancelledError:
+            if task not in self._expired:
+                raise
+            self._expired.discard(task)
+            task.uncancel()
+            raise DeadlineExceeded(f"Request timeout: no whole message within {self._limit_s:g} s") from None
+        finally:
+            del self._since[task]
+        if message is grpc.aio.EOF:
+            raise InvalidInput("Missing message")
+        return message
+
+    def _cancel_old(self) -> None:
+        """One timer for all reads: one for each would cost some percent of a call."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        for task, since in self._since.items():
+            due = since + self._limit_s
+            if due > loop.time():
+                self._timer = loop.call_at(due, self._cancel_old)
+                return
+            self._expired.add(task)
+            task.cancel()
 
 
 class MuxHandlers:
@@ -78,6 +140,7 @@ class MuxHandlers:
         self._counters = counters
         self._request_timeout_s = request_timeout_s or None
         self._window = window
+        self._messages = MessageReader(_OPEN_CALLS, _MESSAGE_S)
 
     def generic_handlers(self) -> tuple[Any, ...]:
         """For `grpc.aio.Server.add_generic_rpc_handlers`; without serializers, so that handlers get raw bytes."""
@@ -90,7 +153,7 @@ class MuxHandlers:
 
     def _handler(self, rpc: Rpc) -> Any:
         if rpc.shape is Shape.UNARY:
-            return grpc.unary_unary_rpc_method_handler(self._guarded(rpc, self._unary))
+            return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._unary))
         if rpc.shape is Shape.BIDI:
             return grpc.stream_stream_rpc_method_handler(self._guarded(rpc, self._bidi))
         return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._client_stream))
@@ -142,7 +205,8 @@ class MuxHandlers:
                 extra={"method": record.method, "instance": record.instance, "status": status.name, "ms": took_ms},
             )
 
-    async def _unary(self, rpc: Rpc, router: RouterView, message: bytes, context: Context, record: CallRecord) -> bytes:
+    async def _unary(self, rpc: Rpc, router: RouterView, _: Any, context: Context, record: CallRecord) -> bytes:
+        message: bytes = await self._messages.read(context)
         named = _named_target(rpc, router, context)
         timeout_s: float | None = context.time_remaining()
         if rpc.limited and self._request_timeout_s is not None:
@@ -203,6 +267,7 @@ class MuxHealth(HealthService):
     def __init__(self, policy: PolicyInForce, *services: str) -> None:
         super().__init__()
         self._policy = policy
+        self._messages = MessageReader(_OPEN_STANDARD_CALLS, _STANDARD_MESSAGE_S)
         self._services = dict.fromkeys(("", *services), SERVING)
         self._statuses: dict[str, int] = dict(self._services)
 
@@ -226,22 +291,23 @@ class MuxHealth(HealthService):
     def generic_handler(self) -> Any:
         read = health_pb2.HealthCheckRequest.FromString
         write = health_pb2.HealthCheckResponse.SerializeToString
-        check = grpc.unary_unary_rpc_method_handler(self._check, read, write)
-        watch = grpc.unary_stream_rpc_method_handler(self._watch, read, write)
+        check = grpc.stream_unary_rpc_method_handler(self._check, read, write)
+        watch = grpc.stream_stream_rpc_method_handler(self._watch, read, write)
         read_list = health_pb2.HealthListRequest.FromString
         write_list = health_pb2.HealthListResponse.SerializeToString
-        names = grpc.unary_unary_rpc_method_handler(self._list, read_list, write_list)
+        names = grpc.stream_unary_rpc_method_handler(self._list, read_list, write_list)
         return grpc.method_handlers_generic_handler(
             health_reflection.HEALTH_SERVICE, {"Check": check, "List": names, "Watch": watch}
         )
 
-    async def _check(self, request: Any, context: Any) -> Any:
+    async def _check(self, _: Any, context: Context) -> Any:
+        request = await _standard_message(self._messages, context)
         status = self.status_of(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"Unknown service '{request.service[:200]}'")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def _list(self, request: Any, context: Any) -> Any:
+    async def _list(self, _: Any, context: Context) -> Any:
         try:
             caller = authenticate_call(self._policy.now, context)
             caller.require(frozenset({Right.READ}))
@@ -252,16 +318,33 @@ class MuxHealth(HealthService):
             statuses={name: health_pb2.HealthCheckResponse(status=each) for name, each in shown.items()}
         )
 
-    async def _watch(self, request: Any, context: Any) -> None:
+    async def _watch(self, _: Any, context: Context) -> None:
+        request = await _standard_message(self._messages, context)
         await self.watch(request.service, context.write)
+
+
+async def _standard_message(messages: MessageReader, context: Context) -> Any:
+    """The message of a call that needs no key."""
+    try:
+        return await messages.read(context)
+    except TeimgrError as error:
+        await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
 
 
 def reflection_handlers() -> tuple[Any, ...]:
     """One generic handler per version, for `grpc.aio.Server.add_generic_rpc_handlers`."""
     reflection = Reflection((*FILES, health_reflection.HEALTH_FILE))
 
-    async def answers(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        async for request in requests:
+    messages = MessageReader(_OPEN_STANDARD_CALLS, _STANDARD_MESSAGE_S)
+
+    async def answers(_: Any, context: Context) -> AsyncIterator[Any]:
+        while True:
+            try:
+                request = await messages.read(context)
+            except InvalidInput:  # the client has half-closed
+                return
+            except TeimgrError as error:
+                await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
             yield reflection.answer(request)
 
     handler = grpc.stream_stream_rpc_method_handler(

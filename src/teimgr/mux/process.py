@@ -320,6 +320,8 @@ class MuxControl:
 def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
     return (
         ("grpc.max_receive_message_length", config.max_message_bytes),
+        # As on the instance ports: each call takes some kilobytes before its first message.
+        ("grpc.max_concurrent_streams", 1024),
         # Replies are checked by the links, with a better error text.
         ("grpc.max_send_message_length", -1),
         # On by default, which would let a second mux share the port by mistake.
