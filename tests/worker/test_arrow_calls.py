@@ -92,6 +92,20 @@ async def one_by_one(link: WorkerLink, method: int, kind: type, reply: type, **o
     return [reply.FromString((await link.ask(method, request)).reply) for request in requests]
 
 
+# Bounds.
+
+
+async def test_a_message_of_some_hundred_bytes_is_no_million_rows(m3_link: WorkerLink) -> None:
+    """1 MiB holds a million rows of the smallest replies, and every row becomes objects."""
+    given = pa.table({"text": pa.nulls(200_000, pa.string())})
+    assert len(infer_request(given)) < 1000
+
+    for output in (SPARSE, DENSE):
+        code, message = await refusal(m3_link, given, outputs=[output], dense_type=arrow_pb2.ELEMENT_TYPE_UBINARY)
+
+        assert (code, message) == (Code.MESSAGE_TOO_LARGE, "Arrow batch has 200000 rows, the limit is 100000 rows")
+
+
 # Outputs.
 
 

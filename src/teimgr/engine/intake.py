@@ -69,6 +69,7 @@ class Intake:
         self._turn = 0
         self._closed = False
         self._abandoned = False
+        queue.on_taken = self._room_was_made
 
     def put(self, job: Job, options: TokenizeOptions, bounded: bool = True) -> None:
         """Accept `job` without waiting. An empty lane accepts a job of any size.
@@ -124,17 +125,28 @@ class Intake:
 
     def _next_chunk(self) -> _Chunk | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or any(self._inbox.values()))
-            if self._abandoned or not any(self._inbox.values()):
+            self._changed.wait_for(lambda: self._abandoned or self._ready() or (self._closed and self._is_empty()))
+            ready = self._ready()
+            if self._abandoned or not ready:
                 return None
-            return self._fill(self._inbox[self._next_lane()])
+            return self._fill(self._inbox[self._next_lane(ready)])
 
-    def _next_lane(self) -> Lane:
-        interactive, bulk = self._inbox[Lane.INTERACTIVE], self._inbox[Lane.BULK]
-        if not interactive or not bulk:
-            return Lane.INTERACTIVE if interactive else Lane.BULK
+    def _is_empty(self) -> bool:
+        return not any(self._inbox.values())
+
+    def _ready(self) -> list[Lane]:
+        """Lanes with jobs to tokenize; the others wait, where the queue has enough of them."""
+        return [lane for lane in Lane if self._inbox[lane] and self._queue.has_room(lane)]
+
+    def _next_lane(self, ready: list[Lane]) -> Lane:
+        if len(ready) == 1:
+            return ready[0]
         self._turn = (self._turn + 1) % _BULK_TURN
         return Lane.BULK if self._turn == 0 else Lane.INTERACTIVE
+
+    def _room_was_made(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _fill(self, inbox: deque[_Pending]) -> _Chunk:
         """Rows from the front of `inbox`; a job that does not fit into this chunk goes to the back."""

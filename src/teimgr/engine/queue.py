@@ -147,6 +147,12 @@ def _fits(draft: BatchDraft, length: int, budget_tokens: int, budget_texts: int 
     return draft.tokens + length <= budget_tokens
 
 
+# Texts and tokens of a lane that are tokenized ahead of the device, at least that many batches: a tokenized text takes
+# some hundred bytes more than its characters.
+_AHEAD_TEXTS = 32_768
+_AHEAD_TOKENS = 2**20
+_AHEAD_BATCHES = 4
+
 # The fixed cost of a batch in tokens: one short query alone keeps the device busy for about this much.
 _BATCH_OVERHEAD_TOKENS = 64
 
@@ -177,6 +183,7 @@ class EntryQueue:
         self._interactive_seen = -float("inf")
         self._closed = False
         self._abandoned = False
+        self.on_taken: Callable[[], None] = lambda: None  # called when entries have left, without the lock
 
     def put(self, entries: Iterable[QueueEntry]) -> None:
         with self._changed:
@@ -195,13 +202,19 @@ class EntryQueue:
             lane = self._next_lane()
             draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, self._clock())
             self._settle(lane, draft.tokens)
-            return draft
+        self.on_taken()
+        return draft
 
     def tokens(self, lane: Lane) -> int:
         return self._lanes[lane].tokens
 
     def texts(self, lane: Lane) -> int:
         return self._lanes[lane].texts
+
+    def has_room(self, lane: Lane) -> bool:
+        """Whether more of `lane` should be tokenized; else enough waits for full batches of equal lengths."""
+        waiting, ahead = self._lanes[lane], max(_AHEAD_TOKENS, _AHEAD_BATCHES * self._limits.tokens)
+        return waiting.texts < _AHEAD_TEXTS and waiting.tokens < ahead
 
     def __len__(self) -> int:
         return sum(buckets.texts for buckets in self._lanes.values())

@@ -17,6 +17,22 @@ from teimgr.wire.arrow_limits import decoded_bytes
 from teimgr.wire.arrow_tables import Keys
 
 
+def checked_size(ipc: bytes | memoryview, limit_bytes: int) -> int:
+    """Bytes of a stream's buffers once decompressed.
+
+    Raises:
+        InvalidInput: not an IPC stream.
+        TooLarge: more than `limit_bytes`.
+    """
+    try:
+        needed = decoded_bytes(ipc)
+    except ValueError as error:
+        raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
+    if needed > limit_bytes:
+        raise TooLarge(f"Arrow batch decodes to {needed} bytes, the limit is {limit_bytes} bytes")
+    return needed
+
+
 @contextmanager
 def opened(ipc: bytes | memoryview, limit_bytes: int) -> Iterator[pa.RecordBatchStreamReader]:
     """A reader of the stream. Arrow's errors, in the block too, become `InvalidInput`.
@@ -25,12 +41,7 @@ def opened(ipc: bytes | memoryview, limit_bytes: int) -> Iterator[pa.RecordBatch
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8.
         TooLarge: its buffers need more than `limit_bytes` once decompressed.
     """
-    try:
-        needed = decoded_bytes(ipc)
-    except ValueError as error:
-        raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
-    if needed > limit_bytes:
-        raise TooLarge(f"Arrow batch decodes to {needed} bytes, the limit is {limit_bytes} bytes")
+    checked_size(ipc, limit_bytes)
     try:
         with pa.ipc.open_stream(pa.py_buffer(ipc)) as reader:
             yield reader

@@ -9,13 +9,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow
+from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow, characters
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
-from teimgr.wire.arrow_inputs import InputKind, read_inputs, read_texts
+from teimgr.wire.arrow_inputs import InputKind, checked_size, read_inputs, read_texts
 from teimgr.wire.element_types import NUMBER_OF, Precision
 from teimgr.wire.protobuf import varint
 from teimgr.worker.calls import CallReply, MethodCall, max_token_bytes, optional, request_options, token_width
@@ -24,6 +24,10 @@ from teimgr.worker.dispatcher import Dispatcher, Part
 T = TypeVar("T")
 ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseArrowRequest | arrow_pb2.ArrowRequest
 
+# Rows of a table: a few hundred bytes may declare millions, and each becomes a Python object.
+_MAX_ROWS = 100_000
+# Headers of a message up to this size are read on the loop: a thread would take longer.
+_SMALL_TABLE_BYTES = 64 * 1024
 # Limit on the decoded size of a table, and on the vectors per token that the engine holds for it, as a multiple of the
 # message limit; a compressed body may declare any size.
 _MAX_INFLATION = 8
@@ -78,7 +82,7 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
             texts, lambda job: tables.write_vectors(job.vectors, job.errors, rows, form.dense, lz4=form.lz4)
         )
 
-    _serve_table(dispatcher, call, options, form, read, noop=message.noop)
+    _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
 
 
 def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -90,7 +94,7 @@ def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
         return ReadTable(texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4))
 
-    _serve_table(dispatcher, call, options, form, read, noop=message.noop)
+    _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
 
 
 def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -115,7 +119,7 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
         return ReadTable(inputs, write)
 
-    _serve_table(dispatcher, call, options, form, read)
+    _serve_table(dispatcher, call, options, form, read, message.arrow_ipc)
 
 
 def _serve_table(
@@ -124,6 +128,7 @@ def _serve_table(
     options: InferOptions,
     form: ArrowReplyForm,
     read: Callable[[_Limits], ReadTable],
+    ipc: bytes,
     noop: bool = False,
 ) -> None:
     """Admit the call, read its table on a codec thread, run the model unless `noop`, and write the reply."""
@@ -133,7 +138,10 @@ def _serve_table(
     async def run() -> None:
         dispatcher.engine.check(options)
         limits = _Limits(dispatcher, options, form)
+        size = limits.size(ipc) if len(ipc) <= _SMALL_TABLE_BYTES else await dispatcher.off_loop(limits.size, ipc)
+        await dispatcher.reserve(call, size)
         table = await dispatcher.off_loop(read, limits)
+        dispatcher.reserved(call, max(0, sum(map(characters, table.inputs)) - size))
 
         def encode(job: Job) -> CallReply:
             limits.check_reply(ragged_bytes(dispatcher.engine.info, form, job))
@@ -159,8 +167,19 @@ class _Limits:
         self._row_bytes = least_row_bytes(dispatcher.engine.info, options, form)
         self.decoded_bytes = self._message_bytes * _MAX_INFLATION
 
+    def size(self, ipc: bytes) -> int:
+        """Bytes that a table takes once it is decoded.
+
+        Raises:
+            InvalidInput: no IPC stream.
+            TooLarge: more than `decoded_bytes`.
+        """
+        return checked_size(ipc, self.decoded_bytes)
+
     def check_rows(self, rows: int) -> None:
-        """Refuse a number of rows whose results are too large for a reply, however small they turn out."""
+        """Refuse too many rows, and those whose results are too large for a reply, however small they turn out."""
+        if rows > _MAX_ROWS:
+            raise TooLarge(f"Arrow batch has {rows} rows, the limit is {_MAX_ROWS} rows")
         self.check_reply(rows * self._row_bytes)
 
     def check_held(self, held_bytes: int) -> None:

@@ -1,0 +1,63 @@
+"""The tokenizer thread runs ahead of the device only so far."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from teimgr.engine import queue as queues
+from teimgr.engine.batch import Encoded
+from teimgr.engine.intake import Intake
+from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.queue import BatchLimits, EntryQueue
+from teimgr.engine.tokenizer import TokenizeOptions
+
+LIMIT_S = 20.0
+
+
+class FakeTokenizer:
+    """A token per text."""
+
+    max_length = 8
+
+    def encode(self, inputs: Sequence[Any], options: TokenizeOptions) -> list[Encoded]:
+        return [Encoded(np.zeros(1, np.int32)) for _ in inputs]
+
+
+@pytest.mark.parametrize("bound", [("_AHEAD_TEXTS", 1000), ("_AHEAD_TOKENS", 1000)])
+def test_texts_are_tokenized_as_the_device_takes_them_and_other_lanes_go_on(
+    bound: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, *bound)
+    queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=100))
+    intake = Intake(cast(Any, FakeTokenizer()), queue, cast(Any, None), limit_tokens=10**9)
+    stalled = threading.Event()
+    has_room = queue.has_room
+
+    def observed(lane: Lane) -> bool:
+        if not (room := has_room(lane)):
+            stalled.set()
+        return room
+
+    monkeypatch.setattr(queue, "has_room", observed)
+    thread = threading.Thread(target=intake.run, daemon=True)
+    thread.start()
+    options = TokenizeOptions()
+    intake.put(Job(["x"] * 20_000, InferOptions(), Lane.BULK), options)
+
+    assert stalled.wait(LIMIT_S), "everything was tokenized"
+    assert queue.texts(Lane.BULK) < 1200
+    intake.put(Job(["query"], InferOptions(), Lane.INTERACTIVE), options)
+    taken = 0
+    intake.close()
+    while taken < 20_001:
+        batch = queue.next_batch(LIMIT_S)
+        assert batch is not None
+        assert batch.entries, "tokenization did not go on"
+        taken += len(batch.entries)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
