@@ -163,11 +163,14 @@ async def test_a_watch_hears_of_an_end_that_comes_while_it_speaks() -> None:
     said = []
 
     class StoppedMeanwhile:
+        async def read(self) -> health_pb2.HealthCheckRequest:
+            return ask("")
+
         async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
             said.append(answer.status)
             health.stop()
 
-    await health._watch(ask(""), StoppedMeanwhile())
+    await health._watch(None, StoppedMeanwhile())
 
     assert said == [SERVING, NOT_SERVING]
 

@@ -66,6 +66,7 @@ async def test_a_call_without_the_key_ends_before_its_message_has_come() -> None
 )
 async def test_a_message_that_does_not_come_ends_its_call(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_MESSAGE_S", 0.2)
+    monkeypatch.setattr(handlers, "_MAX_UNRECEIVED", 0)
     monkeypatch.setattr(handlers, "_STANDARD_MESSAGE_S", 0.2)
     async with (
         Server(Policy()) as port,
@@ -79,7 +80,8 @@ async def test_a_message_that_does_not_come_ends_its_call(path: str, monkeypatch
 
 
 async def test_too_many_calls_without_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_OPEN_CALLS", 3)
+    monkeypatch.setattr(handlers, "_OPEN_CALLS", 2)
+    monkeypatch.setattr(handlers, "_MAX_UNRECEIVED", 1)
     async with (
         Server(Policy()) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -96,7 +98,8 @@ async def test_too_many_calls_without_a_message_are_refused(monkeypatch: pytest.
             call.cancel()
 
 
-async def test_a_call_that_ends_without_a_message_is_invalid() -> None:
+async def test_a_call_that_ends_without_a_message_is_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_MAX_UNRECEIVED", 0)
     async with (
         Server(Policy()) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,

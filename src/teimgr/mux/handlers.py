@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import grpc
@@ -13,12 +13,12 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
+from teimgr.auth.policy import PolicyInForce, Right, authenticate_call, key_in
 from teimgr.directory import RouteEntry
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
-from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICES, Rpc, Shape
+from teimgr.grpc_core.rpc_table import FILES, RPCS, Rpc, Shape
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
     CallCounters,
@@ -50,6 +50,8 @@ _log = logging.getLogger(__name__)
 _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it. Fewer of the calls that need no key.
 _OPEN_CALLS = 4096
+# Calls that a unary handler will get may wait for their message without a time limit; further ones get the other kind.
+_MAX_UNRECEIVED = 256
 _MESSAGE_S = 120.0
 _OPEN_STANDARD_CALLS = 64
 _STANDARD_MESSAGE_S = 20.0
@@ -62,21 +64,20 @@ Body = Callable[[Rpc, RouterView, Any, Context, CallRecord], Coroutine[Any, Any,
 
 
 class MessageReader:
-    """Reads messages of calls, each within `limit_s`, at most `limit` at a time.
+    """Reads messages of calls, at most `limit` at a time, each within `limit_s`.
 
-    Their handlers stream requests: gRPC receives the message of a unary handler before it calls it, and so before the
-    caller is authenticated. The bytes of a message are unknown until it is whole, so their number is bounded.
+    Their bytes are unknown: gRPC's core receives a message by itself and hands it over when it is whole.
     """
 
     def __init__(self, limit: int, limit_s: float) -> None:
         self._limit = limit
         self._limit_s = limit_s
         self._since: dict[asyncio.Task[Any], float] = {}  # in order
-        self._timer: asyncio.TimerHandle | None = None
         self._expired: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Context) -> Any:
-        """The next message of a call.
+        """The next message of a call whose handler streams requests.
 
         Raises:
             Overloaded: too many calls wait for theirs.
@@ -105,7 +106,7 @@ class MessageReader:
         return message
 
     def _cancel_old(self) -> None:
-        """One timer for all reads: one for each would cost some percent of a call."""
+        """One timer for all reads."""
         loop = asyncio.get_running_loop()
         self._timer = None
         for task, since in self._since.items():
@@ -115,6 +116,24 @@ class MessageReader:
                 return
             self._expired.add(task)
             task.cancel()
+
+
+class GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Chooses the handler of a call from its metadata, before its message is received.
+
+    A unary handler is called when the message is there, without a time limit; one that streams its request reads it
+    itself, but takes a tenth more processor time. So calls that `admit` accepts get a unary one, others that in `late`.
+    """
+
+    def __init__(self, handlers: Mapping[str, Any], late: Mapping[str, Any], admit: Callable[[Any], bool]) -> None:
+        self._handlers = handlers
+        self._late = late
+        self._admit = admit
+
+    def service(self, details: Any) -> Any:
+        if details.method in self._late and not self._admit(details.invocation_metadata):
+            return self._late[details.method]
+        return self._handlers.get(details.method)
 
 
 class MuxHandlers:
@@ -141,22 +160,41 @@ class MuxHandlers:
         self._request_timeout_s = request_timeout_s or None
         self._window = window
         self._messages = MessageReader(_OPEN_CALLS, _MESSAGE_S)
+        self._unreceived: set[asyncio.Task[Any] | None] = set()  # calls of unary handlers without their message
 
     def generic_handlers(self) -> tuple[Any, ...]:
         """For `grpc.aio.Server.add_generic_rpc_handlers`; without serializers, so that handlers get raw bytes."""
-        return tuple(
-            grpc.method_handlers_generic_handler(
-                service, {rpc.name: self._handler(rpc) for rpc in RPCS if rpc.service == service}
-            )
-            for service in SERVICES
-        )
+        late = {
+            rpc.path: grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._read_then_unary))
+            for rpc in RPCS
+            if rpc.shape is Shape.UNARY
+        }
+        return (GuardedHandlers({rpc.path: self._handler(rpc) for rpc in RPCS}, late, self._admit),)
 
     def _handler(self, rpc: Rpc) -> Any:
         if rpc.shape is Shape.UNARY:
-            return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._unary))
+            return grpc.unary_unary_rpc_method_handler(self._guarded(rpc, self._unary))
         if rpc.shape is Shape.BIDI:
             return grpc.stream_stream_rpc_method_handler(self._guarded(rpc, self._bidi))
         return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._client_stream))
+
+    def _admit(self, metadata: Any) -> bool:
+        """Whether gRPC may receive a unary call's message: its key is valid, and few others wait for theirs.
+
+        Names in certificates are not known yet, so where they count no call is admitted here.
+        """
+        policy = self._policy.now
+        if not policy.is_open:
+            given = {key: value for key, value in metadata or () if isinstance(value, str)}
+            key = key_in(given.get("authorization"), given.get("x-api-key"))
+            if policy.certificates.required or not policy.has_key(key):
+                return False
+        if len(self._unreceived) >= _MAX_UNRECEIVED:
+            self._unreceived = {task for task in self._unreceived if task is not None and not task.done()}
+            if len(self._unreceived) >= _MAX_UNRECEIVED:
+                return False
+        self._unreceived.add(asyncio.current_task())
+        return True
 
     def _guarded(self, rpc: Rpc, body: Body) -> Callable[[Any, Context], Coroutine[Any, Any, bytes | None]]:
         """`body` with authentication, counters and a span; the only place that turns failures into statuses."""
@@ -164,6 +202,7 @@ class MuxHandlers:
         attributes = {"rpc.system": "grpc", "rpc.service": rpc.service, "rpc.method": rpc.name}
 
         async def handle(request: Any, context: Context) -> bytes | None:
+            self._unreceived.discard(asyncio.current_task())
             record = self._counters.begin(rpc.name)
             status, failure = grpc.StatusCode.CANCELLED, ""
             given = {key: value for key, value in context.invocation_metadata() or () if key in _CONTEXT_KEYS}
@@ -205,8 +244,12 @@ class MuxHandlers:
                 extra={"method": record.method, "instance": record.instance, "status": status.name, "ms": took_ms},
             )
 
-    async def _unary(self, rpc: Rpc, router: RouterView, _: Any, context: Context, record: CallRecord) -> bytes:
-        message: bytes = await self._messages.read(context)
+    async def _read_then_unary(
+        self, rpc: Rpc, router: RouterView, _: Any, context: Context, record: CallRecord
+    ) -> bytes:
+        return await self._unary(rpc, router, await self._messages.read(context), context, record)
+
+    async def _unary(self, rpc: Rpc, router: RouterView, message: bytes, context: Context, record: CallRecord) -> bytes:
         named = _named_target(rpc, router, context)
         timeout_s: float | None = context.time_remaining()
         if rpc.limited and self._request_timeout_s is not None:

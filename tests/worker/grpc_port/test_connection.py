@@ -46,6 +46,7 @@ async def dispatcher() -> Dispatcher:
 @pytest.fixture
 async def address(dispatcher: Dispatcher) -> AsyncIterator[tuple[str, int]]:
     sock = bind("127.0.0.1", 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # of its connections: what is not read shows early
     async with serving(hello, sock, GrpcPort(dispatcher).protocol):
         yield sock.getsockname()
 
