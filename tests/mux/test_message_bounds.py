@@ -32,7 +32,7 @@ class Server:
     async def __aenter__(self) -> int:
         self._server = grpc.aio.server()
         options: dict[str, Any] = {"request_timeout_s": 0, "window": 8, "policy": self._policy}
-        mux = MuxHandlers(Router(LinkLimits()), CallCounters(), **options)
+        mux = MuxHandlers(Router(LinkLimits()), CallCounters(()), **options)
         health = MuxHealth(self._policy).generic_handler()
         self._server.add_generic_rpc_handlers((*mux.generic_handlers(), health, *reflection_handlers()))
         port = self._server.add_insecure_port("127.0.0.1:0")
