@@ -32,7 +32,7 @@ from teimgr.launch.process_handle import (
     look_up,
     open_pidfd,
 )
-from teimgr.rest.log_files import pieces, read_lines
+from teimgr.rest.logs import pieces, read_lines
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 

@@ -36,7 +36,6 @@ from teimgr.client.payloads import (
 )
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import Internal, InvalidConfig, TeimgrError
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
 _CONNECT_S = 20.0
 _DEFAULT_TEXTS = 10_000
@@ -304,7 +303,7 @@ async def arrow(
 
 def _count(outcome: Outcome, reply: bytes, rows: int) -> None:
     """Rows with a vector succeeded; rows with a reason, and rows that did not come back, failed."""
-    embedded = unpack_vectors(mux_pb2.EmbedArrowResponse.FromString(reply).arrow_ipc)
+    embedded = unpack_vectors(reply)
     if len(embedded.vectors) > rows:
         raise Internal(f"the server answered {len(embedded.vectors)} rows for {rows} texts")
     successful = len(embedded.vectors) - len(embedded.errors)

@@ -12,25 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import (
-    Cancelled,
-    Code,
-    DeadlineExceeded,
-    Forbidden,
-    InferenceFailed,
-    InstanceExists,
-    InstanceNotFound,
-    Internal,
-    InvalidInput,
-    Overloaded,
-    TeimgrError,
-    TooLarge,
-    Unauthenticated,
-    Unavailable,
-    Unsupported,
-    WrongModelKind,
-    error_from_code,
-)
+from teimgr.errors import Cancelled, Code, DeadlineExceeded, Internal, TeimgrError, Unavailable, error_from_code
 from teimgr.wire.status import CODE_KEY
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
@@ -41,21 +23,22 @@ _LAST_ERROR = re.compile(r"last error: [A-Z_]+: (?:\w+:\S+: )?(.+)")
 _CERTIFICATE_HINT = " (the server may require a client certificate, or have no TLS)"
 _TLS_HINT = " (the server may require TLS: https://)"
 
-_BY_GRPC: dict[grpc.StatusCode, type[TeimgrError]] = {
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidInput,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.NOT_FOUND: InstanceNotFound,
-    grpc.StatusCode.ALREADY_EXISTS: InstanceExists,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
-    grpc.StatusCode.FAILED_PRECONDITION: WrongModelKind,
-    grpc.StatusCode.OUT_OF_RANGE: TooLarge,
-    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
-    grpc.StatusCode.INTERNAL: Internal,
-    grpc.StatusCode.DATA_LOSS: InferenceFailed,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
+# Our codes for the statuses of a server that sends none, such as tei-manager.
+_CODES = {
+    grpc.StatusCode.CANCELLED: Code.CANCELLED,
+    grpc.StatusCode.INVALID_ARGUMENT: Code.INVALID_INPUT,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Code.TIMEOUT,
+    grpc.StatusCode.NOT_FOUND: Code.INSTANCE_NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS: Code.INSTANCE_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Code.OVERLOADED,
+    grpc.StatusCode.FAILED_PRECONDITION: Code.WRONG_MODEL_KIND,
+    grpc.StatusCode.OUT_OF_RANGE: Code.MESSAGE_TOO_LARGE,
+    grpc.StatusCode.UNIMPLEMENTED: Code.UNIMPLEMENTED,
+    grpc.StatusCode.INTERNAL: Code.INTERNAL_ERROR,
+    grpc.StatusCode.DATA_LOSS: Code.INFERENCE_FAILED,
+    grpc.StatusCode.UNAVAILABLE: Code.BACKEND_UNAVAILABLE,
+    grpc.StatusCode.UNAUTHENTICATED: Code.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: Code.FORBIDDEN,
 }
 
 T = TypeVar("T")
@@ -69,10 +52,9 @@ def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any)
     for key, value in trailing or ():
         if key == CODE_KEY and value in Code.__members__:
             return error_from_code(Code[value], message)
-    kind = _BY_GRPC.get(code, Internal)
-    if kind is Overloaded and "message larger than max" in message:
-        kind = TooLarge
-    return error_from_code(kind.code, message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in message:
+        return error_from_code(Code.MESSAGE_TOO_LARGE, message)
+    return error_from_code(_CODES.get(code, Code.INTERNAL_ERROR), message)
 
 
 class GrpcChannel:
@@ -237,7 +219,7 @@ _STATUS_POLL_S = 0.002
 class CallStatus:
     """The final status of one streaming call, despite grpc issue 36066.
 
-    The made-up status may come after the true one, which is therefore noted at once, or before it, and is then
+    The core's own status may come after the server's, which is therefore noted at once, or before it, and is then
     replaced a moment later without notice.
     """
 
@@ -257,8 +239,7 @@ class CallStatus:
         return self._status
 
     def _note(self, call: Any) -> None:
-        details = _at_once(call.details())
-        self._status = (_at_once(call.code()), details, _at_once(call.trailing_metadata()))
+        self._status = (_at_once(call.code()), _at_once(call.details()), _at_once(call.trailing_metadata()))
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -271,8 +252,7 @@ def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the call is not over")
 
 
-_aio: Any = grpc.aio
-_EOF = _aio.EOF
+_EOF: Any = grpc.aio.EOF
 _SENDER_LIMIT_S = 1.0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -175,8 +174,8 @@ class HttpChannel:
 def error_from_reply(status: int, body: bytes) -> TeimgrError:
     """The exception for an HTTP error reply; a body that is no teimgr error becomes its text."""
     try:
-        fields = json.loads(body)
-        code, message = Code[fields["code"]], str(fields["error"])
+        fields = orjson.loads(body)
+        return error_from_code(Code[fields["code"]], str(fields["error"]))
     except (ValueError, KeyError, TypeError):
         text = body.decode("utf-8", "replace").strip()
         message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
@@ -184,4 +183,3 @@ def error_from_reply(status: int, body: bytes) -> TeimgrError:
         if len(codes) == 1:
             return error_from_code(codes[0], message)
         return Refused(message) if status < 500 else Internal(message)
-    return error_from_code(code, message)

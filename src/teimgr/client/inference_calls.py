@@ -249,7 +249,7 @@ class InferenceCalls(RpcCalls):
 
         async def embed_slice(at: int, piece: Texts) -> Embedded:
             request = arrow_request(pack_texts(piece, compression, first_row=at * batch_rows), options)
-            embedded = unpack_vectors(_ipc(await self._grpc.unary("EmbedArrow", request, self._timeout_s)))
+            embedded = unpack_vectors(await self._grpc.unary("EmbedArrow", request, self._timeout_s))
             if len(embedded.vectors) != len(piece):
                 raise Internal(f"the server answered {len(embedded.vectors)} rows for {len(piece)} texts")
             return embedded
@@ -274,7 +274,7 @@ class InferenceCalls(RpcCalls):
 
         requests = requests_of("batches", batches, request, at_once=1)
         async for reply in self._grpc.stream("EmbedArrowStream", requests, window=window, idle_s=self._timeout_s):
-            yield unpack_vectors(_ipc(reply))
+            yield unpack_vectors(reply)
 
     async def info(self, **routing: Unpack[Routing]) -> Info:
         """Properties and limits of the served model."""
@@ -303,7 +303,3 @@ class InferenceCalls(RpcCalls):
             check_count(f"ids[{position}]", token)
         types = mux_pb2.DecodeRequest, tei_pb2.DecodeResponse
         return (await self._unary("Decode", *types, routing, ids=ids, skip_special_tokens=skip_special_tokens)).text
-
-
-def _ipc(reply: bytes) -> bytes:
-    return mux_pb2.EmbedArrowResponse.FromString(reply).arrow_ipc

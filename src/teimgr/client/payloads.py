@@ -83,9 +83,7 @@ def check_options(options: Mapping[str, object], kind: type) -> None:
     check_keywords(options, _types_of(kind))
 
 
-@cache
-def _types_of(kind: type) -> Mapping[str, type]:
-    return get_type_hints(kind)
+_types_of = cache(get_type_hints)
 
 
 # Protobuf requests
@@ -256,8 +254,8 @@ def pack_table(table: pa.Table, compression: Compression | None) -> bytes:
     return bytes(sink.getvalue())
 
 
-def unpack_vectors(ipc: bytes) -> Embedded:
-    """All rows of an EmbedArrow reply; float16 becomes float32. Without nulls nothing is copied.
+def unpack_vectors(reply: bytes) -> Embedded:
+    """All rows of an `EmbedArrowResponse`; float16 becomes float32. Without nulls nothing is copied.
 
     The vectors are the column `embeddings`, else the first; the column `error` may be missing.
 
@@ -265,7 +263,7 @@ def unpack_vectors(ipc: bytes) -> Embedded:
         Internal: the bytes are no such reply.
     """
     try:
-        table = pa.ipc.open_stream(ipc).read_all()
+        table = pa.ipc.open_stream(mux_pb2.EmbedArrowResponse.FromString(reply).arrow_ipc).read_all()
         column = table.column("embeddings" if "embeddings" in table.column_names else 0)
         matrices = [_matrix(chunk) for chunk in column.chunks] or [np.empty((0, column.type.list_size), np.float32)]
         vectors = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
