@@ -1,4 +1,4 @@
-"""GET /instances/{name}/logs: slices over the log and its rotated files; logs as they grow, filtered, through rotation."""
+"""GET /instances/{name}/logs: slices of a log and its rotated files; a log as it grows, filtered, through rotation."""
 
 from __future__ import annotations
 

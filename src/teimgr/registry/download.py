@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class Download:
         self._update(phase="listing")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", FETCHER, self.order.to_json()),
+            *("-m", FETCHER, json.dumps(asdict(self.order))),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -118,18 +118,15 @@ class Download:
             elif "bytes_done" not in message:
                 self._result = message
             elif self._plan:
-                self._count(message)
-
-    def _count(self, message: Mapping[str, int]) -> None:
-        self.received_bytes = message["bytes_received"]
-        rate = self._rate.at(time.monotonic(), self.received_bytes)
-        left_bytes = self._plan["bytes_total"] - message["bytes_done"]
-        self._update(
-            bytes_done=message["bytes_done"],
-            files_done=message["files_done"],
-            rate_bytes_per_s=None if rate is None else round(rate, 1),
-            eta_s=round(left_bytes / rate, 1) if rate else None,
-        )
+                self.received_bytes = message["bytes_received"]
+                rate = self._rate.at(time.monotonic(), self.received_bytes)
+                left_bytes = self._plan["bytes_total"] - message["bytes_done"]
+                self._update(
+                    bytes_done=message["bytes_done"],
+                    files_done=message["files_done"],
+                    rate_bytes_per_s=None if rate is None else round(rate, 1),
+                    eta_s=round(left_bytes / rate, 1) if rate else None,
+                )
 
     def _update(self, **change: Any) -> None:
         self.progress.set(replace(self.progress.value, **change))

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,6 @@ class FetchRequest:
 
     model_id: str
     revision: str | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ class Fetch:
             files = self._plan()
             self._check_room(files)
             with ThreadPoolExecutor(PARALLEL_FILES, "fetching") as pool:
-                _all_or_first_failure(pool, (partial(self._fetch, file) for file in files))
+                list(pool.map(self._fetch, files))  # the first failure cancels those that have not begun
             # By revision, not by commit: only then does the cache store the ref, which an offline start needs.
             names = [file.name for file in files]
             path = Path(
@@ -153,7 +150,6 @@ class Fetch:
         return path
 
     def _plan(self) -> list[RemoteFile]:
-        """The needed files of the revision's present commit."""
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
@@ -290,16 +286,6 @@ def send(**message: object) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os._exit(1)
-
-
-def _all_or_first_failure(pool: ThreadPoolExecutor, work: Iterable[partial[None]]) -> None:
-    futures = [pool.submit(each) for each in work]
-    try:
-        for future in futures:
-            future.result()
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
 
 
 def _remote(file: Any) -> RemoteFile:

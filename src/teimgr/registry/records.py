@@ -74,8 +74,10 @@ class ModelRecords:
     async def save(self) -> None:
         """Replace the file. Never raises: a disk that refuses is an alarm, and the registry goes on."""
         async with self._saving:
+            content = render(self._records)
             try:
-                await asyncio.to_thread(self._write, dict(self._records))
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                await asyncio.to_thread(write_atomically, self.path, content, durable=True)
             except OSError as error:
                 self._save_alarm = f"the model registry's file cannot be saved: {error}"
                 log.error("model registry not saved", extra={"reason": self._save_alarm})
@@ -100,10 +102,6 @@ class ModelRecords:
             self._load_alarm = f"the model registry's file {self.path} cannot be read ({error}); {kept}"
             log.error("model registry starts without its records", extra={"reason": self._load_alarm})
             return {}
-
-    def _write(self, records: Mapping[str, ModelRecord]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, render(records), durable=True)
 
 
 def records_path(state_file: Path) -> Path:

@@ -100,10 +100,13 @@ class Registry:
         Raises:
             ModelNotFound: it is not in the registry.
         """
-        if self._is_known(model_id) or await asyncio.to_thread(self._is_cached, model_id):
-            [view] = await self._views([model_id])
-            return view
-        raise ModelNotFound(f"Model '{model_id}' not found")
+        wanted = (view.spec.model_id for view in self._instances())
+        if model_id not in (*self._records, *self._tasks, *self._settings.models, *wanted):
+            is_directory = disk.is_directory(model_id)  # one counts only once it was added
+            if is_directory or not await asyncio.to_thread(self._cache.has_folder, model_id):
+                raise ModelNotFound(f"Model '{model_id}' not found")
+        [view] = await self._views([model_id])
+        return view
 
     async def add(self, model_id: str, revision: str | None = None) -> tuple[ModelView, bool]:
         """Record a model; also whether it is new.
@@ -256,14 +259,6 @@ class Registry:
         if self._given_cache is None:
             self._given_cache = HubCache(disk.default_cache_folder())
         return self._given_cache
-
-    def _is_known(self, model_id: str) -> bool:
-        wanted = (view.spec.model_id for view in self._instances())
-        return model_id in (*self._records, *self._tasks, *self._settings.models, *wanted)
-
-    def _is_cached(self, model_id: str) -> bool:
-        """Whether it is in the hub's cache; a directory counts only once it was added."""
-        return self._cache.has_folder(model_id) and not disk.is_directory(model_id)
 
     def _find(self, model_id: str, revision: str | None) -> Snapshot | None:
         """What a worker would load. Reads the disk."""

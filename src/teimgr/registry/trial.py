@@ -187,15 +187,11 @@ async def _speed(link: TrialLink, kind: str) -> tuple[float, float]:
 
 async def _round(link: TrialLink, kind: str) -> int:
     calls = [_request(kind, _TEXTS[number % len(_TEXTS)]) for number in range(CALLS_AT_A_TIME)]
-    await asyncio.gather(*(_ask(link, method, payload) for method, payload in calls))
-    return len(calls)
-
-
-async def _ask(link: TrialLink, method: Method, payload: bytes) -> None:
     try:
-        await link.call(method, payload, timeout_s=_CALL_LIMIT_S)
+        await asyncio.gather(*(link.call(method, payload, timeout_s=_CALL_LIMIT_S) for method, payload in calls))
     except TeimgrError as error:
         raise TrialFailed(f"the model was loaded and does not work: {error.message}") from error
+    return len(calls)
 
 
 def _request(kind: str, text: str) -> tuple[Method, bytes]:

@@ -38,7 +38,7 @@ _HEAD_BYTES = 512
 
 
 class Piece(NamedTuple):
-    """One file of a log: its lines, of which the last may have no end (`has_rest`), and its bytes up to the last end."""
+    """One file of a log: its lines, of which the last may have no end (`has_rest`), and its bytes up to there."""
 
     path: Path
     lines: int
