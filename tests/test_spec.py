@@ -18,13 +18,13 @@ from teimgr.client import AsyncClient, Instance
 from teimgr.client.rest import InstanceKeys, NewInstanceKeys
 from teimgr.config.extra_args import FLAGS, parse
 from teimgr.config.settings import Settings
-from teimgr.config.sources import load
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.placement.planner import GpuInventory, Planner
 from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, now_rfc3339, rfc3339, updatable
 from teimgr.supervision.store import parse as parse_state
 from teimgr.supervision.store import render
+from tests.support.loaded_settings import load
 from tests.support.rest_listener import listening
 
 # The declared keys: every place that has them follows from `InstanceSpec`, and each test covers a new key by itself.
@@ -198,7 +198,7 @@ USE = """
 import sys
 from pathlib import Path
 from teimgr.client.checks import checked_keys
-from teimgr.config.sources import load
+from teimgr.config.sources import Source, read
 from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.spec import KEYS, InstanceView, State
 from teimgr.supervision.store import parse, render
@@ -219,7 +219,7 @@ for bad in (0, 10, "7"):
     raise AssertionError(bad)
 file = Path(sys.argv[1])
 file.write_text('[templates.t]\\nshelf = 5\\n[[instances]]\\nname = "a"\\nmodel_id = "m"\\ntemplate = "t"\\n')
-assert load(file, {}).instances[0].shelf == 5
+assert read(Source(file=file, environ={})).settings.instances[0].shelf == 5
 """
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.loaded_settings import load
 
 from teimgr.config import schema
 from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook
-from teimgr.config.sources import Configuration, Source, effective, load, plain, read, scalars, unread_variables
+from teimgr.config.sources import Configuration, Source, effective, plain, read, scalars, unread_variables
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec, key_of
 
@@ -305,7 +306,7 @@ def test_authentication_that_is_off_is_not_judged(file: Path) -> None:
 
 def test_the_grpc_port_is_free_for_seeds_when_grpc_is_off(file: Path) -> None:
     file.write_text("grpc_enabled = false\n" + SEED + "port = 9001\n")
-    assert load(file, {}).instances[0].port == 9001
+    assert read(Source(file=file, environ={})).settings.instances[0].port == 9001
 
 
 @pytest.mark.clause("M3.2-seed")

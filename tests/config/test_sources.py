@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.loaded_settings import load
 
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
 from teimgr.config.settings import Otel, Settings, Webhook
-from teimgr.config.sources import key_lines, line_of, load
+from teimgr.config.sources import key_lines, line_of
 from teimgr.spec import InstanceSpec
 
 TEXT = '''# a comment

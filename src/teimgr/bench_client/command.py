@@ -195,7 +195,10 @@ _CLAUSE = ", and this one goes on for a little longer so that the lengths within
 
 def made_texts(count: int) -> list[str]:
     """`count` distinct English texts of 15 to 30 words, the same in every run."""
-    return [_text(index) for index in range(count)]
+    return [
+        f"{_SENTENCES[index % len(_SENTENCES)]} - sample {index + 1}{'' if index % 3 else _CLAUSE}"
+        for index in range(count)
+    ]
 
 
 def file_texts(path: Path, count: int | None) -> list[str]:
@@ -205,24 +208,14 @@ def file_texts(path: Path, count: int | None) -> list[str]:
         InvalidConfig: the file cannot be read, or has no text in it.
     """
     try:
-        lines = [line for line in _file_lines(path) if line]
+        opened = lz4.frame.open(path, "rt", encoding="utf-8") if path.suffix == ".lz4" else path.open(encoding="utf-8")
+        with opened as file:
+            lines = [text for line in file if (text := line.strip())]
     except (OSError, EOFError, RuntimeError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not lines:
         raise InvalidConfig(f"{path}: no texts in it")
     return lines if count is None else list(itertools.islice(itertools.cycle(lines), count))
-
-
-def _text(index: int) -> str:
-    clause = _CLAUSE if index % 3 == 0 else ""
-    return f"{_SENTENCES[index % len(_SENTENCES)]} - sample {index + 1}{clause}"
-
-
-def _file_lines(path: Path) -> Iterator[str]:
-    opened = lz4.frame.open(path, "rt", encoding="utf-8") if path.suffix == ".lz4" else path.open(encoding="utf-8")
-    with opened as file:
-        for line in file:
-            yield line.strip()
 
 
 Progress = Callable[[int], None]  # called with the number of texts finished since the last call

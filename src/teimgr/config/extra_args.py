@@ -17,10 +17,6 @@ _SECRET = "--api-key"
 _HINTS = get_type_hints(InstanceSpec)
 
 
-def _text(value: str) -> str:
-    return value
-
-
 def _secret(value: str) -> str:
     if value == REDACTED:
         raise ValueError("must be the key itself, not what is shown in its place")
@@ -47,35 +43,34 @@ class _Flag:
     The value of a boolean may be absent, which means true; the values of a flag that `repeats` are a tuple.
     """
 
-    read: Callable[[str], Any] = _text
+    read: Callable[[str], Any] = str
     field: str | None = None
     repeats: bool = False
 
 
 def _flag_of(name: str, key: InstanceKey) -> _Flag:
-
     def word(value: str) -> str:
         if problem := key.not_a_word(value):
             raise ValueError(problem.partition(" (got")[0])
         return value
 
     kinds = {_HINTS[name], *get_args(_HINTS[name])}
-    return _Flag(word if key.words else _boolean if bool in kinds else _count if int in kinds else _text, name)
+    return _Flag(word if key.words else _boolean if bool in kinds else _count if int in kinds else str, name)
 
 
 _IGNORED = _Flag()
 
 FLAGS: dict[str, _Flag] = {
     **{f"--{name.replace('_', '-')}": _flag_of(name, key) for name, key in KEYS.items() if key.flag},
-    "--served-model-name": _Flag(_text, "served_model_name"),
+    "--served-model-name": _Flag(str, "served_model_name"),
     "--max-batch-requests": _Flag(_count, "max_batch_requests"),
     "--max-client-batch-size": _Flag(_count, "max_client_batch_size"),
     "--auto-truncate": _Flag(_boolean, "auto_truncate"),
-    "--default-prompt-name": _Flag(_text, "default_prompt_name"),
-    "--default-prompt": _Flag(_text, "default_prompt"),
+    "--default-prompt-name": _Flag(str, "default_prompt_name"),
+    "--default-prompt": _Flag(str, "default_prompt"),
     "--payload-limit": _Flag(_count, "payload_limit_bytes"),
     _SECRET: _Flag(_secret, "api_key"),
-    "--cors-allow-origin": _Flag(_text, "cors_allow_origin", repeats=True),
+    "--cors-allow-origin": _Flag(str, "cors_allow_origin", repeats=True),
     # Accepted without effect: teimgr settles these elsewhere.
     "--tokenization-workers": _Flag(_count),
     "--prometheus-port": _IGNORED,

@@ -15,35 +15,18 @@ from teimgr.observability.telemetry import Exporting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuxConfig:
-    """One mux process.
-
-    Attributes:
-        host: Address to listen on.
-        port: gRPC port; 0: a free one, which `stats` reports.
-        control_socket: Path of the unix socket for the daemon; it exists once the gRPC port is bound, which
-            serves from the first snapshot on.
-        max_message_bytes: Limit of one message in either direction.
-        max_parallel_streams: Messages of one stream that may be in flight.
-        request_timeout_s: Limit of a single call; 0 for none. Batches and streams have none.
-        orphan_grace_s: Time without any daemon connection after which the process stops.
-        run_dir: Directory of the run files, mode 0700.
-        tls: Certificates, or None for plain text.
-        reuse_port: Whether several muxes share the port.
-        log_level: As in the settings.
-        log_format: As in the settings.
-        otel: Where traces go, or None for nowhere.
-    """
+    """One mux process; `port` 0 is a free one, which `stats` reports. It serves from the first snapshot on."""
 
     host: str
     port: int
-    control_socket: str
-    max_message_bytes: int = 40 * 1024 * 1024
-    max_parallel_streams: int = 1024
-    request_timeout_s: float = 30.0
-    orphan_grace_s: float = 300.0
-    run_dir: str = ""
+    control_socket: str  # for the daemon; it exists once the gRPC port is bound
+    max_message_bytes: int = 40 * 1024 * 1024  # in either direction
+    max_parallel_streams: int = 1024  # messages of one stream that may be in flight
+    request_timeout_s: float = 30.0  # of a single call, 0 for none; batches and streams have none
+    orphan_grace_s: float = 300.0  # without any daemon connection; then the process stops
+    run_dir: str = ""  # of the run files, mode 0700
     tls: TlsFiles | None = None
-    reuse_port: bool = False
+    reuse_port: bool = False  # several muxes share the port
     log_level: str = "info"
     log_format: str = "json"
     otel: Exporting | None = None

@@ -106,16 +106,6 @@ class Configuration:
     sources: Mapping[str, str]
 
 
-def load(
-    config_path: str | Path | None = None,
-    environ: Mapping[str, str] = os.environ,
-    overrides: Mapping[str, object] | None = None,
-) -> Settings:
-    """The settings of file, environment and command line; errors as `read`."""
-    file = None if config_path is None else Path(config_path)
-    return read(Source(file=file, environ=environ, overrides=overrides or {})).settings
-
-
 def read(source: Source) -> Configuration:
     """Read and validate the settings.
 

@@ -79,7 +79,7 @@ class Shortener:
     def short_text(self, text: str, left: bool) -> str:
         if not self._safe or len(text) <= self._characters:
             return text
-        at = _space_after(text, len(text) - self._characters) if left else _space_before(text, self._characters)
+        at = _space(text, len(text) - self._characters if left else self._characters, after=left)
         if at is None:
             return text
         return text[at:] if left else text[:at]
@@ -102,19 +102,12 @@ class Shortener:
         return kept[0] == kept[1]
 
 
-def _space_before(text: str, at: int) -> int | None:
-    """The last space at or before `at` between two letters or digits."""
-    while (at := text.rfind(" ", 1, at)) > 0:
+def _space(text: str, at: int, *, after: bool) -> int | None:
+    """The first space from `at` on, or the last one before it, between two letters or digits."""
+    while (at := text.find(" ", at) if after else text.rfind(" ", 1, at)) > 0:
         if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
             return at
-    return None
-
-
-def _space_after(text: str, at: int) -> int | None:
-    at -= 1
-    while (at := text.find(" ", at + 1)) > 0:
-        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
-            return at
+        at += 1 if after else 0
     return None
 
 

@@ -138,18 +138,14 @@ def _projection(module: Module, works_on: str) -> Projection:
     if module.name == "Normalize":
         return Normalize()
     if module.name == "LayerNorm":
-        return LayerNorm(module.path, int(_given(module, config, "dimension")))
-    return _dense(module, config)
-
-
-def _dense(module: Module, config: dict[str, object]) -> Dense:
+        return LayerNorm(module.path, _given(module, config, "dimension"))
     activation = config.get("activation_function", _TANH)
     if activation is None:
         activation = _IDENTITY
     return Dense(
         path=module.path,
-        in_features=int(_given(module, config, "in_features")),
-        out_features=int(_given(module, config, "out_features")),
+        in_features=_given(module, config, "in_features"),
+        out_features=_given(module, config, "out_features"),
         bias=bool(config.get("bias", True)),
         activation=str(activation) if str(activation).startswith("torch.") else _TANH,
         residual=bool(config.get("use_residual")),

@@ -80,6 +80,7 @@ def read_layout(
 def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
     metadata = read_metadata(root, trust_remote_code)
     chosen = choose_kind(metadata, kind, pooling)
+    longest = ENDLESS if metadata.static else max_length(metadata.config, metadata.settings, metadata.tokens.config)
     layout = Layout(
         root=root,
         transformer_dir=metadata.transformer_dir,
@@ -87,9 +88,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         poolings=(),
         include_prompt=True,
         projections=(),
-        max_length=ENDLESS
-        if metadata.static
-        else max_length(metadata.config, metadata.settings, metadata.tokens.config),
+        max_length=longest,
         position_offset=position_offset(metadata.config),
         lower_case=bool(metadata.settings.get("do_lower_case")),
         kind=chosen,

@@ -115,7 +115,11 @@ def _rendered(metadata: ModelMetadata) -> str:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    special = {role: _text(token) for role, token in metadata.tokens.config.items() if role.endswith("_token")}
+    special = {
+        role: str(token.get("content", "") if isinstance(token, dict) else token or "")
+        for role, token in metadata.tokens.config.items()
+        if role.endswith("_token")
+    }
     chosen = (metadata.settings.get("processing_kwargs") or {}).get("chat_template") or {}
     try:
         return environment.from_string(template).render(
@@ -152,7 +156,3 @@ def _around(text: str) -> tuple[str, str, str]:
     prefix, rest = text.split(_QUERY)
     between, suffix = rest.split(_DOCUMENT)
     return prefix, "{query}" + between + "{document}", suffix
-
-
-def _text(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

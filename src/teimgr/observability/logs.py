@@ -82,7 +82,9 @@ def parse_levels(text: str) -> dict[str, int]:
         target, _, word = (part.strip() for part in directive.rpartition("="))
         if word.lower() not in LEVELS:
             raise InvalidConfig(f"log_level: no level {word!r} in {text!r}; known: {', '.join(LEVELS)}")
-        levels[_logger_name(target)] = LEVELS[word.lower()]
+        name = target.replace("::", ".")  # tei-manager's users write Rust paths, `tei_manager::health`
+        head, dot, rest = name.partition(".")
+        levels[f"teimgr{dot}{rest}" if head == "tei_manager" else name] = LEVELS[word.lower()]
     return levels
 
 
@@ -134,13 +136,6 @@ class _Handler(logging.StreamHandler[TextIO]):
     """The handler that `setup` installs; `directed` are the loggers that it gave levels of their own."""
 
     directed: tuple[str, ...] = ()
-
-
-def _logger_name(target: str) -> str:
-    # tei-manager's users write Rust paths, `tei_manager::health`.
-    dotted = target.replace("::", ".")
-    head, dot, rest = dotted.partition(".")
-    return f"teimgr{dot}{rest}" if head == "tei_manager" else dotted
 
 
 def _paint(stream: TextIO) -> Paint:

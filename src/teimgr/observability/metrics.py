@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter as Count
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -56,7 +56,15 @@ class DaemonMetrics:
     async def page(self) -> Page:
         """All metrics, those of `sources` included, in the order of the catalogue."""
         self.set(catalogue.DAEMON_MEMORY, resident_bytes())
-        pages = [self._own(), mux_page(self._muxes), *await asyncio.gather(*(source() for source in self.sources))]
+        own = {
+            family: [
+                Sample(sample.name.removeprefix(family.name), sample.labels, sample.value)
+                for metric in collector.collect()
+                for sample in metric.samples
+            ]
+            for family, collector in self._collectors.items()
+        }
+        pages = [own, mux_page(self._muxes), *await asyncio.gather(*(source() for source in self.sources))]
         whole = {family: samples for page in pages for family, samples in page.items()}
         return {family: whole[family] for family in catalogue.FAMILIES.values() if family in whole}
 
@@ -84,15 +92,6 @@ class DaemonMetrics:
         collector = self._collectors[family]
         assert isinstance(collector, kind)
         return collector.labels(*labels) if labels else collector
-
-    def _own(self) -> Page:
-        return {family: list(_samples(family, collector)) for family, collector in self._collectors.items()}
-
-
-def _samples(family: Family, collector: Counter | Gauge | Histogram) -> Iterator[Sample]:
-    for metric in collector.collect():
-        for sample in metric.samples:
-            yield Sample(sample.name.removeprefix(family.name), sample.labels, sample.value)
 
 
 _OF_LINKS = {

@@ -170,10 +170,8 @@ async def add_model(request: Request, models: RegistryDep) -> Response:
 @router.get("/models/{model_id:path}/download/events", responses=EVENTS | UNKNOWN)
 async def download_events(model_id: ModelIdModels, models: RegistryDep) -> Response:
     """Follow the download of a model as server-sent events; one event `model` where there is none."""
-    view, task = await models.get(model_id), models.task(model_id)
-    if task is None or task.progress is None:
-        return event_stream(_one(Event("model", view.to_dict())))
-    return event_stream(_events_of(models, model_id, task))
+    await models.get(model_id)  # 404 before the stream begins
+    return event_stream(_events_of(models, model_id, models.task(model_id)))
 
 
 @router.get("/models/{model_id:path}", response_model=ModelInfo, responses=UNKNOWN)
@@ -241,8 +239,10 @@ async def _read_optional(request: Request, kind: type[Body]) -> Body:
     return kind()
 
 
-async def _events_of(models: Registry, model_id: str, task: ModelTask) -> AsyncGenerator[Event]:
-    assert task.progress is not None
+async def _events_of(models: Registry, model_id: str, task: ModelTask | None) -> AsyncGenerator[Event]:
+    if task is None or task.progress is None:
+        yield Event("model", (await models.get(model_id)).to_dict())
+        return
     async for progress in task.progress.follow():
         yield Event("progress", known_values(progress))
     try:
@@ -250,7 +250,3 @@ async def _events_of(models: Registry, model_id: str, task: ModelTask) -> AsyncG
         yield Event("done", (await models.get(model_id)).to_dict())
     except TeimgrError as error:
         yield Event("failed", error_body(error.code.name, error.message))
-
-
-async def _one(event: Event) -> AsyncGenerator[Event]:
-    yield event

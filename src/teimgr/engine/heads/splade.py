@@ -52,7 +52,7 @@ class SpladeWeights:
         for begin in range(start, stop, room):
             logits = self._logits(hidden, begin, min(begin + room, stop))
             part = self._pooled(logits.unsqueeze(0))
-            total = part if total is None else self._together(total, part)
+            total = part if total is None else torch.maximum(total, part) if self._max else total + part
         assert total is not None
         return self._activated(total) if self._max else total
 
@@ -76,9 +76,6 @@ class SpladeWeights:
     def _pooled(self, logits: Tensor) -> Tensor:
         """[n, length, vocabulary] → [n, vocabulary]; the activation is monotonic, so the maximum may be taken first."""
         return logits.amax(dim=1).float() if self._max else self._activated(logits.float()).sum(dim=1)
-
-    def _together(self, one: Tensor, other: Tensor) -> Tensor:
-        return torch.maximum(one, other) if self._max else one + other
 
     def _activated(self, logits: Tensor) -> Tensor:
         weights = logits.relu().log1p_()

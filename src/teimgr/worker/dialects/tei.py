@@ -49,10 +49,6 @@ class OpenAICompatRequest(http.InferenceRequest):
         return http.JobSpec(http.engine_inputs(self.input), options, encode, limit)
 
 
-def vectors(job: Job) -> bytes:
-    return http.to_json(job.vectors)
-
-
 def per_token(job: Job) -> bytes:
     """`[[[0.1, …], …], …]`: input, token, value."""
     return http.to_json([np.ascontiguousarray(rows) for rows in job.multi_vectors or job.tokens_of])
@@ -140,7 +136,8 @@ class TeiEmbedRequest(TeiEmbedAllRequest):
     dimensions: http.U32 | None = None
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
-        return self._job(served, Output.DENSE, vectors, normalize=self.normalize, dimensions=self.dimensions)
+        options = {"normalize": self.normalize, "dimensions": self.dimensions}
+        return self._job(served, Output.DENSE, lambda job: http.to_json(job.vectors), **options)
 
 
 class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
