@@ -229,7 +229,6 @@ class CallStatus:
         call.add_done_callback(self._note)
 
     async def final(self) -> FinalStatus:
-        """The status of a call that is done."""
         if self._status is None:
             self._status = (await self._call.code(), await self._call.details(), None)
         end = time.monotonic() + _TRUE_STATUS_LIMIT_S

@@ -24,6 +24,7 @@ from teimgr.errors import (
 )
 from teimgr.wire.status import STATUS
 
+JsonObject = Mapping[str, Any]
 Query = Mapping[str, int | str] | list[tuple[str, str]]
 
 _CONNECT_S = 10.0
@@ -69,7 +70,7 @@ class HttpChannel:
         method: str,
         path: str,
         *,
-        body: Mapping[str, Any] | None = None,
+        body: JsonObject | None = None,
         query: Query | None = None,
         timeout_s: float | None,
     ) -> Any:
@@ -107,7 +108,7 @@ class HttpChannel:
         method: str,
         path: str,
         *,
-        body: Mapping[str, Any] | None = None,
+        body: JsonObject | None = None,
         query: Query | None = None,
         last_event_id: str | None = None,
     ) -> AsyncGenerator[ServerSentEvent]:
@@ -133,12 +134,7 @@ class HttpChannel:
                         yield ServerSentEvent(fields["event"], orjson.loads(fields["data"]), fields.get("id"))
 
     async def _exchange(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        query: Query | None,
-        timeout_s: float | None,
+        self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
     ) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(timeout_s), self._request(method, path, body, query) as reply:
@@ -151,7 +147,7 @@ class HttpChannel:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: JsonObject | None,
         query: Query | None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:

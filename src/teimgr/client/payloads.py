@@ -110,12 +110,10 @@ def truncation(options: TextOptions | ScoreOptions) -> dict[str, Any]:
 
 
 def text_fields(text: str, options: TextOptions) -> dict[str, Any]:
-    """The fields of a request for one text that has no other options."""
     return {"inputs": text, "prompt_name": options.get("prompt_name"), **truncation(options)}
 
 
 def score_fields(options: ScoreOptions) -> dict[str, Any]:
-    """The options of a request for scores."""
     return {"raw_scores": options.get("raw_scores", False), **truncation(options)}
 
 

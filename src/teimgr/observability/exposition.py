@@ -30,6 +30,10 @@ Page = dict[Family, list[Sample]]
 """The samples of a page by family, in the order of the page. A family without samples is left out."""
 
 
+def add(page: Page, family: Family, value: float, **labels: str) -> None:
+    page.setdefault(family, []).append(Sample("", labels, value))
+
+
 def histogram(
     bounds: Sequence[float], counts: Sequence[int], total: float, labels: Mapping[str, str] | None = None
 ) -> Iterator[Sample]:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
-from teimgr.observability.exposition import Page, Sample, histogram
+from teimgr.observability.exposition import Page, Sample, add, histogram
 from teimgr.observability.memory import resident_bytes
 from teimgr.spec import InstanceView, State
 
@@ -109,22 +109,18 @@ _OF_LINKS = {
 def mux_page(muxes: Mapping[str, Mapping[str, Any]]) -> Page:
     """The page of the muxes' last replies to `stats`, by mux name."""
     page: Page = {}
-
-    def add(family: Family, value: float, **labels: str) -> None:
-        page.setdefault(family, []).append(Sample("", labels, value))
-
     for mux, stats in sorted(muxes.items()):
-        add(catalogue.MUX_IN_FLIGHT, stats.get("in_flight", 0), mux=mux)
-        add(catalogue.MUX_MEMORY, stats.get("resident_bytes", 0), mux=mux)
+        add(page, catalogue.MUX_IN_FLIGHT, stats.get("in_flight", 0), mux=mux)
+        add(page, catalogue.MUX_MEMORY, stats.get("resident_bytes", 0), mux=mux)
         for row in stats.get("links", ()):
             for family, key in _OF_LINKS.items():
-                add(family, row[key], mux=mux, instance=row["instance"])
+                add(page, family, row[key], mux=mux, instance=row["instance"])
         for row in stats.get("calls", ()):
             labels = {key: row[key] for key in ("method", "instance", "status")}
-            add(catalogue.MUX_CALLS, row["count"], mux=mux, **labels)
+            add(page, catalogue.MUX_CALLS, row["count"], mux=mux, **labels)
         for row in stats.get("latency", ()):
             labels = {"mux": mux, "method": row["method"], "instance": row["instance"]}
-            add(catalogue.MUX_MESSAGES, row["messages"], **labels)
+            add(page, catalogue.MUX_MESSAGES, row["messages"], **labels)
             buckets = histogram(stats["bounds_s"], row["buckets"], row["sum_s"], labels)
             page.setdefault(catalogue.MUX_SECONDS, []).extend(buckets)
     return page

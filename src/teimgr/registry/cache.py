@@ -12,13 +12,11 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from teimgr import hub
-from teimgr.spec import rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +90,18 @@ class HubCache:
 
     def snapshots(self, model_id: str) -> list[Snapshot]:
         """The snapshots of a model that have at least a configuration, the newest first. Never raises."""
+        found = []
         try:
-            return self._snapshots(model_id, self.folder_of(model_id))
+            folder = self.folder_of(model_id)
+            refs = dict(_refs(folder / "refs"))
+            for path in sorted((folder / "snapshots").glob("*/")):
+                if hub.has_configuration(path):
+                    names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
+                    found.append(self._snapshot(model_id, path, names))
         except (OSError, ValueError) as error:  # an impossible name, or a failing disk
             log.warning("unreadable model in the hub cache", extra={"model": model_id, "reason": str(error)})
             return []
+        return sorted(found, key=lambda snapshot: snapshot.changed_at, reverse=True)
 
     def has_folder(self, model_id: str) -> bool:
         """Whether anything of a model is here, if only a part of a file."""
@@ -104,15 +109,6 @@ class HubCache:
             return self.folder_of(model_id).is_dir()
         except OSError:  # a name longer than a file name can be
             return False
-
-    def _snapshots(self, model_id: str, folder: Path) -> list[Snapshot]:
-        refs = dict(_refs(folder / "refs"))
-        found = []
-        for path in sorted((folder / "snapshots").glob("*/")):
-            if hub.has_configuration(path):
-                names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
-                found.append(self._snapshot(model_id, path, names))
-        return sorted(found, key=lambda snapshot: snapshot.changed_at, reverse=True)
 
     def find(self, model_id: str, revision: str | None = None) -> Snapshot | None:
         """The snapshot of a branch, tag or commit; without one `main`, else the newest, complete ones first."""
@@ -195,10 +191,6 @@ def find_packaged(model_id: str) -> Snapshot | None:
     """The weights in an installed package, which replaces the hub."""
     source = hub.find_packaged(model_id)
     return find_directory(str(source.path)) if source else None
-
-
-def timestamp(seconds: float) -> str:
-    return rfc3339(datetime.fromtimestamp(seconds, UTC), "auto")
 
 
 def _is_loadable(path: Path) -> bool:

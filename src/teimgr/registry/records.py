@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
 from teimgr.durable_files import write_atomically
-from teimgr.registry.cache import Snapshot, timestamp
-from teimgr.spec import now_rfc3339
+from teimgr.registry.cache import Snapshot
+from teimgr.spec import now_rfc3339, rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -232,11 +233,12 @@ class ModelView:
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of REST; keys without a value are left out."""
         record, snapshot = self.record, self.snapshot
+        changed_at = rfc3339(datetime.fromtimestamp(snapshot.changed_at, UTC), "auto") if snapshot else None
         values: dict[str, Any] = {
             "model_id": self.model_id,
             "status": self.status.value,
             "downloaded": self.downloaded,
-            "added_at": record.added_at or (timestamp(snapshot.changed_at) if snapshot else self.started_at),
+            "added_at": record.added_at or changed_at or self.started_at,
             "revision": record.revision,
             "gated": record.gated,
             "used_by": list(self.used_by),

@@ -22,7 +22,7 @@ from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.registry.records import Verification
-from teimgr.spec import LoadedModel, WorkerSpec
+from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, split_timings
 
 NAME = "_model-trial"
@@ -112,15 +112,19 @@ async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None) -> Ve
     statuses: asyncio.Queue[WorkerStatus] = asyncio.Queue()
     link = await TrialLink.open(handle.socket, statuses.put_nowait, lambda: None)
     try:
-        info = await _ready(statuses)
+        info = None
+        while info is None:
+            status = await statuses.get()
+            if status.state == "failed":
+                raise TrialFailed(status.reason or "the worker failed")
+            info = status.model if status.state == "ready" else None
         start_s = time.monotonic() - began
         texts_per_s, tokens_per_s = await _speed(link, info.kind)
         stats = orjson.loads(await link.call(Method.STATS, timeout_s=_STATS_LIMIT_S))
     finally:
         link.close()
-    status, rollup = await asyncio.to_thread(
-        lambda: (proc_sizes(handle.pid, "status"), proc_sizes(handle.pid, "smaps_rollup"))
-    )
+    resident = await asyncio.to_thread(proc_sizes, handle.pid, "status")
+    rollup = await asyncio.to_thread(proc_sizes, handle.pid, "smaps_rollup")
     device_bytes = stats.get("device_peak_bytes")
     if device_bytes is None and handle.spec.gpu is not None:
         device_bytes = await asyncio.to_thread(driver_bytes, handle.pid, handle.spec.gpu)
@@ -134,26 +138,12 @@ async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None) -> Ve
         batching=info.batching,
         start_s=round(start_s, 3),
         load_s=round(info.load_s, 3),
-        peak_rss_bytes=status.get("VmHWM"),
+        peak_rss_bytes=resident.get("VmHWM"),
         private_bytes=private_bytes(rollup),
         device_bytes=device_bytes,
         texts_per_s=round(texts_per_s, 1),
         tokens_per_s=round(tokens_per_s, 1),
     )
-
-
-async def _ready(statuses: asyncio.Queue[WorkerStatus]) -> LoadedModel:
-    """The worker's description of its model, once it is ready.
-
-    Raises:
-        TrialFailed: the worker reports a failure.
-    """
-    while True:
-        status = await statuses.get()
-        if status.state == "failed":
-            raise TrialFailed(status.reason or "the worker failed")
-        if status.state == "ready" and status.model is not None:
-            return status.model
 
 
 def driver_bytes(pid: int, gpu_uuid: str) -> int | None:

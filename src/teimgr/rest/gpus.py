@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
-from teimgr.observability.exposition import Page, Sample
+from teimgr.observability.exposition import Page, add
 from teimgr.placement.planner import Gpu, GpuInventory
 from teimgr.rest.json_http import answer
 from teimgr.rest.schemas import Card
@@ -58,17 +58,15 @@ class GpuReport:
     async def page(self) -> Page:
         page: Page = {}
         for gpu in (await self._inventory.read()).gpus:
-            index = {"gpu": str(gpu.index)}
-            if gpu.memory_total_bytes is not None:
-                labels = index | {"uuid": gpu.uuid, "name": gpu.name}
-                page.setdefault(catalogue.GPU_MEMORY_TOTAL, []).append(Sample("", labels, gpu.memory_total_bytes))
+            index = str(gpu.index)
+            if (total := gpu.memory_total_bytes) is not None:
+                add(page, catalogue.GPU_MEMORY_TOTAL, total, gpu=index, uuid=gpu.uuid, name=gpu.name)
             for family, gauge in _GAUGES.items():
                 if (value := gauge(gpu)) is not None:
-                    page.setdefault(family, []).append(Sample("", index, value))
+                    add(page, family, value, gpu=index)
             for view in self._views():
                 if (held := _memory(view, gpu)) is not None:
-                    labels = index | {"instance": view.spec.name}
-                    page.setdefault(catalogue.GPU_INSTANCE_MEMORY, []).append(Sample("", labels, held))
+                    add(page, catalogue.GPU_INSTANCE_MEMORY, held, gpu=index, instance=view.spec.name)
         return page
 
     async def to_dict(self) -> dict[str, Any]:

@@ -17,12 +17,6 @@ from teimgr.worker import http_inference as http
 from teimgr.worker.dialects import rerank
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
-_PRECISIONS = {
-    "int8": Precision.INT8,
-    "uint8": Precision.UINT8,
-    "binary": Precision.BINARY,
-    "ubinary": Precision.UBINARY,
-}
 # The model's prompts that fit an `input_type`, in order of preference.
 _PROMPTS: Mapping[str, tuple[str, ...]] = {
     "search_query": ("search_query", *http.QUERY_PROMPTS),
@@ -111,7 +105,7 @@ def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: http.
 def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:
     if name == "base64":
         return [http.encoded_vector(vector, True) for vector in vectors]
-    return vectors if name == "float" else converted(vectors, _PRECISIONS[name])
+    return vectors if name == "float" else converted(vectors, Precision(name))
 
 
 ROUTES: http.RouteTable = {

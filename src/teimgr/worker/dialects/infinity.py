@@ -11,7 +11,7 @@ from teimgr.spec import Kind
 from teimgr.worker import http_inference as http
 from teimgr.worker import scores
 from teimgr.worker.dialects import rerank
-from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat
+from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_objects
 
 
 class InfinityEmbeddingsRequest(http.InferenceRequest):
@@ -32,14 +32,10 @@ class InfinityEmbeddingsRequest(http.InferenceRequest):
         options = InferOptions(
             frozenset({output}), truncate=served.spec.auto_truncate, dimensions=self.dimensions or None
         )
-        in_base64 = self.encoding_format == "base64"
 
         def encode(job: Job) -> bytes:
             rows: Any = job.multi_vectors if output is Output.MULTI_VECTOR else job.vectors
-            data = [
-                {"object": "embedding", "embedding": http.encoded_vector(row, in_base64), "index": index}
-                for index, row in enumerate(rows)
-            ]
+            data = embedding_objects(rows, self.encoding_format == "base64")
             return http.to_json({"object": "list", "data": data} | _rest(self.model or served.name, job))
 
         return http.JobSpec(inputs, options, encode, BATCH_LIMIT)

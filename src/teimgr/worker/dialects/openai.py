@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypeAliasType
@@ -40,17 +41,15 @@ class OpenAIEmbeddingsRequest(http.InferenceRequest):
 
 
 def embedding_list(model: str, in_base64: bool, job: Job) -> bytes:
-    return http.to_json(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "embedding": http.encoded_vector(vector, in_base64), "index": index}
-                for index, vector in enumerate(job.vectors)
-            ],
-            "model": model,
-            "usage": http.usage(job.tokens),
-        }
-    )
+    data = embedding_objects(job.vectors, in_base64)
+    return http.to_json({"object": "list", "data": data, "model": model, "usage": http.usage(job.tokens)})
+
+
+def embedding_objects(rows: Iterable[Any], in_base64: bool) -> list[dict[str, Any]]:
+    return [
+        {"object": "embedding", "embedding": http.encoded_vector(row, in_base64), "index": index}
+        for index, row in enumerate(rows)
+    ]
 
 
 ROUTES: http.RouteTable = {("POST", "/v1/embeddings"): http.single(OpenAIEmbeddingsRequest)}
