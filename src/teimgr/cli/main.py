@@ -8,6 +8,7 @@ from pathlib import Path
 
 from teimgr import __version__
 
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command of `arguments` (default: `sys.argv`); returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
