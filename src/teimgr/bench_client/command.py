@@ -68,22 +68,19 @@ async def _run(arguments: argparse.Namespace) -> int:
     await channel.open()
     try:
         await channel.connect(_CONNECT_S)
-        outcome = await _load(channel, arguments, texts)
+        instance, size, timeout_s = arguments.instance, arguments.batch_size, arguments.timeout_secs
+        with _progress(len(texts), f"{arguments.mode} {instance}") as progress:
+            if arguments.mode == "standard":
+                outcome = await standard(channel, instance, texts, size, timeout_s, progress)
+            else:
+                options: ArrowOptions = {"instance": instance, "noop": arguments.noop}
+                outcome = await arrow(channel, options, texts, size, timeout_s, progress)
     finally:
         await channel.close()
     print(json.dumps(_result(arguments, len(texts), outcome), indent=2))
     for reason, times in outcome.reasons.most_common(_NAMED_REASONS):
         print(f"bench-client: {times} × {' '.join(reason.split())}", file=sys.stderr)
     return 1 if outcome.failed else 0
-
-
-async def _load(channel: GrpcChannel, arguments: argparse.Namespace, texts: list[str]) -> Outcome:
-    instance, size, timeout_s = arguments.instance, arguments.batch_size, arguments.timeout_secs
-    with _progress(len(texts), f"{arguments.mode} {instance}") as progress:
-        if arguments.mode == "standard":
-            return await standard(channel, instance, texts, size, timeout_s, progress)
-        options: ArrowOptions = {"instance": instance, "noop": arguments.noop}
-        return await arrow(channel, options, texts, size, timeout_s, progress)
 
 
 def _result(arguments: argparse.Namespace, texts: int, outcome: Outcome) -> dict[str, Any]:

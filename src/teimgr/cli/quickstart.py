@@ -113,14 +113,12 @@ def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
     """
     limit = time.monotonic() + _LISTEN_LIMIT_S
     while True:
-        try:
+        with contextlib.suppress(TeimgrError):
             client.health()
-        except TeimgrError:
-            if process.poll() is not None or time.monotonic() > limit:
-                raise Unavailable("the daemon did not come up; its log has the reason") from None
-            time.sleep(_LISTEN_RETRY_S)
-        else:
             return
+        if process.poll() is not None or time.monotonic() > limit:
+            raise Unavailable("the daemon did not come up; its log has the reason")
+        time.sleep(_LISTEN_RETRY_S)
 
 
 def suggestions(api: str, grpc: str) -> list[str]:

@@ -44,15 +44,12 @@ def read_late(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]
 def _with_mask(metadata: ModelMetadata) -> LateInteraction:
     """sentence-transformers: projections and a mask in any order, optionally a Normalize at the end."""
     before, mask, behind = metadata.chain.split_at("MultiVectorMask")
-    modules = (*before[1:], *behind)
     config = mask.config()
     tasks = config.get("skiplist_tasks") or ["document"]
     if config.get("keep_only_token_ids") or "document" not in tasks:
         raise ModelLoadFailed("a MultiVectorMask that keeps documents whole, or keeps chosen tokens, is not served")
-    late = _projected(modules)
-    return replace(
-        late, skip_ids=metadata.tokens.words(config.get("skiplist_words") or []), skip_in_queries="query" in tasks
-    )
+    skip_ids = metadata.tokens.words(config.get("skiplist_words") or [])
+    return replace(_projected((*before[1:], *behind)), skip_ids=skip_ids, skip_in_queries="query" in tasks)
 
 
 def _without_mask(metadata: ModelMetadata) -> LateInteraction:
@@ -60,14 +57,12 @@ def _without_mask(metadata: ModelMetadata) -> LateInteraction:
     if metadata.saved.get("model_type") != "ColBERT":
         raise ModelLoadFailed(f"a multi-vector model needs a MultiVectorMask, and has: {metadata.chain}")
     words = metadata.saved.get("skiplist_words")
-    late = _projected(metadata.chain.behind)
     skip_ids = metadata.tokens.words(_PUNCTUATION if words is None else words)
-    return replace(late, skip_ids=skip_ids, normalize=True)
+    return replace(_projected(metadata.chain.behind), skip_ids=skip_ids, normalize=True)
 
 
 def _projected(modules: tuple[Module, ...]) -> LateInteraction:
-    last = modules[-1].name if modules else ""
-    normalize = last == "Normalize"
+    normalize = bool(modules) and modules[-1].name == "Normalize"
     projections = read_projections(modules[:-1] if normalize else modules, TOKENS)
     return LateInteraction(projections, None, None, normalize=normalize)
 
@@ -155,10 +150,9 @@ def _stanford(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]
     words = _PUNCTUATION if artifact.get("mask_punctuation", True) else []
     # `linear.weight` is in the encoder's file; its width is 128 where artifact.metadata has none.
     width, identity = int(artifact.get("dim") or 128), "torch.nn.modules.linear.Identity"
+    projection = Dense(metadata.root, int(metadata.config["hidden_size"]), width, bias=False, activation=identity)
     late = LateInteraction(
-        projections=(
-            Dense(metadata.root, int(metadata.config["hidden_size"]), width, bias=False, activation=identity),
-        ),
+        projections=(projection,),
         query_length=None,
         document_length=None,
         skip_ids=metadata.tokens.words(words),

@@ -58,9 +58,8 @@ def text(page: Page, *, helps: bool = True) -> str:
         lines.append(f"# TYPE {family.name} {family.kind}\n")
         for suffix, labels, value in samples:
             inner = ",".join(f'{name}="{word.translate(_ESCAPED)}"' for name, word in labels.items())
-            lines.append(
-                f"{family.name}{suffix}{{{inner}}} {value!r}\n" if inner else f"{family.name}{suffix} {value!r}\n"
-            )
+            shown = f"{{{inner}}}" if inner else ""
+            lines.append(f"{family.name}{suffix}{shown} {value!r}\n")
         lines.append("\n")
     return "".join(lines)
 

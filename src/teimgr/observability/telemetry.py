@@ -53,17 +53,6 @@ class Exporting:
     deployment_environment: str
     instance: str
 
-    @property
-    def is_http(self) -> bool:
-        parts = urlsplit(self.endpoint)
-        return parts.port == _HTTP_PORT or parts.path.strip("/") != ""
-
-    @property
-    def url(self) -> str:
-        """The endpoint, for OTLP over HTTP with the collectors' default path."""
-        bare = self.is_http and not urlsplit(self.endpoint).path.strip("/")
-        return f"{self.endpoint.rstrip('/')}/v1/traces" if bare else self.endpoint
-
 
 def exporting(settings: Settings, instance: str) -> Exporting | None:
     return Exporting(**asdict(settings.otel), instance=instance) if settings.otel.endpoint else None
@@ -172,9 +161,8 @@ def _trace_worker(tracer: Tracer, parent: Span, stats: CallStats) -> None:
     queued_ns = received_ns + stats.tokenization_ns
     batch_ns = queued_ns + stats.queue_ns
     done_ns = received_ns + stats.total_ns
-    worker = _span(
-        tracer, parent, "worker", received_ns, {"tei.rows": stats.rows, "tei.rows_failed": stats.rows_failed}
-    )
+    rows = {"tei.rows": stats.rows, "tei.rows_failed": stats.rows_failed}
+    worker = _span(tracer, parent, "worker", received_ns, rows)
     _span(tracer, worker, "tokenize", received_ns, {"tei.chars": stats.chars}).end(queued_ns)
     _span(tracer, worker, "queue", queued_ns, {}).end(batch_ns)
     batch = _span(tracer, worker, "batch", batch_ns, {"tei.tokens": stats.tokens})
@@ -215,10 +203,13 @@ def _provider(exporting: Exporting) -> TracerProvider:
 
 
 def _exporter(exporting: Exporting) -> Any:
-    if exporting.is_http:
+    endpoint = exporting.endpoint
+    parts = urlsplit(endpoint)
+    has_path = parts.path.strip("/") != ""
+    if has_path or parts.port == _HTTP_PORT:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-        return HttpExporter(endpoint=exporting.url)
+        return HttpExporter(endpoint=endpoint if has_path else f"{endpoint.rstrip('/')}/v1/traces")
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-    return GrpcExporter(endpoint=exporting.url, insecure=urlsplit(exporting.endpoint).scheme != "https")
+    return GrpcExporter(endpoint=endpoint, insecure=parts.scheme != "https")

@@ -227,17 +227,13 @@ class LogFilter:
 
         def keeps(line: str) -> bool:
             nonlocal kept
-            event = _event(line)
-            kept = kept if event is None else self._keeps(event)
+            if (event := _event(line)) is not None:
+                level = LEVELS.get(str(event.get("level", "")).lower(), logging.INFO)
+                is_late = self.since is None or (moment := _time_of(event)) is None or moment >= self.since
+                kept = is_late and (self.level is None or level >= self.level)
             return kept
 
         return (lambda line: True) if self.takes_all else keeps
-
-    def _keeps(self, event: dict[str, Any]) -> bool:
-        level = LEVELS.get(str(event.get("level", "")).lower(), logging.INFO)
-        if self.level is not None and level < self.level:
-            return False
-        return self.since is None or (moment := _time_of(event)) is None or moment >= self.since
 
 
 def _event(line: str) -> dict[str, Any] | None:

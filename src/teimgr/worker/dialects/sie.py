@@ -29,12 +29,8 @@ _MSGPACK_TYPES = (MSGPACK, "application/x-msgpack")
 OutputType = Literal["dense", "sparse", "multivector"]
 OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary"]
 _OUTPUTS = {"dense": Output.DENSE, "sparse": Output.SPARSE, "multivector": Output.MULTI_VECTOR}
-_PRECISIONS = {
-    "float32": Precision.FLOAT32,
-    "float16": Precision.FLOAT16,
-    "int8": Precision.INT8,
-    "uint8": Precision.UINT8,
-    "binary": Precision.UBINARY,
+_PRECISIONS = {name: Precision(name) for name in ("float32", "float16", "int8", "uint8")} | {
+    "binary": Precision.UBINARY
 }
 # Options that would change the vectors and are not implemented.
 _NOT_SERVED = ("lora_id", "muvera", "pooling", "query_template", "doc_template")
