@@ -20,7 +20,7 @@ from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry
-from teimgr.errors import PortConflict
+from teimgr.errors import PortConflict, Unavailable
 from teimgr.launch.process_handle import ProcessHandle, look_up
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import State
@@ -353,3 +353,10 @@ async def test_the_log_of_a_running_mux_is_rotated_and_private(
             assert {path.stat().st_mode & 0o007 for path in settings.log_dir.glob("_mux-0.log*")} == {0}
     finally:
         await muxes.stop(0)
+
+
+async def test_a_run_file_that_cannot_be_read_now_is_no_missing_one(settings: Settings) -> None:
+    (settings.run_dir / "mux-0.run").mkdir(parents=True)  # any error but that there is none
+    with pytest.raises(Unavailable, match="Is a directory"):
+        async with Muxes(settings, Directory(), DaemonMetrics()).running():
+            pass

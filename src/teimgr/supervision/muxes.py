@@ -25,6 +25,7 @@ from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.directory import Directory, RouteEntry
 from teimgr.durable_files import write_atomically
+from teimgr.errors import Unavailable
 from teimgr.http_server import bind
 from teimgr.launch.log_rotation import open_log, rotate_regularly
 from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
@@ -110,9 +111,16 @@ class MuxSupervisor:
         self._draining: dict[asyncio.Task[str], ProcessHandle] = {}
 
     async def adopt(self) -> bool:
-        """Take over the live mux of an earlier daemon; one with another configuration is stopped."""
-        found = MuxRunFile.read(self._run_file)
-        self._process = ProcessHandle.adopt(found) if found else None
+        """Take over the live mux of an earlier daemon; one with another configuration is stopped.
+
+        Raises:
+            Unavailable: its run file cannot be read now, as for want of descriptors; the mux serves on.
+        """
+        try:
+            found = MuxRunFile.read(self._run_file)
+            self._process = ProcessHandle.adopt(found) if found else None
+        except OSError as error:
+            raise Unavailable(f"the mux of an earlier daemon cannot be looked for: {error}") from error
         if found is None or self._process is None:
             return False
         if found.config_hash == self._config_hash:
