@@ -73,8 +73,7 @@ def daemon(api_port: int, grpc_port: int, state: Path) -> Iterator[subprocess.Po
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        process.terminate()
         try:
             process.wait(_STOP_LIMIT_S)
         except subprocess.TimeoutExpired:

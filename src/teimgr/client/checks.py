@@ -6,6 +6,7 @@ Each function takes the argument's name for the message, `texts[3]` for the four
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import cache
 from numbers import Integral
 from typing import Any, get_type_hints
 
@@ -17,14 +18,16 @@ from teimgr.spec import KEYS, InstanceSpec
 
 _MOST = 2**32 - 1  # protobuf's uint32
 _HINTS = get_type_hints(InstanceSpec)
+_types_of = cache(get_type_hints)
 
 
-def check_keywords(given: Mapping[str, object], known: Mapping[str, type]) -> None:
-    """Check the names and types of keywords; strings and numbers may be None.
+def check_options(given: Mapping[str, object], kind: type) -> None:
+    """Check keyword arguments against the TypedDict `kind`; strings and numbers may be None.
 
     Raises:
-        ValidationError: A key is not in `known`, and the message offers the nearest one; or a value has another type.
+        ValidationError: A key is unknown, and the message offers the nearest one; or a value has another type.
     """
+    known = _types_of(kind)
     for name, value in given.items():
         if name not in known:
             raise ValidationError(unknown(name, value, known))

@@ -10,7 +10,15 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 from google.protobuf.message import Message
 
-from teimgr.client.checks import check_count, check_flag, check_limit, check_sequence, check_source, check_text
+from teimgr.client.checks import (
+    check_count,
+    check_flag,
+    check_limit,
+    check_options,
+    check_sequence,
+    check_source,
+    check_text,
+)
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.payloads import (
     ArrowOptions,
@@ -20,7 +28,6 @@ from teimgr.client.payloads import (
     TextOptions,
     Texts,
     arrow_request,
-    check_options,
     embed_request,
     joined,
     pack_texts,

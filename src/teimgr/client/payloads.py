@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, Literal, TypeAlias, TypedDict, get_type_hints
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import pyarrow as pa
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
-from teimgr.client.checks import check_keywords, check_limit, check_sequence, check_source, check_text
+from teimgr.client.checks import check_limit, check_sequence, check_source, check_text
 from teimgr.client.values import Embedded, Vectors
 from teimgr.config.schema import quoted
 from teimgr.errors import Internal, ValidationError
@@ -72,18 +71,6 @@ class TableOptions(EmbedOptions, total=False):
     dense_type: str
     token_type: str
     lz4_reply: bool
-
-
-def check_options(options: Mapping[str, object], kind: type) -> None:
-    """Check keyword arguments against the TypedDict `kind`.
-
-    Raises:
-        ValidationError: an unknown key, or a value of another type.
-    """
-    check_keywords(options, _types_of(kind))
-
-
-_types_of = cache(get_type_hints)
 
 
 # Protobuf requests

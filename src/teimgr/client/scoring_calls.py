@@ -7,13 +7,20 @@ from typing import TypeAlias, Unpack
 
 import pyarrow as pa
 
-from teimgr.client.checks import check_flag, check_limit, check_sequence, check_source, check_text, check_texts
+from teimgr.client.checks import (
+    check_flag,
+    check_limit,
+    check_options,
+    check_sequence,
+    check_source,
+    check_text,
+    check_texts,
+)
 from teimgr.client.inference_calls import RpcCalls, requests_of
 from teimgr.client.payloads import (
     Compression,
     ScoreOptions,
     TableOptions,
-    check_options,
     infer_request,
     pack_table,
     score_fields,

@@ -73,11 +73,8 @@ FLAGS: dict[str, _Flag] = {
     "--cors-allow-origin": _Flag(str, "cors_allow_origin", repeats=True),
     # Accepted without effect: teimgr settles these elsewhere.
     "--tokenization-workers": _Flag(_count),
-    "--prometheus-port": _IGNORED,
-    "--hostname": _IGNORED,
-    "--uds-path": _IGNORED,
-    "--otlp-endpoint": _IGNORED,
-    "--otlp-service-name": _IGNORED,
+    **dict.fromkeys(("--prometheus-port", "--hostname", "--uds-path"), _IGNORED),
+    **dict.fromkeys(("--otlp-endpoint", "--otlp-service-name"), _IGNORED),
     "--json-output": _Flag(_boolean),
     "--disable-spans": _Flag(_boolean),
 }

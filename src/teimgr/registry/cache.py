@@ -187,12 +187,6 @@ def find_directory(model_id: str) -> Snapshot | None:
         return None
 
 
-def find_packaged(model_id: str) -> Snapshot | None:
-    """The weights in an installed package, which replaces the hub."""
-    source = hub.find_packaged(model_id)
-    return find_directory(str(source.path)) if source else None
-
-
 def _is_loadable(path: Path) -> bool:
     try:
         return hub.is_complete(path)

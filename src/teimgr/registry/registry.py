@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from teimgr import hub
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import Launcher
@@ -147,8 +148,15 @@ class Registry:
             InvalidGpuId: there is no such GPU.
         """
         await self.get(model_id)
-        check_allowed(_trial_instance(model_id, options), self._settings)
-        gpu = None if options.on_cpu else place(_trial_instance(model_id, options), await self._gpus.read())
+        instance = InstanceSpec(
+            name=TRIAL_NAME,
+            model_id=model_id,
+            gpu_id=options.gpu_id,
+            dtype=options.dtype,
+            trust_remote_code=options.trust_remote_code,
+        )
+        check_allowed(instance, self._settings)
+        gpu = None if options.on_cpu else place(instance, await self._gpus.read())
         snapshot = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, options.revision))
         self._tasks.check_idle(model_id)
         if snapshot is None or not snapshot.complete:
@@ -156,11 +164,9 @@ class Registry:
             raise ModelLoadFailed(f"Model '{model_id}' failed to load: {how}")
         alive = sum(view.state in (State.STARTING, State.RUNNING) for view in self._instances())
         threads = max(1, usable_cores() // (alive + 1))
-        instance = _trial_instance(str(snapshot.path), options)
-        # On the loopback address: only the trial uses this worker.
-        spec = replace(
-            worker_spec(instance, self._settings, gpu.uuid if gpu else None, threads), instance_host=LOOPBACK
-        )
+        on_disk = replace(instance, model_id=str(snapshot.path))
+        spec = worker_spec(on_disk, self._settings, gpu.uuid if gpu else None, threads)
+        spec = replace(spec, instance_host=LOOPBACK)  # only the trial uses this worker
         return self._tasks.begin(
             model_id,
             ModelTask(ModelStatus.LOADING),
@@ -266,7 +272,8 @@ class Registry:
             return disk.find_directory(model_id)
         found = self._cache.find(model_id, revision)
         if revision is None and (found is None or not found.complete):
-            return disk.find_packaged(model_id) or found
+            package = hub.find_packaged(model_id)  # it replaces the hub
+            return (disk.find_directory(str(package.path)) if package else None) or found
         return found
 
     async def _views(self, ids: Sequence[str]) -> Sequence[ModelView]:
@@ -310,16 +317,6 @@ class Registry:
 
     def _revision_of(self, model_id: str, given: str | None) -> str | None:
         return given or self._records.of(model_id).revision
-
-
-def _trial_instance(model_id: str, options: TrialOptions) -> InstanceSpec:
-    return InstanceSpec(
-        name=TRIAL_NAME,
-        model_id=model_id,
-        gpu_id=options.gpu_id,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-    )
 
 
 def _check_id(model_id: str) -> None:
