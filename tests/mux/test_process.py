@@ -179,7 +179,7 @@ async def test_a_second_signal_does_not_wait(start_mux: Any, start_worker: Any) 
         await worker.requests.get()
 
         control.say({"stop": 3600})
-        await control.reader.read()
+        await control.reader.readline()
         mux.process.send_signal(signal.SIGTERM)
 
         assert await exit_status(mux) == 0
