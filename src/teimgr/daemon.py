@@ -135,7 +135,8 @@ class Daemon:
                 await self.registry.start()
                 async with self.tls.serving(self.app, listener), self.webhooks.running(self.settings.webhooks):
                     await self.manager.boot()
-                    # Only after the adoption: until then a mux of an earlier daemon uses the last snapshot it got.
+                    # Until then a mux of an earlier daemon uses the last snapshot it got.
+                    await self.manager.adoption_over()
                     async with self.muxes.running():
                         addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
                         if self.settings.grpc_enabled:

@@ -73,9 +73,12 @@ async def test_a_hung_worker_keeps_no_other_from_being_adopted(
         await fleet.manager.boot()
 
     assert (fleet.entry("a").state, fleet.entry("b").state) == (State.STARTING, State.RUNNING)
+    over = asyncio.create_task(fleet.manager.adoption_over())
     stopping = asyncio.create_task(fleet.manager.stop("a"))  # waits for the adoption
     assert (await fleet.manager.stop("b")).state is State.STOPPED
+    assert not over.done(), "muxes would lose a worker that may still answer"
     os.kill(pids["a"], signal.SIGCONT)
+    await over
     assert (await stopping).state is State.STOPPED
     assert look_up(pids["a"]) is None
 

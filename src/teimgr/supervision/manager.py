@@ -141,7 +141,7 @@ class Manager:
     async def boot(self) -> None:
         """Adopt live workers and begin to start the missing ones; includes `restore` if it has not run.
 
-        Connect routers to the directory when `booted` is set: it lists the adopted workers then, without a gap.
+        Connect the daemon's own routers to the directory when `booted` is set, muxes after `adoption_over`.
 
         Raises:
             InvalidConfig: the launcher cannot use the run directory.
@@ -163,6 +163,15 @@ class Manager:
             self._in_background(self._resume_update(name, text), f"update of {name}, begun again")
         await self._settle_state()
 
+    async def adoption_over(self) -> None:
+        """Return when each worker of an earlier daemon has answered, or has had its time to.
+
+        Muxes are connected then: until they hear of this daemon, they serve by the routes they have, and a worker that
+        answers late loses no call.
+        """
+        if self._adopting:
+            await asyncio.wait(self._adopting)
+
     async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
         """Adopt the workers of one instance, start those that are missing, end the others."""
         adopted = await self._launcher.adopt(workers, self._accepts)
@@ -176,8 +185,7 @@ class Manager:
         `at_once` kills them without grace, even where an earlier call allowed some.
         """
         self._is_shutting_down = True
-        if self._adopting:
-            await asyncio.wait(self._adopting)
+        await self.adoption_over()
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
