@@ -21,6 +21,9 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 # contract/tei.md §9.2: TEI's own values for "test" at 128 dimensions, computed with tanh-GELU.
 TEI_VALUES = [0.020964134, 0.04565805, -0.066505864, 0.10739273, -0.013054413, -0.07467599, 0.13989426, 0.06780755]
 
+# Of the thousand texts, for the ways that take one text or a few at a time; Arrow takes all.
+FEW = 250
+
 COSINES = {"exact": 0.99999, "fast": 0.9995}
 
 
@@ -63,9 +66,9 @@ def test_single_calls_agree_whatever_they_were_batched_with(
     daemon: DaemonProcess, texts: list[str], reference: np.ndarray, name: str
 ) -> None:
     with daemon.client() as client:
-        vectors = client.embed(texts, instance=name, truncate=True)
+        vectors = client.embed(texts[:FEW], instance=name, truncate=True)
 
-    assert lowest_cosine(vectors, reference) >= COSINES[name]
+    assert lowest_cosine(vectors, reference[:FEW]) >= COSINES[name]
 
 
 @pytest.mark.clause("M8-streams")
@@ -74,9 +77,9 @@ def test_a_stream_agrees_and_keeps_the_order(
     daemon: DaemonProcess, texts: list[str], reference: np.ndarray, name: str
 ) -> None:
     with daemon.client() as client:
-        vectors = np.stack(list(client.embed_stream(texts, instance=name, truncate=True)))
+        vectors = np.stack(list(client.embed_stream(texts[:FEW], instance=name, truncate=True)))
 
-    assert lowest_cosine(vectors, reference) >= COSINES[name]
+    assert lowest_cosine(vectors, reference[:FEW]) >= COSINES[name]
 
 
 @pytest.mark.clause("M7.5-port")
@@ -84,11 +87,9 @@ def test_a_stream_agrees_and_keeps_the_order(
 def test_http_agrees(daemon: DaemonProcess, texts: list[str], reference: np.ndarray, name: str) -> None:
     url = instance_url(daemon, name) + "/embed"
 
-    vectors = np.array(
-        [row for start in range(0, len(texts), 32) for row in post(url, {"inputs": texts[start : start + 32]})]
-    )
+    vectors = np.array([row for start in range(0, FEW, 25) for row in post(url, {"inputs": texts[start : start + 25]})])
 
-    assert lowest_cosine(vectors, reference) >= COSINES[name]
+    assert lowest_cosine(vectors, reference[:FEW]) >= COSINES[name]
 
 
 def test_a_text_has_the_same_vector_alone_and_in_a_crowd(daemon: DaemonProcess, texts: list[str]) -> None:
