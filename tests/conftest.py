@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("suite")
 
 HERE = Path(__file__).parent
 # Folders whose files share one daemon, or models that take long to make.

@@ -111,4 +111,4 @@ class SteadyLoad:
         try:
             self.done[way, await ask(text)] += 1
         except (TeimgrError, aiohttp.ClientError, grpc.aio.AioRpcError, TimeoutError) as error:
-            self.failures[way, repr(error)[:300]] += 1
+            self.failures[way, f"{getattr(error, 'status', '')} {error!r}"[:300]] += 1
