@@ -408,7 +408,7 @@ def foreign_page(headers: Mapping[str, str], allowed: Collection[str], host_name
 
 
 def _is_own(host: str, names: Collection[str]) -> bool:
-    """Whether a Host header cannot be the name of somebody else's server."""
+    """Whether a Host header is an address, localhost or one of `names`: what DNS rebinding cannot produce."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         ipaddress.ip_address(name)

@@ -119,6 +119,7 @@ def test_a_replica_that_is_killed_costs_its_own_calls_alone(daemon: DaemonProces
     rest(daemon, "PATCH", "/instances/a?wait=true", {"replicas": 2})
     workers = instance(daemon)["workers"]
     with load(daemon) as calls:
+        in_flight = calls.in_flight
         os.kill(workers[1]["pid"], signal.SIGKILL)
         until(lambda: instance(daemon)["workers"][1]["restarts"] == 1)
         assert instance(daemon)["status"] == "running"
@@ -128,7 +129,7 @@ def test_a_replica_that_is_killed_costs_its_own_calls_alone(daemon: DaemonProces
 
     assert instance(daemon)["workers"][0]["pid"] == workers[0]["pid"]
     assert calls.failures == after, "what fails, fails at once"
-    assert calls.failures.total() <= 60, calls.failures  # those in flight, more of them on a slow machine
+    assert calls.failures.total() <= max(20, in_flight), calls.failures
 
 
 @pytest.mark.xfail(

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,7 @@ import psutil
 
 from teimgr.errors import StateNotSaved, TeimgrError
 from teimgr.launch.process_handle import look_up
-from teimgr.spec import InstanceSpec, State
-from teimgr.supervision.store import parse
+from teimgr.spec import State
 from tests.faults.world import MODELS, Wanted, World
 from tests.support.polling import eventually
 
@@ -213,7 +212,7 @@ async def daemon_killed_in_a_change(world: World) -> None:
     with suppress(TeimgrError, OSError):
         await change
     await asyncio.to_thread(world.daemon.start)
-    await eventually(lambda: not any(spec.pending_update for spec in _saved(world)))  # one is begun again
+    await eventually(lambda: not any(spec.pending_update for spec in world.saved()))  # one is begun again
     _accept_saved(world)
     if not world.wanted["pair"].is_running:
         await world.set_running("pair", True)
@@ -221,13 +220,9 @@ async def daemon_killed_in_a_change(world: World) -> None:
         await world.delete("extra")
 
 
-def _saved(world: World) -> Sequence[InstanceSpec]:
-    return parse((world.daemon.folder / "state.toml").read_bytes()).specs
-
-
 def _accept_saved(world: World) -> None:
     """Take what the state file has for wanted, where the change in between was not acknowledged."""
-    for spec in _saved(world):
+    for spec in world.saved():
         name = spec.name
         known = world.wanted.get(name)
         model = Path(spec.model_id).name

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from teimgr.client import AsyncClient
 from teimgr.errors import TeimgrError
-from teimgr.spec import State
+from teimgr.spec import InstanceSpec, State
 from teimgr.supervision.store import parse
 from tests.support.daemon_process import DaemonProcess
 from tests.support.models import build
@@ -186,10 +186,15 @@ class World:
                     self.check_vectors(name, [0], vector, {wanted.model})
         return ""
 
+    def saved(self) -> Sequence[InstanceSpec]:
+        """The instances in the state file."""
+        return parse((self.daemon.folder / "state.toml").read_bytes()).specs
+
     def check_state_file(self) -> None:
         """Note a breach unless the state file has what was acknowledged."""
-        specs = parse((self.daemon.folder / "state.toml").read_bytes()).specs
-        saved = {spec.name: (Path(spec.model_id).name, int(spec.replicas), spec.wanted_running) for spec in specs}
+        saved = {
+            spec.name: (Path(spec.model_id).name, int(spec.replicas), spec.wanted_running) for spec in self.saved()
+        }
         wanted = {name: (each.model, each.replicas, each.is_running) for name, each in self.wanted.items()}
         if saved != wanted:
             self.breaches.append(f"state file has {saved}, acknowledged was {wanted}")

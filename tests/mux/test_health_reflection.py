@@ -11,10 +11,10 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2
 from tests.mux.test_forwarding import Feed, ending, lengths_of
 from tests.support.frame_worker import TIMINGS, FrameWorker, echo, hold
 from tests.support.mux_process import Control, client, running, stub
+from tests.support.reflection import reflection
 
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.directory import RouteEntry
@@ -39,18 +39,7 @@ SERVING, NOT_SERVING, UNKNOWN = (
 
 @pytest.fixture(params=["v1", "v1alpha"])
 def reflect(request: Any, channel: Any) -> Any:
-    """Ask the reflection service of one version one thing."""
-    method = channel.stream_stream(
-        f"/grpc.reflection.{request.param}.ServerReflection/ServerReflectionInfo",
-        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-    )
-
-    async def ask(**question: Any) -> Any:
-        (answer,) = [each async for each in method([reflection_pb2.ServerReflectionRequest(**question)])]
-        return answer
-
-    return ask
+    return reflection(channel, request.param)
 
 
 def files(answer: Any) -> dict[str, FileDescriptorProto]:

@@ -26,7 +26,8 @@ CALL_LIMIT_S = 30
 class SteadyLoad:
     """`rate` calls per second on `instance`, a third over each way, until the block ends.
 
-    `done` counts answers by way and dimension, `failures` what went wrong, by way.
+    `done` counts answers by way and dimension, `failures` what went wrong, by way;
+    `in_flight` those without an outcome.
     """
 
     daemon: DaemonProcess
@@ -35,6 +36,7 @@ class SteadyLoad:
     rate: float = 200.0
     done: Counter[tuple[str, int]] = field(default_factory=Counter)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    in_flight: int = 0
 
     def __post_init__(self) -> None:
         self._stopping = threading.Event()
@@ -108,7 +110,10 @@ class SteadyLoad:
             await asyncio.wait(calls)
 
     async def _call(self, way: str, ask: Callable[[str], Awaitable[int]], text: str) -> None:
+        self.in_flight += 1
         try:
             self.done[way, await ask(text)] += 1
         except (TeimgrError, aiohttp.ClientError, grpc.aio.AioRpcError, TimeoutError) as error:
             self.failures[way, f"{getattr(error, 'status', '')} {error!r}"[:300]] += 1
+        finally:
+            self.in_flight -= 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.support.memory_fleet import MODEL
 
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.errors import Overloaded
-from teimgr.spec import LoadedModel
 from teimgr.worker.calls import FairLimiter, WorkerCall, max_token_bytes
 
 
@@ -273,14 +274,8 @@ def test_a_call_whose_start_raises_is_reported_and_the_queue_goes_on() -> None:
 def test_token_vectors_are_weighed_by_the_characters_up_to_the_models_limit(
     outputs: set[Output], inputs: list[Input], tokens: int, width: int
 ) -> None:
-    model = LoadedModel(
-        model_id="m",
-        model_sha=None,
-        dtype="float32",
-        device="cpu",
-        kind="embedding",
-        pooling="mean",
-        batching="packed",
+    model = replace(
+        MODEL,
         dimension=32,
         max_input_length=200,
         max_batch_tokens=1024,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.support.memory_fleet import MODEL
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import Code, InvalidInput, TeimgrError
-from teimgr.spec import LoadedModel, WorkerSpec
+from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
 from teimgr.worker.dispatcher import Dispatcher, Part, Submission, parts_of
 
@@ -78,19 +80,7 @@ def test_every_job_has_the_calls_lane_and_deadline_and_is_cancelled_with_it() ->
 class FakeEngine:
     """Collects the jobs that are submitted; `broken` makes it refuse them."""
 
-    info = LoadedModel(
-        model_id="m",
-        model_sha=None,
-        dtype="float32",
-        device="cpu",
-        kind="embedding",
-        pooling="mean",
-        batching="packed",
-        dimension=32,
-        max_input_length=512,
-        max_batch_tokens=1024,
-        token_dimension=32,
-    )
+    info = replace(MODEL, dimension=32, max_batch_tokens=1024, token_dimension=32)
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []

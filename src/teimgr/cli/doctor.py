@@ -18,6 +18,8 @@ from typing import Literal
 from teimgr.config.settings import Settings, is_loopback
 from teimgr.config.sources import Source, read, unread_variables
 from teimgr.errors import TeimgrError
+from teimgr.http_server import bind
+from teimgr.observability.memory import proc_sizes
 
 # Descriptors that a daemon with a hundred instances and their clients needs with room to spare.
 _OPEN_FILES = 8192
@@ -80,12 +82,17 @@ def examine(file: Path | None) -> Iterator[Finding]:
 def _folders(settings: Settings) -> Iterator[Finding]:
     """The folders of state, logs and run files can be written."""
     for noun, folder in (("state", settings.state_file.parent), ("logs", settings.log_dir), ("run", settings.run_dir)):
-        present = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        present = _present(folder)
         if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
             advice = f"give {present} to the user {os.geteuid()}, or set another state_file, log_dir or run_dir"
             yield Finding(noun, "fail", f"{folder.absolute()} cannot be written", advice)
         else:
             yield Finding(noun, "ok", str(folder.absolute()))
+
+
+def _present(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:
@@ -94,18 +101,15 @@ def _ports(settings: Settings) -> Iterator[Finding]:
     if settings.grpc_enabled:
         listeners.append(("grpc_port", settings.grpc_host, settings.grpc_port))
     for key, host, port in listeners:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if _answers(host, port):
-                    yield Finding("ports", "warn", f"{key} {host}:{port} is in use", "fine if by this daemon itself")
-                else:
-                    yield Finding("ports", "fail", f"{key} {host}:{port}: {error.strerror}", f"choose another {key}")
+        try:
+            bind(host, port).close()
+        except TeimgrError as error:
+            if _answers(host, port):
+                yield Finding("ports", "warn", f"{key} {host}:{port} is in use", "fine if by this daemon itself")
             else:
-                yield Finding("ports", "ok", f"{key} {host}:{port} is free")
+                yield Finding("ports", "fail", f"{key} {host}:{port}: {error.message}", f"choose another {key}")
+        else:
+            yield Finding("ports", "ok", f"{key} {host}:{port} is free")
         if not is_loopback(host) and settings.auth is None:
             yield Finding("ports", "warn", f"{key} listens on {host} without authentication", "see docs/api-keys.md")
 
@@ -127,13 +131,13 @@ def _limits(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("limits", "ok", f"{'any number of' if hard < 0 else hard} open files")
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = proc_sizes(".", "meminfo").get("MemAvailable", 0)
     outcome: Outcome = "warn" if available < _LOW_MEMORY_BYTES else "ok"
     yield Finding("memory", outcome, f"{available / 2**30:.1f} GiB available")
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
-    present = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    present = _present(cache)
     free = shutil.disk_usage(present).free
     text = f"{cache}: {free / 2**30:.0f} GiB free"
     if not os.access(present, os.W_OK):

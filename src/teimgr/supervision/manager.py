@@ -192,8 +192,8 @@ class Manager:
             await asyncio.wait(tasks)
         if self._retry is not None:
             self._retry.cancel()
-            with suppress(StateNotSaved):
-                await self._write()
+        if "save" in self._alarms:
+            await self._settle_state()
         self._store.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
@@ -493,6 +493,11 @@ class Manager:
             self._planned.pop(spec.name, None)
 
     async def _write(self) -> None:
+        """Write the wanted state if it is not on disk; where the disk refuses, try again in the background too.
+
+        Raises:
+            StateNotSaved: the disk refused.
+        """
         async with self._saving:
             planned = self._planned
             specs = [planned.get(spec.name, spec) for spec in self._specs()]
@@ -505,23 +510,21 @@ class Manager:
             except OSError as error:
                 problem = f"the state cannot be saved: {error}"
                 self._raise_alarm("save", problem)
+                if not self._is_shutting_down and (self._retry is None or self._retry.done()):
+                    self._retry = asyncio.create_task(self._write_until_saved(), name="retry of the state file")
                 raise StateNotSaved(problem) from error
             self._saved = wanted
             self._alarms.pop("save", None)
 
     async def _settle_state(self) -> None:
-        """Write the present state if it is not on disk; where the disk refuses, again until it takes it."""
-        try:
+        """As `_write`; a refusal is an alarm alone, for what was changed cannot be refused any more."""
+        with suppress(StateNotSaved):
             await self._write()
-        except StateNotSaved:
-            if self._retry is None or self._retry.done():
-                self._retry = asyncio.create_task(self._write_until_saved(), name="retry of the state file")
 
     async def _write_until_saved(self) -> None:
         while "save" in self._alarms:
             await asyncio.sleep(_RETRY_S)
-            with suppress(StateNotSaved):
-                await self._write()
+            await self._settle_state()
 
     def _raise_alarm(self, kind: str, text: str | None) -> None:
         if text is not None:

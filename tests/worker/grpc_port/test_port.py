@@ -20,6 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.support.models import build_cross_encoder
+from tests.support.reflection import reflection
 from tests.support.worker_process import Connect, WorkerProcess
 
 from teimgr.pb.tei.v1 import tei_pb2
@@ -287,18 +288,7 @@ async def test_bytes_that_are_no_message_are_invalid(channel: grpc.aio.Channel) 
 
 @pytest.fixture(params=["v1", "v1alpha"])
 def reflect(request: Any, channel: grpc.aio.Channel) -> Any:
-    """Ask the reflection service of one version one thing."""
-    call = channel.stream_stream(
-        f"/grpc.reflection.{request.param}.ServerReflection/ServerReflectionInfo",
-        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-    )
-
-    async def ask_it(**question: Any) -> Any:
-        (answer,) = [each async for each in call([reflection_pb2.ServerReflectionRequest(**question)])]
-        return answer
-
-    return ask_it
+    return reflection(channel, request.param)
 
 
 async def test_reflection_lists_tei_and_itself(reflect: Any) -> None:
