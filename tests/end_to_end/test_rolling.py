@@ -132,11 +132,13 @@ def test_a_replica_that_is_killed_costs_its_own_calls_alone(daemon: DaemonProces
     assert calls.failures.total() <= max(20, in_flight), calls.failures
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="in some runs one call on the instance's own port fails in the change: row 29 of issue 9 is open",
+# Passed in three runs of three on a quiet machine, and failed in one of two on a busy one.
+SOMETIMES = pytest.mark.xfail(
+    strict=False, reason="in some runs one call on the instance's port fails, cause not known"
 )
-@pytest.mark.parametrize("moment_s", [0.05, 0.4, 1.5])
+
+
+@pytest.mark.parametrize("moment_s", [pytest.param(0.05, marks=SOMETIMES), 0.4, 1.5])
 def test_a_change_in_which_the_daemon_is_killed_is_completed_by_the_next(
     daemon: DaemonProcess, models: dict[str, Path], moment_s: float
 ) -> None:
