@@ -124,7 +124,7 @@ def test_failures_of_the_whole_call_keep_their_kind(client: Client) -> None:
         client.infer(pa.table({"query": ["fog"]}), instance="late")
     with pytest.raises(InstanceNotFound):
         client.infer(texts, instance="nope")
-    with pytest.raises(TooLarge, match="fewer rows per batch"):
+    with pytest.raises(TooLarge, match="Arrow batch has 400000 rows, the limit is 100000 rows"):
         client.infer(pa.table({"text": ["fog"] * 400_000}), instance="static", batch_rows=400_000)
     with pytest.raises(WrongModelKind):
         list(client.infer_stream(iter([texts, texts]), instance="late", outputs=["dense"]))
