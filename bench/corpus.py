@@ -11,6 +11,7 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _SEED = 20
@@ -57,7 +58,12 @@ def _grouped(texts: list[str]) -> list[list[str]]:
     return [[text for text, words in lengths if low <= words <= high] for low, high, _ in _MIX]
 
 
-def _prose() -> Iterator[str]:
+@cache  # parsing the standard library takes some ten seconds
+def _prose() -> tuple[str, ...]:
+    return tuple(_passages_of_the_installation())
+
+
+def _passages_of_the_installation() -> Iterator[str]:
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         if "site-packages" not in path.parts and "test" not in path.parts:

@@ -85,6 +85,6 @@ def test_idle_tokens_come_last_and_belong_to_no_text(texts: list[list[int]]) -> 
 
 
 def test_rows_have_few_different_lengths() -> None:
-    rows = {len(pack(arrays([[1]] * tokens)).rounded_up().ids) for tokens in range(1, 2049)}
+    rows = {len(pack(arrays([[1] * tokens])).rounded_up().ids) for tokens in range(1, 2049)}
 
     assert len(rows) == 16 + (2048 - 128) // 32

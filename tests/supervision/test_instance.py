@@ -91,7 +91,7 @@ async def test_wait_returns_when_the_new_worker_serves(fleet: Fleet) -> None:
     view = await fleet.manager.update("a", {"dtype": "float16"}, wait=True)
 
     assert view.pid != old
-    assert fleet.manager._store.load().specs[0].dtype == "float16"
+    assert fleet.store.load().specs[0].dtype == "float16"
     await gone(old)
 
 
@@ -110,7 +110,7 @@ async def test_a_new_worker_that_fails_changes_nothing(fleet: Fleet, flags: str)
     assert view.update is not None
     assert view.update.state == "failed"
     assert str(view.update.reason) in caught.value.message
-    assert fleet.manager._store.load().specs == (before.spec,)
+    assert fleet.store.load().specs == (before.spec,)
     assert len(view.workers) == len(list(fleet.settings.run_dir.glob("*.json"))) == 1
     watch.assert_no_gap()
 
@@ -123,7 +123,7 @@ async def test_what_no_worker_is_told_is_changed_at_once(fleet: Fleet) -> None:
 
     assert view.update is not None
     assert (view.update.state, view.pid, view.spec.startup_timeout_secs) == ("done", before.pid, 77)
-    assert fleet.manager._store.load().specs[0].startup_timeout_secs == 77
+    assert fleet.store.load().specs[0].startup_timeout_secs == 77
 
 
 async def test_none_takes_a_key_back_to_its_default(fleet: Fleet) -> None:
@@ -191,7 +191,7 @@ async def test_other_commands_give_a_change_up(fleet: Fleet, verb: str) -> None:
     if verb == "restart":
         await fleet.running(not_pid=old)
     assert len(list(fleet.settings.run_dir.glob("*.json"))) == (verb == "restart")
-    assert [spec.model_id for spec in fleet.manager._store.load().specs] == ["fake"] * (verb != "delete")
+    assert [spec.model_id for spec in fleet.store.load().specs] == ["fake"] * (verb != "delete")
 
 
 async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
@@ -199,7 +199,7 @@ async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
 ) -> None:
     await replicas_running(fleet, 2)
     writing, go_on = threading.Event(), threading.Event()
-    save = fleet.manager._store.save
+    save = fleet.store.save
 
     def save_slowly(specs: Iterable[InstanceSpec]) -> None:
         kept = list(specs)
@@ -208,7 +208,7 @@ async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
             assert go_on.wait(LIMIT_S)
         save(kept)
 
-    monkeypatch.setattr(fleet.manager._store, "save", save_slowly)
+    monkeypatch.setattr(fleet.store, "save", save_slowly)
     await fleet.manager.update("a", {"model_id": "fake:busy"})
     await eventually(writing.is_set)
     stopping = asyncio.create_task(fleet.manager.stop("a"))
@@ -220,7 +220,7 @@ async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
 
     assert view.update is not None
     assert (view.state, view.spec.model_id, view.update.state) == (State.STOPPED, "fake:busy", "done")
-    assert [spec.model_id for spec in fleet.manager._store.load().specs] == ["fake:busy"]
+    assert [spec.model_id for spec in fleet.store.load().specs] == ["fake:busy"]
     assert fleet.left_over() == set()
 
 
@@ -400,7 +400,7 @@ async def test_a_change_in_whose_midst_the_daemon_died_is_completed_by_the_next(
     change = "fake:slow-start=1"
     crash(change=change, workers=2)
     fleet = fleets()
-    stored = fleet.manager._store.load().specs[0]
+    stored = fleet.store.load().specs[0]
     assert (stored.model_id, change in (stored.pending_update or "")) == ("fake:first-only", True)
     await fleet.manager.boot()
 
@@ -408,8 +408,8 @@ async def test_a_change_in_whose_midst_the_daemon_died_is_completed_by_the_next(
     view = fleet.manager.get("a")
     assert view.update is not None
     assert (view.update.changes, view.spec.pending_update) == (("model_id",), None)
-    await eventually(lambda: fleet.manager._store.load().specs[0].pending_update is None)
-    assert fleet.manager._store.load().specs[0].model_id == change
+    await eventually(lambda: fleet.store.load().specs[0].pending_update is None)
+    assert fleet.store.load().specs[0].model_id == change
     assert fleet.manager.store_alarm is None
     await fleet.manager.stop("a")
 
@@ -419,14 +419,14 @@ async def test_a_change_that_the_daemon_survives_too_seldom_is_given_up(
 ) -> None:
     crash(change="fake:slow-start=30", workers=2)
     fleet = fleets()
-    [stored] = fleet.manager._store.load().specs
+    [stored] = fleet.store.load().specs
     assert stored.pending_update is not None
     tried = stored.pending_update.replace('"tries": 1', '"tries": 5')
-    fleet.manager._store.save([replace(stored, pending_update=tried)])
+    fleet.store.save([replace(stored, pending_update=tried)])
     await fleet.manager.boot()
 
     await eventually(lambda: "is given up" in (fleet.manager.store_alarm or ""))
-    await eventually(lambda: fleet.manager._store.load().specs[0].pending_update is None)
+    await eventually(lambda: fleet.store.load().specs[0].pending_update is None)
     assert fleet.manager.get("a").update is None
     await fleet.manager.stop("a")
 
@@ -440,11 +440,11 @@ async def test_a_change_that_ends_by_itself_is_forgotten_and_one_cut_short_by_a_
         with suppress(UpdateFailed):
             await fleet.manager.update("a", {"model_id": model_id}, wait=True)
         assert fleet.manager.get("a").update.state == state  # type: ignore[union-attr]
-        await eventually(lambda: fleet.manager._store.load().specs[0].pending_update is None)
+        await eventually(lambda: fleet.store.load().specs[0].pending_update is None)
     await fleet.manager.update("a", {"model_id": "fake:never-ready"})
-    assert fleet.manager._store.load().specs[0].pending_update is not None
+    assert fleet.store.load().specs[0].pending_update is not None
     await fleet.manager.shutdown(at_once=True)
-    assert fleet.manager._store.load().specs[0].pending_update is not None
+    assert fleet.store.load().specs[0].pending_update is not None
 
 
 async def test_the_end_of_the_daemon_in_the_midst_of_a_change_leaves_nothing(fleet: Fleet) -> None:
@@ -457,4 +457,4 @@ async def test_the_end_of_the_daemon_in_the_midst_of_a_change_leaves_nothing(fle
         await asyncio.wait_for(fleet.manager.shutdown(), LIMIT_S)
 
     assert fleet.left_over() == set()
-    assert fleet.manager._store.load().specs[0].model_id == "fake"
+    assert fleet.store.load().specs[0].model_id == "fake"

@@ -125,7 +125,7 @@ async def test_a_worker_whose_instance_is_not_wanted_is_ended(
 ) -> None:
     pids = crash("a", "gone")
     fleet = fleets()
-    store = fleet.manager._store
+    store = fleet.store
     specs = {spec.name: spec for spec in store.load().specs}
     store.save([replace(specs["a"], wanted_running=False)])
 
@@ -314,7 +314,7 @@ async def test_what_the_settings_forbid_is_neither_created_nor_made_of_an_instan
 async def cost_of_an_event(fleet: Fleet, count: int) -> int:
     """How many functions run when one of `count` instances changes."""
     idle = InstanceSpec(name="idle", model_id="fake:", wanted_running=False, prometheus_port=0)
-    fleet.manager._store.save([replace(idle, name=f"idle-{number}", port=30000 + number) for number in range(count)])
+    fleet.store.save([replace(idle, name=f"idle-{number}", port=30000 + number) for number in range(count)])
     log, router = EventLog(), Router()
     await fleet.manager.boot()
     log.note(fleet.manager.list())

@@ -86,8 +86,8 @@ class Fleet:
     def __post_init__(self) -> None:
         self.launcher = local_launcher(self.folder)
         gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
-        store = Store(self.settings.state_file)
-        self.manager = Manager(self.settings, self.launcher, self.directory, store, gpus, self.metrics, cores=4)
+        self.store = Store(self.settings.state_file)
+        self.manager = Manager(self.settings, self.launcher, self.directory, self.store, gpus, self.metrics, cores=4)
         self._changed = asyncio.Event()
         self.directory.subscribe(self._on_change)
 

@@ -1,13 +1,12 @@
-"""Manager of the instances: validates requests, keeps the wanted state on disk, supervises and adopts workers."""
+"""Manager of the instances: validates requests, supervises workers, adopts those of an earlier daemon."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,8 @@ from teimgr.errors import (
     InstanceNotFound,
     InvalidInstanceName,
     NotRunning,
-    StateNotSaved,
     TeimgrError,
     Unavailable,
-    UpdateFailed,
-    UpdateInProgress,
 )
 from teimgr.launch.launcher import Launcher, WorkerHandle
 from teimgr.observability import catalogue
@@ -41,15 +37,11 @@ from teimgr.placement.planner import (
 from teimgr.spec import Change, InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
-from teimgr.supervision.store import Store, wanted_at_boot
+from teimgr.supervision.store import Store
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.supervision.validation import InstanceValidator, check_model
+from teimgr.supervision.wanted_state import WantedState
 from teimgr.supervision.worker_run import ProbePlan
-
-# An update that the daemon did not survive so often is not begun again.
-_UPDATE_TRIES = 5
-# Between attempts to write the state file while the disk refuses.
-_RETRY_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -80,25 +72,17 @@ class Manager:
         self.on_view_changed: Callable[[str, InstanceView | None], None] = lambda name, view: None
         self._settings = settings
         self._launcher = launcher
-        self._store = store
         self._metrics = metrics
         self._planner = Planner(settings, gpus, cores or usable_cores())
         self._validator = InstanceValidator(settings)
         self._instances: dict[str, ManagedInstance] = {}
-        self._saving = asyncio.Lock()
-        self._saved: list[InstanceSpec] | None = None
-        self._planned: dict[str, InstanceSpec | None] = {}  # changes that are written before they are made
-        self._retry: asyncio.Task[None] | None = None
-        self._alarms: dict[str, str] = {}
+        self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self._is_restored = False
         self._alive: dict[str, int] = {}  # live workers by instance
         self._alive_total = 0
         self._share = self._planner.share(0)
         self._adopting: set[asyncio.Task[None]] = set()
         self._is_shutting_down = False
-        self._unfinished: dict[str, str] = {}  # updates in whose midst an earlier daemon ended, as JSON
-        self._pending: dict[str, str] = {}  # updates under way, as JSON
-        self._resumed: dict[str, int] = {}  # how often the update under way was begun before
         self._updates: set[asyncio.Task[None]] = set()
         self._not_startable: set[str] = set()
         self._context = SupervisorContext(
@@ -115,7 +99,7 @@ class Manager:
             grace_s=settings.graceful_shutdown_timeout_secs,
             slots=LoadSlots(self._planner.load_limit),
             fleet=self._workers,
-            save_spec=self._save_spec,
+            save_spec=self._state.save_spec,
             on_instance_changed=self._on_instance_changed,
         )
 
@@ -127,15 +111,12 @@ class Manager:
         Raises:
             InvalidConfig: the run directory or the state file cannot be used, as by another daemon.
         """
-        self._store.open()
+        specs = await self._state.load(self._settings)
         await self._launcher.start()
-        wanted = await asyncio.to_thread(wanted_at_boot, self._settings, self._store)
-        self._raise_alarm("load", wanted.alarm)
-        if any(not spec.max_batch_tokens for spec in wanted.specs):
+        if any(not spec.max_batch_tokens for spec in specs):
             await self._planner.refresh()  # only then: slow drivers must not delay the listeners without need
-        self._unfinished = {spec.name: spec.pending_update for spec in wanted.specs if spec.pending_update}
-        for spec in wanted.specs:
-            self._restore(replace(spec, pending_update=None))
+        for spec in specs:
+            self._restore(spec)
         self._is_restored = True
 
     async def boot(self) -> None:
@@ -159,9 +140,9 @@ class Manager:
             for task in done:
                 task.result()
         self.booted.set()
-        for name, text in self._unfinished.items():
-            self._in_background(self._resume_update(name, text), f"update of {name}, begun again")
-        await self._settle_state()
+        for name in self._state.unfinished:
+            self._in_background(self._resume_update(name), f"update of {name}, begun again")
+        await self._state.settle()
 
     async def adoption_over(self) -> None:
         """Return when each worker of an earlier daemon has answered, or has had its time to.
@@ -190,11 +171,7 @@ class Manager:
         await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
-        if self._retry is not None:
-            self._retry.cancel()
-        if "save" in self._alarms:
-            await self._settle_state()
-        self._store.close()
+        await self._state.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
         if at_once:
@@ -209,9 +186,9 @@ class Manager:
         """List an instance of the state file; as failed, where it cannot be started as it is."""
         try:
             spec = with_batch_tokens(spec, self._planner.inventory, self.tokens_per_gib)
-            self._add(self._validator.readmit(spec, self._specs()))
+            self._add(self._validator.readmit(spec, self._state.specs()))
         except (InvalidInstanceName, InstanceExists) as error:
-            self._raise_alarm("load", f"not restored: {error.message}")
+            self._state.alarm(f"not restored: {error.message}")
         except TeimgrError as error:
             self._add(spec).mark_failed(error.message)
             self._not_startable.add(spec.name)
@@ -236,9 +213,9 @@ class Manager:
         await self._check(request)
         request = with_batch_tokens(request, await self._planner.refresh(), self.tokens_per_gib)
         place(request, self._planner.inventory)
-        spec = self._validator.admit(request, self._specs())
+        spec = self._validator.admit(request, self._state.specs())
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
-        async with self._planning(spec.name, spec):
+        async with self._state.planning(spec.name, spec):
             instance = self._add(spec)
             await instance.begin({}, start=True)
         self._metrics.count(catalogue.CREATED, spec.name, spec.model_id)
@@ -260,8 +237,8 @@ class Manager:
             UpdateFailed: it failed, with `wait`.
         """
         instance = await self._begun(name)
-        if "save" in self._alarms:
-            await self._write()  # before workers are started for a change that could not be kept
+        if self._state.is_refused:
+            await self._state.write()  # before workers are started for a change that could not be kept
         given = changes
         wanted = with_changes(instance.spec, changes)
         await self._check(wanted)
@@ -285,15 +262,11 @@ class Manager:
     ) -> asyncio.Task[None]:
         """Write that the update was accepted, then begin it: the next daemon completes it if this one dies."""
         name = instance.spec.name
-        if name in self._pending:
-            raise UpdateInProgress(name)
-        tries = self._resumed.get(name, 0)
-        self._pending[name] = json.dumps({"changes": given, "recreate": recreate, "tries": tries + 1}, default=dict)
+        await self._state.begin_update(name, given, recreate=recreate)
         try:
-            await self._write()
             await instance.update(changes, recreate=recreate)
         except BaseException:
-            await self._forget_update(name)
+            await self._state.end_update(name)
             raise
         return self._in_background(self._until_updated(instance), f"end of the update of {name}")
 
@@ -307,31 +280,16 @@ class Manager:
         with suppress(TeimgrError):
             await instance.update_finished()
         if not self._is_shutting_down:  # else the next daemon goes on with it
-            await self._forget_update(instance.spec.name)
+            await self._state.end_update(instance.spec.name)
 
-    async def _forget_update(self, name: str) -> None:
-        del self._pending[name]
-        self._resumed.pop(name, None)
-        await self._settle_state()
-
-    async def _resume_update(self, name: str, text: str) -> None:
+    async def _resume_update(self, name: str) -> None:
         """Begin again an update in whose midst an earlier daemon ended; given up where that happened too often."""
         try:
-            update = json.loads(text)
-            self._resumed[name] = update["tries"]
-            if update["tries"] >= _UPDATE_TRIES:
-                raise UpdateFailed(f"the daemon ended {update['tries']} times in its midst")
-            changes = update["changes"]
-            if changes.get("extra_args") is not None:
-                changes["extra_args"] = tuple(changes["extra_args"])
-            log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
-            await self.update(name, changes, recreate=update["recreate"])
+            async with self._state.resuming(name) as (changes, recreate):
+                log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
+                await self.update(name, changes, recreate=recreate)
         except (TeimgrError, ValueError, KeyError, TypeError) as error:
-            self._resumed.pop(name, None)
-            self._raise_alarm("load", f"the update of '{name}' that was under way is given up: {error}")
-        finally:
-            del self._unfinished[name]
-            await self._settle_state()
+            self._state.alarm(f"the update of '{name}' that was under way is given up: {error}")
 
     async def start(self, name: str) -> InstanceView:
         """Begin to start an instance.
@@ -374,7 +332,7 @@ class Manager:
             InstanceNotFound.
         """
         instance = await self._begun(name)
-        async with self._planning(name, None):
+        async with self._state.planning(name, None):
             await instance.accept(Command.DELETE)
             view = await instance.settle()
             await instance.ended()
@@ -400,11 +358,11 @@ class Manager:
 
     @property
     def store_alarm(self) -> str | None:
-        return "; ".join(self._alarms.values()) or None
+        return self._state.alarms
 
     async def _command(self, name: str, command: Command) -> InstanceView:
         instance = await self._begun(name)
-        async with self._planning(name, replace(instance.spec, wanted_running=command is not Command.STOP)):
+        async with self._state.planning(name, replace(instance.spec, wanted_running=command is not Command.STOP)):
             await instance.accept(command)
         return await instance.settle()
 
@@ -433,11 +391,6 @@ class Manager:
         except KeyError:
             raise InstanceNotFound(name) from None
 
-    def _specs(self) -> Sequence[InstanceSpec]:
-        """The instances, and those that are being created."""
-        new = [spec for name, spec in self._planned.items() if spec is not None and name not in self._instances]
-        return [*(instance.spec for instance in self._instances.values()), *new]
-
     def _workers(self) -> Sequence[Supervisor]:
         return [worker for instance in self._instances.values() for worker in instance.workers]
 
@@ -459,74 +412,3 @@ class Manager:
         self._alive[name] = count
         before, self._share = self._share, self._planner.share(self._alive_total)
         return before != self._share
-
-    # The state file
-
-    @asynccontextmanager
-    async def _planning(self, name: str, spec: InstanceSpec | None) -> AsyncIterator[None]:
-        """Write the state with `spec` for the instance `name`, or without it, before the body makes that change.
-
-        So an acknowledged change is on disk, and a refused write leaves the fleet as it was. What the body did not
-        change after all is written again.
-
-        Raises:
-            StateNotSaved: the disk refused; the body has not run.
-        """
-        self._planned[name] = spec
-        try:
-            await self._write()
-            yield
-        finally:
-            self._planned.pop(name, None)
-            await self._settle_state()
-
-    async def _save_spec(self, spec: InstanceSpec) -> None:
-        """Write the state with `spec`, which takes effect when this returns.
-
-        Raises:
-            StateNotSaved: the disk refused.
-        """
-        self._planned[spec.name] = spec
-        try:
-            await self._write()
-        finally:
-            self._planned.pop(spec.name, None)
-
-    async def _write(self) -> None:
-        """Write the wanted state if it is not on disk; where the disk refuses, try again in the background too.
-
-        Raises:
-            StateNotSaved: the disk refused.
-        """
-        async with self._saving:
-            planned = self._planned
-            specs = [planned.get(spec.name, spec) for spec in self._specs()]
-            pending = self._unfinished | self._pending
-            wanted = [replace(spec, pending_update=pending.get(spec.name)) for spec in specs if spec is not None]
-            if wanted == self._saved and "save" not in self._alarms:
-                return
-            try:
-                await asyncio.to_thread(self._store.save, wanted)
-            except OSError as error:
-                problem = f"the state cannot be saved: {error}"
-                self._raise_alarm("save", problem)
-                if not self._is_shutting_down and (self._retry is None or self._retry.done()):
-                    self._retry = asyncio.create_task(self._write_until_saved(), name="retry of the state file")
-                raise StateNotSaved(problem) from error
-            self._saved = wanted
-            self._alarms.pop("save", None)
-
-    async def _settle_state(self) -> None:
-        """As `_write`; a refusal is an alarm alone, for what was changed cannot be refused any more."""
-        with suppress(StateNotSaved):
-            await self._write()
-
-    async def _write_until_saved(self) -> None:
-        while "save" in self._alarms:
-            await asyncio.sleep(_RETRY_S)
-            await self._settle_state()
-
-    def _raise_alarm(self, kind: str, text: str | None) -> None:
-        if text is not None:
-            log.error("state alarm", extra={"reason": text})
-            self._alarms[kind] = "; ".join(filter(None, (self._alarms.get(kind), text))) if kind == "load" else text
