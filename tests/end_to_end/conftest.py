@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.daemon_process import MINILM, DaemonProcess
 
-TEXTS = 1000
+TEXTS = 300
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,27 +27,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def daemon(tiny: Path) -> Iterator[DaemonProcess]:
-    """One of its own: the test changes what is wanted, or ends it."""
-    yield from start(tiny)
-
-
 @pytest.fixture(scope="module")
-def healing(tiny: Path) -> Iterator[DaemonProcess]:
-    """Shared by the tests after which everything runs again."""
-    yield from start(tiny)
-
-
-def start(tiny: Path) -> Iterator[DaemonProcess]:
-    """`mini` is the real model, `tiny` another one."""
+def shared() -> Iterator[DaemonProcess]:
     with DaemonProcess(orphan_grace_secs=30) as running:
-        with running.client() as client:
-            client.create("mini", MINILM, dtype="float32")
-            client.create("tiny", str(tiny))
-            for name in ("mini", "tiny"):
-                client.wait_until_running(name, deadline_s=60)
         yield running
+
+
+@pytest.fixture
+def daemon(shared: DaemonProcess, tiny: Path) -> DaemonProcess:
+    """The daemon of this file with both instances running: `mini` is the real model, `tiny` another one."""
+    with shared.client() as client:
+        there = {instance.name for instance in client.list()}
+        if "mini" not in there:
+            client.create("mini", MINILM, dtype="float32")
+        if "tiny" not in there:
+            client.create("tiny", str(tiny))
+        for name in ("mini", "tiny"):
+            if client.get(name).status is State.STOPPED:
+                client.start(name)
+            client.wait_until_running(name, deadline_s=60)
+    return shared
 
 
 def pid_of(daemon: DaemonProcess, name: str) -> int:
@@ -57,8 +56,7 @@ def pid_of(daemon: DaemonProcess, name: str) -> int:
     return pid
 
 
-def test_a_killed_worker_is_back_and_its_neighbour_lost_nothing(healing: DaemonProcess) -> None:
-    daemon = healing
+def test_a_killed_worker_is_back_and_its_neighbour_lost_nothing(daemon: DaemonProcess) -> None:
     with Load(daemon, "mini") as victim, Load(daemon, "tiny") as neighbour:
         victim.progress(20)
         neighbour.progress(20)
@@ -77,8 +75,7 @@ def test_a_killed_worker_is_back_and_its_neighbour_lost_nothing(healing: DaemonP
         assert client.get("mini").restarts == 1
 
 
-def test_a_killed_daemon_costs_no_call_and_the_next_one_adopts(healing: DaemonProcess) -> None:
-    daemon = healing
+def test_a_killed_daemon_costs_no_call_and_the_next_one_adopts(daemon: DaemonProcess) -> None:
     workers = {name: pid_of(daemon, name) for name in ("mini", "tiny")}
     with Load(daemon, "mini") as load:
         load.progress(20)
@@ -95,8 +92,7 @@ def test_a_killed_daemon_costs_no_call_and_the_next_one_adopts(healing: DaemonPr
     assert {name: pid_of(daemon, name) for name in workers} == workers
 
 
-def test_a_killed_mux_is_back(healing: DaemonProcess) -> None:
-    daemon = healing
+def test_a_killed_mux_is_back(daemon: DaemonProcess) -> None:
     mux = next(process for process in daemon.processes() if "teimgr.mux.process" in process.cmdline())
     mux.kill()
     mux.wait(10)
@@ -105,8 +101,7 @@ def test_a_killed_mux_is_back(healing: DaemonProcess) -> None:
         load.progress(10)
 
 
-def test_a_killed_nursery_is_back_for_the_next_start(healing: DaemonProcess, tiny: Path) -> None:
-    daemon = healing
+def test_a_killed_nursery_is_back_for_the_next_start(daemon: DaemonProcess, tiny: Path) -> None:
     assert daemon.process is not None
     before = pid_of(daemon, "mini")
     nursery = next(
@@ -120,6 +115,7 @@ def test_a_killed_nursery_is_back_for_the_next_start(healing: DaemonProcess, tin
     with daemon.client() as client:
         client.create("later", str(tiny))
         client.wait_until_running("later", deadline_s=60)
+        client.delete("later")
     assert pid_of(daemon, "mini") == before
 
 
@@ -148,18 +144,6 @@ def test_stop_start_restart_and_delete_under_load_leave_nothing(daemon: DaemonPr
     assert len([name for name in daemon.run_files() if name.endswith(".sock") and not name.startswith("mux")]) == 1
 
 
-@pytest.mark.clause("M5.5-shutdown")
-def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: DaemonProcess) -> None:
-    everything = daemon.processes()
-    assert len(everything) >= 4  # two workers, the mux, the nursery
-
-    assert daemon.stop() == 0
-
-    psutil.wait_procs(everything, timeout=5)
-    assert daemon.processes() == []
-    assert [name for name in daemon.run_files() if name.endswith((".sock", ".json", ".exit", ".run"))] == []
-
-
 @pytest.mark.clause("M4-configuration-only")
 def test_a_stop_is_wanted_state_and_survives_the_daemon(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
@@ -172,6 +156,18 @@ def test_a_stop_is_wanted_state_and_survives_the_daemon(daemon: DaemonProcess) -
         assert client.get("tiny").status is State.STOPPED
         with pytest.raises(TeimgrError, match="stopped"):
             client.embed("anybody there?", instance="tiny")
+
+
+@pytest.mark.clause("M5.5-shutdown")
+def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: DaemonProcess) -> None:
+    everything = daemon.processes()
+    assert len(everything) >= 4  # two workers, the mux, the nursery
+
+    assert daemon.stop() == 0
+
+    psutil.wait_procs(everything, timeout=5)
+    assert daemon.processes() == []
+    assert [name for name in daemon.run_files() if name.endswith((".sock", ".json", ".exit", ".run"))] == []
 
 
 def test_workers_without_a_daemon_end_when_the_grace_is_over(tiny: Path) -> None:

@@ -21,8 +21,8 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 # contract/tei.md §9.2: TEI's own values for "test" at 128 dimensions, computed with tanh-GELU.
 TEI_VALUES = [0.020964134, 0.04565805, -0.066505864, 0.10739273, -0.013054413, -0.07467599, 0.13989426, 0.06780755]
 
-# Of the thousand texts, for the ways that take one text or a few at a time; Arrow takes all.
-FEW = 250
+# Of the texts, for the ways that take one text or a few at a time; Arrow takes all.
+FEW = 100
 
 COSINES = {"exact": 0.99999, "fast": 0.9995}
 

@@ -34,14 +34,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture
-def daemon(models: dict[str, Path]) -> Iterator[DaemonProcess]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DaemonProcess]:
     with DaemonProcess(orphan_grace_secs=30, health_check_interval_secs=5) as running:
-        with running.client() as client:
-            metrics_port = free_ports(1)[0]  # the range from 9100 is shared with every other daemon of the machine
-            client.create("a", str(models["small"]), dtype="float32", prometheus_port=metrics_port)
-            client.wait_until_running("a", deadline_s=LIMIT_S)
         yield running
+
+
+@pytest.fixture
+def daemon(shared: DaemonProcess, models: dict[str, Path]) -> Iterator[DaemonProcess]:
+    """The daemon of this file, with a new instance `a` of the small model."""
+    with shared.client() as client:
+        metrics_port = free_ports(1)[0]  # the range from 9100 is shared with every other daemon of the machine
+        client.create("a", str(models["small"]), dtype="float32", prometheus_port=metrics_port)
+        client.wait_until_running("a", deadline_s=LIMIT_S)
+        yield shared
+        if shared.is_running:
+            client.delete("a")
 
 
 def rest(daemon: DaemonProcess, method: str, path: str, body: Any = None, *, status: int = 200) -> Any:
@@ -138,7 +146,10 @@ SOMETIMES = pytest.mark.xfail(
 )
 
 
-@pytest.mark.parametrize("moment_s", [pytest.param(0.05, marks=SOMETIMES), 0.4, 1.5])
+@pytest.mark.parametrize(
+    "moment_s",
+    [pytest.param(0.05, marks=[SOMETIMES, pytest.mark.long]), 0.4, pytest.param(1.5, marks=pytest.mark.long)],
+)
 def test_a_change_in_which_the_daemon_is_killed_is_completed_by_the_next(
     daemon: DaemonProcess, models: dict[str, Path], moment_s: float
 ) -> None:

@@ -67,6 +67,10 @@ class DaemonProcess:
         self._await_listening()
         return self
 
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def kill(self) -> None:
         """SIGKILL the daemon alone: workers, muxes and the nursery are not asked."""
         assert self.process is not None
@@ -81,7 +85,7 @@ class DaemonProcess:
 
     def close(self) -> None:
         """Stop it, kill whatever of it is left, remove its folder."""
-        if self.process is not None and self.process.poll() is None:
+        if self.is_running:
             try:
                 self.stop()
             except subprocess.TimeoutExpired:
