@@ -15,14 +15,16 @@ hypothesis.settings.load_profile("suite")
 HERE = Path(__file__).parent
 # Folders whose files share one daemon, or models that take long to make.
 TOGETHER = ("outside_clients", "conformance", "contract", "worker/dialects", "fuzz")
+# Files of a folder that share one daemon; the others of it have their own.
+SHARING = {f"end_to_end/test_{name}.py": "end_to_end" for name in ("main_job", "bad_input", "output_dtype", "tables")}
 
 
 @pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put each test in the group of its file, or of its folder where the files share something."""
+    """Put each test in the group of its file, or of the files that it shares something with."""
     for item in items:
         path = item.path.relative_to(HERE).as_posix()
-        group = next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), path)
+        group = next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), SHARING.get(path, path))
         item.add_marker(pytest.mark.xdist_group(group))
 
 

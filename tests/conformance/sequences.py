@@ -16,7 +16,7 @@ SEQUELS: tuple[Sequel, ...] = (
     Sequel("2.6 health", "test_a_vector_with_nan_is_424", ALONE),
     Sequel("2.6 health", "test_health_is_that_of_the_kind", ALONE),
     Sequel("2.6 reflection", "test_reflection_needs_no_key", ALONE),
-    Sequel("9.7 streams never overload", "test_ten_thousand_messages_overload_nothing", ALONE),
+    Sequel("9.7 streams never overload", "test_thousands_of_messages_overload_nothing", ALONE),
     Sequel("9.7 a stopped server finishes its calls", "test_a_stopped_instance_finishes_its_calls", ALONE),
     Sequel("11.1 NaN is never sent", "test_nan_fails_its_own_row", (MUX,)),
     Sequel("mux 1.10 reflection", "test_the_mux_lists_its_services", (MUX,)),

@@ -29,8 +29,8 @@ KINDS = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1])
 async def test_no_invariant_breaks(tmp_path: Path, seed: int) -> None:
-    report = await soak.run(tmp_path, seed, faults=20, kinds=KINDS, minutes=1.5)
+    report = await soak.run(tmp_path, seed, faults=6, kinds=KINDS, minutes=0.5)
 
     assert report.breaches == []
-    assert report.faults.total() >= 3
+    assert report.faults.total() >= 2
     assert report.texts > 0

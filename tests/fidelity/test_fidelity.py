@@ -11,7 +11,7 @@ import pytest
 
 from tests.fidelity.cases import CASES, Case
 
-TEXTS = 60
+TEXTS = 30
 
 
 def some(cases: tuple[Case, ...]) -> list[Case]:

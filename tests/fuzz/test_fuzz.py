@@ -10,8 +10,8 @@ import pytest
 from tests.fuzz import rest, rpc, target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-REST_CASES = 160
-RPC_CASES = 400
+REST_CASES = 50
+RPC_CASES = 200
 
 
 @pytest.fixture(scope="module")
