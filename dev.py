@@ -2,7 +2,7 @@
 """Set-up and the project's verbs, with the standard library alone.
 
     python3.11 dev.py run      make .venv, install, start a ready fleet of one real model
-    python3.11 dev.py test     make .venv and .venv-clients, install, run the tests
+    python3.11 dev.py test     make .venv and .venv-clients, install, run the tests (-m long: those left out)
     python3.11 dev.py check    format, lint, types, import layers, freshness of generated code
     python3.11 dev.py fix      format and safe fixes
     python3.11 dev.py proto    regenerate src/teimgr/pb
@@ -11,6 +11,7 @@
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
     python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults)
     python3.11 dev.py setup    make .venv and install, nothing else
+    python3.11 dev.py clients  make .venv-clients and install, nothing else
 
 Arguments after the verb go to what it runs.
 """
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
         "audit": audit,
         "soak": soak,
         "setup": lambda _: install("test", "check"),
+        "clients": lambda _: clients(),
     }
     if len(argv) < 2 or argv[1] not in verbs:
         print(__doc__)
@@ -66,7 +68,7 @@ def run(arguments: list[str]) -> int:
 
 
 def test(arguments: list[str]) -> int:
-    """The whole suite, or the part that the arguments name."""
+    """The suite but for what is marked `long`, or the part that the arguments name."""
     # Two processes, since a test mostly waits for one core; what shares a daemon stays together (tests/conftest.py).
     shared = [] if arguments else ["-n", "2", "--dist", "loadgroup"]
     return install("test", "check") or clients() or call(PYTHON, "-m", "pytest", *shared, *arguments)
@@ -174,7 +176,9 @@ def install(*extras: str) -> int:
         venv.create(VENV, with_pip=True)
     print(f"Installing teimgr[{','.join(extras)}] into {VENV.name} …", flush=True)
     verbosity = [] if sys.stdout.isatty() else ["-qq"]  # people get pip's progress bars, logs get errors only
-    status = call(PYTHON, "-m", "pip", "install", *verbosity, "--editable", f"{ROOT}[{','.join(extras)}]")
+    # Most of what the dependencies bring is never imported: what is, is compiled when it is.
+    quickly = [*verbosity, "--no-compile"]
+    status = call(PYTHON, "-m", "pip", "install", *quickly, "--editable", f"{ROOT}[{','.join(extras)}]")
     if status == 0:
         stamp.write_text(wanted)
     return status

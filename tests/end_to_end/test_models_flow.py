@@ -83,6 +83,7 @@ def test_a_model_is_pulled_checked_served_guarded_and_deleted(daemon: DaemonProc
     assert not [name for name in daemon.run_files() if name.endswith(".json")]
 
 
+@pytest.mark.long
 def test_what_was_found_outlives_the_daemon_and_failures_are_told(
     daemon: DaemonProcess, hub: Hub, tmp_path: Path
 ) -> None:

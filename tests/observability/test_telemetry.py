@@ -227,6 +227,7 @@ def events(path: Path, request_id: str) -> list[dict[str, Any]]:
     return [event for event in found if event["request_id"] == request_id]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_over_http_the_same_spans_come(tiny: Path, collector: Collector) -> None:
     trace_id = "34" * 16

@@ -20,12 +20,16 @@ LONG = ["rain " * 90] * 2000
 
 
 @pytest.fixture(scope="module")
-def small(fleet: dict[str, Path]) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
+def small(
+    served: tuple[DaemonProcess, dict[str, int]], fleet: dict[str, Path]
+) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
     """An instance that one running call, and four that wait, fit into."""
-    with DaemonProcess() as daemon, daemon.client() as client:
-        client.create("dense", str(fleet["dense"]), dtype="float32", max_concurrent_requests=1)
-        client.wait_until_running("dense", deadline_s=60)
-        yield daemon, {"dense": client.get("dense").port}
+    daemon, _ = served
+    with daemon.client() as client:
+        client.create("tight", str(fleet["dense"]), dtype="float32", max_concurrent_requests=1)
+        client.wait_until_running("tight", deadline_s=60)
+        yield daemon, {"tight": client.get("tight").port}
+        client.delete("tight")
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ async def tight(small: tuple[DaemonProcess, dict[str, int]]) -> AsyncIterator[As
 
 async def metric(ask: Asking, name: str) -> float:
     """The sum of all series of that name on the instance's own page."""
-    lines = (await ask.own_text("dense", "/metrics")).splitlines()
+    lines = (await ask.own_text("tight", "/metrics")).splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
@@ -48,15 +52,15 @@ async def until(ask: Asking, name: str, least: float) -> None:
 
 
 async def test_a_full_worker_refuses_in_the_words_of_the_dialect(tight: Asking) -> None:
-    body = {"model": "dense", "input": LONG}
+    body = {"model": "tight", "input": LONG}
     before = await metric(tight, BATCHES)
     tasks = [asyncio.create_task(tight.post("/v1/embeddings", body)) for _ in range(5)]
     await until(tight, BATCHES, before + 5)
     paths: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/embeddings", {"model": "dense", "input": "fog"}),
-        ("/v2/embed", {"model": "dense", "texts": ["fog"]}),
-        ("/instances/dense/embed", {"inputs": "fog"}),
-        ("/v1/encode/dense", {"items": [{"text": "fog"}]}),
+        ("/v1/embeddings", {"model": "tight", "input": "fog"}),
+        ("/v2/embed", {"model": "tight", "texts": ["fog"]}),
+        ("/instances/tight/embed", {"inputs": "fog"}),
+        ("/v1/encode/tight", {"items": [{"text": "fog"}]}),
     ]
     refused: list[Told] = [await tight.post(path, one) for path, one in paths]
 
@@ -75,17 +79,17 @@ async def test_a_full_worker_refuses_in_the_words_of_the_dialect(tight: Asking) 
 
 async def test_a_client_that_hangs_up_takes_its_call_with_it(tight: Asking) -> None:
     before, dropped = await metric(tight, BATCHES), await metric(tight, DROPPED)
-    task = asyncio.create_task(tight.post("/v1/embeddings", {"model": "dense", "input": LONG}))
+    task = asyncio.create_task(tight.post("/v1/embeddings", {"model": "tight", "input": LONG}))
     await until(tight, BATCHES, before + 1)
     task.cancel()
     await asyncio.wait({task})
 
     await until(tight, DROPPED, dropped + 1)
-    assert (await tight.post("/v1/embeddings", {"model": "dense", "input": "fog"})).status == 200
+    assert (await tight.post("/v1/embeddings", {"model": "tight", "input": "fog"})).status == 200
 
 
 async def test_a_client_that_hangs_up_in_its_body_is_no_defect(tight: Asking) -> None:
-    body = json.dumps({"model": "dense", "input": "fog"}).encode()
+    body = json.dumps({"model": "tight", "input": "fog"}).encode()
     head = (
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     )
@@ -95,13 +99,13 @@ async def test_a_client_that_hangs_up_in_its_body_is_no_defect(tight: Asking) ->
     writer.close()
     await writer.wait_closed()
 
-    assert (await tight.post("/v1/embeddings", {"model": "dense", "input": "fog"})).status == 200
+    assert (await tight.post("/v1/embeddings", {"model": "tight", "input": "fog"})).status == 200
     assert "Traceback" not in tight.daemon.log()
 
 
 async def test_a_body_in_chunks_is_read(tight: Asking) -> None:
     async def chunks() -> AsyncIterator[bytes]:
-        yield b'{"model": "dense", '
+        yield b'{"model": "tight", '
         yield b'"input": "fog"}'
 
     headers = {"content-type": "application/json"}
@@ -114,14 +118,14 @@ async def test_a_body_in_chunks_is_read(tight: Asking) -> None:
 
 async def test_a_worker_that_dies_is_unavailable_and_comes_back(tight: Asking) -> None:
     with tight.daemon.client() as client:
-        before = client.get("dense")
+        before = client.get("tight")
         assert before.pid is not None
         await asyncio.to_thread(kill, before.pid)
         async with asyncio.timeout(LIMIT_S):
-            while (told := await tight.post("/v1/embeddings", {"model": "dense", "input": "fog"})).status != 200:
+            while (told := await tight.post("/v1/embeddings", {"model": "tight", "input": "fog"})).status != 200:
                 assert told.status == 503, told
                 assert told.json["error"]["code"] == "model_not_ready"
-        assert client.get("dense").pid != before.pid
+        assert client.get("tight").pid != before.pid
 
 
 def kill(pid: int) -> None:
@@ -133,7 +137,7 @@ def kill(pid: int) -> None:
 
 
 async def test_the_requests_are_counted(tight: Asking) -> None:
-    await tight.post("/v1/embeddings", {"model": "dense", "input": "fog"})
+    await tight.post("/v1/embeddings", {"model": "tight", "input": "fog"})
     await tight.post("/v2/embed", {"model": "nobody", "texts": ["fog"]})
     page = (await tight.get("/metrics")).body.decode()
 
