@@ -52,7 +52,7 @@ def test_nothing_given_is_the_defaults_of_the_contract() -> None:
     assert settings == Settings()
     assert (settings.api_port, settings.grpc_port, settings.grpc_enabled) == (9000, 9001, True)
     assert (settings.instance_port_start, settings.instance_port_end, settings.max_instances) == (8080, 8180, None)
-    assert settings.grpc_max_message_bytes == 41_943_040
+    assert settings.grpc_max_message_size_mb * 2**20 == 41_943_040
     assert {settings.api_host, settings.grpc_host, settings.instance_host} == {"127.0.0.1"}
     assert settings.auto_restore_on_restart
     assert settings.mtls is None

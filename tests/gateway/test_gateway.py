@@ -24,7 +24,7 @@ from teimgr.gateway.gateway import SCANNED_BYTES, Gateway, model_of
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
-from teimgr.wire.http_frames import MAX_HEAD_BYTES, HttpReply, pack_reply
+from teimgr.wire.frames import MAX_HEAD_BYTES, HttpReply, pack_reply
 
 __all__ = ["start_worker"]
 

@@ -22,7 +22,6 @@ from tests.support.polling import eventually
 from teimgr.errors import Code, InvalidConfig, Unavailable
 from teimgr.launch.control_link import ControlLink, identify
 from teimgr.launch.launcher import LocalLauncher
-from teimgr.launch.log_rotation import last_line, last_warning, open_log, shrink
 from teimgr.launch.process_handle import (
     ExitReport,
     LaunchFailed,
@@ -32,6 +31,7 @@ from teimgr.launch.process_handle import (
     look_up,
     open_pidfd,
 )
+from teimgr.observability.logs import last_line, last_warning, open_log, shrink
 from teimgr.rest.logs import pieces, read_lines
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method

@@ -16,7 +16,7 @@ import pytest
 from tests.support.rest_listener import Front
 
 from teimgr.config.settings import Settings
-from teimgr.launch.log_rotation import open_log, shrink
+from teimgr.observability.logs import open_log, shrink
 from teimgr.rest.logs import (
     CHUNK_BYTES,
     CUT,

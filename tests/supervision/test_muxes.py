@@ -341,7 +341,7 @@ async def test_a_stranger_on_the_port_is_said_at_once(settings: Settings) -> Non
 async def test_the_log_of_a_running_mux_is_rotated_and_private(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("teimgr.launch.log_rotation.CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("teimgr.observability.logs.CHECK_INTERVAL_S", 0.01)
     muxes = Muxes(replace(settings, log_max_bytes=4096), Directory(), DaemonMetrics())
     log = settings.log_dir / "_mux-0.log"
     try:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import aiohttp
@@ -65,3 +66,12 @@ async def listening(
             yield Front(instances, metrics, app, f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", alarms)
         finally:
             await server.shutdown([listener])
+
+
+def failed(failure: dict[str, Any], code: str) -> str:
+    """The sentence of a failure in the one shape."""
+    assert set(failure) == {"error", "code", "timestamp"}
+    assert failure["code"] == code
+    assert failure["timestamp"].endswith("Z")
+    datetime.fromisoformat(failure["timestamp"])
+    return str(failure["error"])

@@ -176,10 +176,6 @@ class Settings:
     def tls_files(self) -> TlsFiles | None:
         return self.auth.files() if self.auth else None
 
-    @property
-    def grpc_max_message_bytes(self) -> int:
-        return self.grpc_max_message_size_mb * 2**20
-
     def warnings(self) -> Iterator[str]:
         """Warnings for the log at the start: ignored keys, and listeners without authentication."""
         if self.tei_binary_path != TEI_BINARY:

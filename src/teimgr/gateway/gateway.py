@@ -35,13 +35,14 @@ from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Lease, Router, router_view
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, JSON_TYPE, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
-from teimgr.wire.frames import Flag, Method
-from teimgr.wire.http_frames import (
+from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
     Buffer,
+    Flag,
     HeadTooLong,
     HttpReply,
     HttpRequest,
+    Method,
     read_reply,
     request_head,
 )
@@ -112,7 +113,7 @@ class Gateway:
     def __init__(self, settings: Settings, directory: Directory, metrics: DaemonMetrics) -> None:
         self._metrics = metrics
         self._timeout_s = float(settings.inference_timeout_secs) or None
-        limit_bytes = min(settings.inference_max_body_mb * 2**20, settings.grpc_max_message_bytes)
+        limit_bytes = min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20
         self._bodies = Bodies(limit_bytes)
         self._router = Router(
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES)

@@ -24,7 +24,6 @@ from teimgr.durable_files import lock_file
 from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.launch import nursery
 from teimgr.launch.control_link import WorkerStatus, identify
-from teimgr.launch.log_rotation import last_warning, open_log, rotate_regularly
 from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.process_handle import (
@@ -40,6 +39,7 @@ from teimgr.launch.process_handle import (
     socket_fits,
     unrecorded_workers,
 )
+from teimgr.observability.logs import last_warning, open_log, rotate_regularly
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 

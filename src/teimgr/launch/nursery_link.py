@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from teimgr.launch.log_rotation import last_line, open_log
 from teimgr.launch.nursery import MESSAGE_LIMIT_BYTES, TorchBuild
 from teimgr.launch.process_handle import KILL_LIMIT_S, LaunchFailed, RunFile
+from teimgr.observability.logs import last_line, open_log
 
 IMPORT_LIMIT_S = 120.0
 FORK_LIMIT_S = 30.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from functools import cache
 from pathlib import Path
 
 _KIB = 1024
@@ -46,7 +47,8 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+@cache
 def max_connections() -> int:
-    """How many clients may be connected: half of the files that the process may open."""
+    """How many clients may be connected: half of the files that the process may open. Read once, after the start."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (limit if limit > 0 else _OPEN_FILES) // 2

@@ -293,7 +293,7 @@ def worker_spec(
         threads=threads,
         instance_host=settings.instance_host,
         max_client_batch_size=settings.max_client_batch_size,
-        max_message_bytes=settings.grpc_max_message_bytes,
+        max_message_bytes=settings.grpc_max_message_size_mb * 2**20,
         arrow_output_dtype=settings.arrow_output_dtype,
         orphan_grace_s=float(settings.orphan_grace_secs),
         nice=settings.cpu_worker_nice if gpu_uuid is None else 0,

@@ -30,7 +30,7 @@ from teimgr.http_server import AsgiApp, HttpProtocol, Listener, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry
-from teimgr.rest import config, events, fleet, gpus, instances, json_http, logs, models, probes
+from teimgr.rest import config, error_answers, events, fleet, gpus, instances, logs, models, probes
 from teimgr.rest.gpus import GpuReport
 from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, RejectEncodedSeparators
 from teimgr.rest.probes import Alarms
@@ -109,12 +109,12 @@ def create_app(
     if gateway is not None:
         app.router.routes.extend(gateway.routes())
         describe(app)
-    json_http.install(app)
+    error_answers.install(app)
     # Innermost first.
     app.add_middleware(HeadAsGet)
     app.add_middleware(RejectEncodedSeparators)
     policy = policy or PolicyInForce(policy_of(settings.auth))
-    app.add_middleware(Authentication, policy=policy, routes=app.router.routes, settings=lambda: app.state.settings)
+    app.add_middleware(Authentication, policy=policy, routes=app.router.routes)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )

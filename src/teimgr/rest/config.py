@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from teimgr.config.sources import effective
-from teimgr.rest.json_http import answer
-from teimgr.rest.schemas import Failure
+from teimgr.rest.schemas import Failure, answer
 from teimgr.supervision.reload import Reloaded, Reloader
 
 router = APIRouter(tags=["configuration"])

@@ -13,8 +13,7 @@ from teimgr.config.settings import Settings
 from teimgr.config.sources import plain
 from teimgr.errors import TeimgrError
 from teimgr.rest.instances import UNKNOWN, ManagerDep, chosen
-from teimgr.rest.json_http import answer, read_json
-from teimgr.rest.schemas import InstanceInfo, TagText, Text, instance_info
+from teimgr.rest.schemas import InstanceInfo, TagText, Text, answer, instance_info, read_json
 from teimgr.spec import InstanceView, State, now_rfc3339
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.worker_run import FleetProber

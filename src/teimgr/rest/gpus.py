@@ -13,8 +13,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, add
 from teimgr.placement.planner import Gpu, GpuInventory
-from teimgr.rest.json_http import answer
-from teimgr.rest.schemas import Card
+from teimgr.rest.schemas import Card, answer
 from teimgr.spec import InstanceView
 
 router = APIRouter(tags=["gpus"])

@@ -12,8 +12,18 @@ from starlette.responses import Response
 from teimgr.auth.policy import caller_of
 from teimgr.placement.planner import check_restricted
 from teimgr.rest.gpus import GpuReportDep
-from teimgr.rest.json_http import answer, has_body, json_body, read_json
-from teimgr.rest.schemas import CreateInstance, Failure, InstanceInfo, RestartInstance, UpdateInstance, instance_info
+from teimgr.rest.schemas import (
+    CreateInstance,
+    Failure,
+    InstanceInfo,
+    RestartInstance,
+    UpdateInstance,
+    answer,
+    has_body,
+    instance_info,
+    json_body,
+    read_json,
+)
 from teimgr.spec import InstanceView, State
 from teimgr.supervision.instance import with_changes
 from teimgr.supervision.manager import Manager

@@ -25,8 +25,8 @@ from starlette.responses import StreamingResponse
 from teimgr.config.settings import Settings
 from teimgr.errors import InstanceNotFound, ValidationError
 from teimgr.observability.logs import LEVELS
+from teimgr.rest.events import EVENT_STREAM, Event, event_stream
 from teimgr.rest.instances import UNKNOWN
-from teimgr.rest.json_http import EVENT_STREAM, Event, event_stream
 from teimgr.rest.schemas import LogSlice
 from teimgr.spec import check_name
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -26,7 +26,7 @@ from teimgr.http_server import foreign_page
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, Attributes, Telemetry, use_context
-from teimgr.rest.json_http import VERBS, error_response
+from teimgr.rest.error_answers import VERBS, error_response
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 
 log = logging.getLogger(__name__)
@@ -256,13 +256,10 @@ class Authentication:
     uses its user's place in the network, for every page. A key is sent by none but a page that has it.
     """
 
-    def __init__(
-        self, app: ASGIApp, policy: PolicyInForce, routes: Sequence[BaseRoute], settings: Callable[[], Settings]
-    ) -> None:
+    def __init__(self, app: ASGIApp, policy: PolicyInForce, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._policy = policy
         self._permissions = RoutePermissions(routes)
-        self._settings = settings
         self._host_name = socket.gethostname()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -285,7 +282,7 @@ class Authentication:
         return await self._app(scope, receive, send)
 
     def _foreign_page(self, scope: Scope) -> str | None:
-        settings = self._settings()
+        settings: Settings = scope["app"].state.settings
         names = (self._host_name, settings.api_host, *settings.allowed_hosts)
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         return foreign_page(headers, settings.allowed_origins, names)

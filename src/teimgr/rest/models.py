@@ -18,20 +18,9 @@ from teimgr.registry.cache import ModelFileInfo
 from teimgr.registry.records import DownloadProgress, ModelCommit, ModelStatus, Verification, known_values
 from teimgr.registry.registry import Registry, TrialOptions
 from teimgr.registry.tasks import ModelTask
-from teimgr.rest.json_http import (
-    EVENT_SCHEMA,
-    EVENT_STREAM,
-    Body,
-    Event,
-    answer,
-    error_body,
-    event_stream,
-    has_body,
-    json_body,
-    read_json,
-    wants_events,
-)
-from teimgr.rest.schemas import Failure, Text
+from teimgr.rest.error_answers import error_body
+from teimgr.rest.events import EVENT_SCHEMA, EVENT_STREAM, Event, event_stream, wants_events
+from teimgr.rest.schemas import Body, Failure, Text, answer, has_body, json_body, read_json
 from teimgr.spec import U32
 
 ModelId = Annotated[Text, Field(min_length=1, description="id on the model hub, or a local directory")]

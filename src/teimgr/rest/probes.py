@@ -19,8 +19,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
-from teimgr.rest.json_http import answer
-from teimgr.rest.schemas import Liveness, Readiness
+from teimgr.rest.schemas import Liveness, Readiness, answer
 from teimgr.routing.links import LinkLimits, Replica
 from teimgr.spec import State, now_rfc3339
 from teimgr.supervision.manager import Manager

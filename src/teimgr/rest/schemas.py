@@ -1,4 +1,4 @@
-"""Bodies of the REST API; the OpenAPI document is made from them.
+"""Bodies of the REST API, read and written as JSON; the OpenAPI document is made from them.
 
 The keys of an instance come from the declaration in `spec.InstanceSpec`. Requests are strict: no unknown field, no text
 where a number is meant. `null` in an optional field means absent.
@@ -11,8 +11,9 @@ from dataclasses import MISSING, asdict, fields
 from functools import reduce
 from operator import or_
 from types import NoneType
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -23,18 +24,75 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError as BodyErrors
+from pydantic_core import ErrorDetails, PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from teimgr.config.extra_args import shown_args
-from teimgr.config.schema import ConfigFaults
+from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
-from teimgr.errors import ValidationError
+from teimgr.errors import TooLarge, ValidationError
+from teimgr.http_server import is_json, read_limited
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]
 TagText = Annotated[str, Field(max_length=256)]
 
 _HINTS = get_type_hints(InstanceSpec)
+
+BODY_LIMIT_BYTES = 2 * 2**20
+_PROBLEMS_SHOWN = 5
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def answer(value: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_LIMIT_BYTES) -> Body:
+    """The request's body, validated as `kind`.
+
+    Raises:
+        TooLarge: more than `limit_bytes`.
+        HTTPException: 415 for another content type, 400 for invalid JSON, 422 for another shape.
+    """
+    content_type = request.headers.get("content-type", "")
+    if not is_json(content_type):
+        raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {quoted(content_type)})")
+    text = await read_limited(request.stream(), limit_bytes)
+    if text is None:
+        raise TooLarge(f"Failed to buffer the request body: the limit is {limit_bytes} bytes")
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise HTTPException(400, f"Failed to parse the request body as JSON: {error}") from error
+    try:
+        return kind.model_validate(value)
+    except BodyErrors as error:
+        problems = "; ".join(_problem(item, kind) for item in error.errors()[:_PROBLEMS_SHOWN])
+        raise HTTPException(422, f"Validation error: {problems}") from error
+
+
+def has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
+def json_body(kind: type[BaseModel], *, required: bool) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads `kind` itself."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown field {path!r}; {nearest(path, kind.model_fields)}"
+    if item["type"] == "missing":
+        return f"missing field `{path}`"
+    return f"{path or 'body'}: {item['msg']} (got {quoted(item['input'])})"
 
 
 def _word_of(words: tuple[str, ...]) -> AfterValidator:

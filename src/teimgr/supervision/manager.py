@@ -37,10 +37,9 @@ from teimgr.placement.planner import (
 from teimgr.spec import Change, InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
-from teimgr.supervision.store import Store
+from teimgr.supervision.store import Store, WantedState
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.supervision.validation import InstanceValidator, check_model
-from teimgr.supervision.wanted_state import WantedState
 from teimgr.supervision.worker_run import ProbePlan
 
 log = logging.getLogger(__name__)

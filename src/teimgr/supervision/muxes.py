@@ -27,8 +27,8 @@ from teimgr.directory import Directory, RouteEntry
 from teimgr.durable_files import write_atomically
 from teimgr.errors import Unavailable
 from teimgr.http_server import bind
-from teimgr.launch.log_rotation import open_log, rotate_regularly
 from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
+from teimgr.observability.logs import open_log, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
 from teimgr.supervision.lifecycle import Backoff
@@ -348,7 +348,7 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
         host=settings.grpc_host,
         port=settings.grpc_port,
         control_socket=str(settings.run_dir / f"mux-{number}.sock"),
-        max_message_bytes=settings.grpc_max_message_bytes,
+        max_message_bytes=settings.grpc_max_message_size_mb * 2**20,
         max_parallel_streams=settings.grpc_max_parallel_streams,
         request_timeout_s=float(settings.grpc_request_timeout_secs),
         orphan_grace_s=float(settings.orphan_grace_secs),

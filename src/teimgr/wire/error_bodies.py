@@ -12,7 +12,7 @@ from typing import NamedTuple
 import orjson
 
 from teimgr.errors import Code, TeimgrError
-from teimgr.wire.http_frames import HttpReply
+from teimgr.wire.frames import HttpReply
 from teimgr.wire.status import STATUS
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"

@@ -15,21 +15,36 @@ A requester sends REQUEST and may send CANCEL with the same id; the worker answe
 REPLY or ERROR, except WATCH, which is answered by a REPLY per event until the link closes. The payload of an ERROR
 is one byte `Code` and a UTF-8 message. The context of a REQUEST is a packed `RequestContext`, that of a REPLY a
 packed `CallStats` if its trace is sampled (`observability/request_context.py`).
+
+A payload of `Method.HTTP`, of a request and of a response, is a head, which is a little-endian length of 4 bytes and
+that many bytes of a JSON object, and the raw body:
+
+    request   {"dialect", "method", "path", "query", "headers"}   path and query are decoded, without the instance
+    response  {"status", "headers"}
+
+Names of headers are lower case.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Mapping
 from enum import IntEnum, IntFlag
 from typing import NamedTuple, cast
+
+import orjson
 
 from teimgr.errors import TeimgrError, error_from_code
 
 HEADER = struct.Struct("<IBBHQII")
 TIMINGS = struct.Struct("<IIQQQQ")
+_HTTP_HEAD = struct.Struct("<I")
+MAX_HEAD_BYTES = 64 * 1024
 
 _NS_PER_MS = 1_000_000
+
+Buffer = bytes | bytearray | memoryview
 
 
 class FrameType(IntEnum):
@@ -57,7 +72,7 @@ class Method(IntEnum):
     EMBED_SPARSE_ARROW = 11  # tei_multiplexer.v1.EmbedSparseArrowRequest → EmbedSparseArrowResponse
     RERANK_STREAM = 12  # teimgr.v1.RerankPairs → tei.v1.RerankResponse
     INFER_ARROW = 13  # teimgr.v1.ArrowRequest → teimgr.v1.ArrowResponse
-    HTTP = 14  # a request of an HTTP dialect → its response, both as packed by `wire/http_frames.py`
+    HTTP = 14  # a request of an HTTP dialect → its response, as `HttpRequest` and `HttpReply` below
     WATCH = 64  # empty → one JSON object per event, its "state": loading, downloading, ready, draining or failed
     PROBE = 65  # empty → empty, after a self-test with a known text on the device
     STATS = 66  # empty → JSON object of counters
@@ -316,3 +331,89 @@ def _with_context(header: Header, buffer: bytearray, start: int) -> tuple[Header
         return header, start
     begin = start + min(header.context_bytes, header.length)
     return Header(*header[:-1], bytes(memoryview(buffer)[start:begin])), begin
+
+
+class HeadTooLong(ValueError):
+    """The head of an HTTP request or response is longer than `MAX_HEAD_BYTES`."""
+
+
+class HttpRequest(NamedTuple):
+    """A client's request in `dialect`."""
+
+    dialect: str
+    method: str
+    path: str
+    query: str = ""
+    headers: Mapping[str, str] = {}
+    body: Buffer = b""
+
+
+class HttpReply(NamedTuple):
+    """The response; the content type is among the headers."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Buffer
+
+
+def request_head(request: HttpRequest) -> bytes:
+    """The payload up to the body; raises HeadTooLong."""
+    return _http_head({name: value for name, value in request._asdict().items() if name != "body"})
+
+
+def read_request(payload: Buffer) -> HttpRequest:
+    """Parse a request; the body is a view of `payload`; raises ValueError: the payload is malformed."""
+    head, body = _split_http(payload)
+    try:
+        dialect, method, path = (_text_in(head[name]) for name in ("dialect", "method", "path"))
+        return HttpRequest(dialect, method, path, _text_in(head["query"]), _headers_in(head), body)
+    except KeyError as error:
+        raise ValueError(f"the head of an HTTP request lacks {error}") from error
+
+
+def pack_reply(reply: HttpReply) -> bytes:
+    """A reply as a payload; raises HeadTooLong."""
+    return b"".join((_http_head({"status": reply.status, "headers": reply.headers}), reply.body))
+
+
+def read_reply(payload: Buffer) -> HttpReply:
+    """Parse a reply; the body is a view of `payload`; raises ValueError: the payload is malformed."""
+    head, body = _split_http(payload)
+    status = head.get("status")
+    if not isinstance(status, int) or not 200 <= status <= 599:
+        raise ValueError("the head of an HTTP reply has no status")
+    return HttpReply(status, _headers_in(head), body)
+
+
+def _http_head(values: Mapping[str, object]) -> bytes:
+    text = orjson.dumps(values)
+    if len(text) > MAX_HEAD_BYTES:
+        raise HeadTooLong(f"a head of {len(text)} bytes is over the limit of {MAX_HEAD_BYTES}")
+    return _HTTP_HEAD.pack(len(text)) + text
+
+
+def _split_http(payload: Buffer) -> tuple[dict[str, object], memoryview]:
+    view = memoryview(payload)
+    if len(view) < _HTTP_HEAD.size:
+        raise ValueError("no room for the length of a head")
+    (length,) = _HTTP_HEAD.unpack_from(view)
+    end = _HTTP_HEAD.size + length
+    if length > MAX_HEAD_BYTES or end > len(view):
+        raise ValueError(f"a head of {length} bytes in a payload of {len(view)}")
+    head = orjson.loads(view[_HTTP_HEAD.size : end])
+    if not isinstance(head, dict):
+        raise ValueError("the head is no JSON object")  # noqa: TRY004
+    return head, view[end:]
+
+
+def _text_in(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"text expected in a head, not {value!r}")  # noqa: TRY004  a payload is wrong, not a call
+    return value
+
+
+def _headers_in(head: Mapping[str, object]) -> dict[str, str]:
+    found = head.get("headers")
+    if not isinstance(found, dict):
+        raise ValueError("headers expected in a head")  # noqa: TRY004
+    return {_text_in(name): _text_in(value) for name, value in found.items()}

@@ -28,7 +28,7 @@ from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.http_server import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
-from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker.calls import AwaitedReply, CallReply, DeferredReply, WorkerCall, over_limit, raise_first
 from teimgr.worker.dispatcher import Dispatcher
 

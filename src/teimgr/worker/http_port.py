@@ -19,7 +19,7 @@ from teimgr.http_server import HeldResponse, SlowClient, foreign_page, read_body
 from teimgr.observability.request_context import REQUEST_ID, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
-from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.status import STATUS
 from teimgr.worker.dialects import tei
 from teimgr.worker.dialects.openapi import instance_document

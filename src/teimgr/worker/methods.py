@@ -18,8 +18,7 @@ from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.spec import Kind
-from teimgr.wire.frames import Method, Timings
-from teimgr.wire.http_frames import HttpRequest, pack_reply, read_request
+from teimgr.wire.frames import HttpRequest, Method, Timings, pack_reply, read_request
 from teimgr.wire.protobuf import varint
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (

@@ -12,7 +12,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
 from teimgr.wire.element_types import Precision, converted
-from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker.dialects import rerank
 

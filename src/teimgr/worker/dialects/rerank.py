@@ -18,7 +18,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput
 from teimgr.spec import Kind
-from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100

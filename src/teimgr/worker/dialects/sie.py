@@ -19,7 +19,7 @@ from teimgr.errors import InvalidInput
 from teimgr.http_server import media_type
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.element_types import Precision, converted
-from teimgr.wire.http_frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker.dialects.rerank import relevance
 

@@ -20,7 +20,7 @@ from teimgr import __version__
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
 from teimgr.spec import Kind, LoadedModel
-from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import scores
 from teimgr.worker.calls import over_limit

@@ -16,7 +16,7 @@ from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
 from teimgr.spec import Kind
-from teimgr.wire.http_frames import HttpReply, HttpRequest
+from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker.dialects import infinity, openai, rerank
 from teimgr.worker.dialects.rerank import relevance

@@ -1,0 +1,102 @@
+"""Errors of REST as JSON: every failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}`.
+
+That holds for a domain error, an invalid body, an unknown route and an internal error. Only the last hides its text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from teimgr.errors import Broken, Code, Internal, TeimgrError
+from teimgr.rest.schemas import answer
+from teimgr.spec import now_rfc3339
+from teimgr.wire.status import STATUS
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+_HTTP_CODES = {
+    400: Code.VALIDATION_ERROR.name,
+    401: Code.UNAUTHENTICATED.name,
+    403: Code.FORBIDDEN.name,
+    404: "NOT_FOUND",
+    405: "METHOD_NOT_ALLOWED",
+    413: Code.MESSAGE_TOO_LARGE.name,
+    415: "UNSUPPORTED_MEDIA_TYPE",
+    422: Code.VALIDATION_ERROR.name,
+}
+
+
+def error_body(code: str, message: str) -> dict[str, str]:
+    return {"error": message, "code": code, "timestamp": now_rfc3339()}
+
+
+def error_response(error: TeimgrError) -> Response:
+    """A domain error with its HTTP status; temporary ones with Retry-After."""
+    status = STATUS[error.code].http
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    return _error(status, error.code.name, error.message, headers)
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(TeimgrError, _on_domain_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_defect)
+
+
+def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    response = answer(error_body(code, message), status)
+    response.headers.update(headers or {})
+    return response
+
+
+async def _on_domain_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TeimgrError)
+    if isinstance(error, Broken):
+        log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers, message = dict(error.headers or {}), str(error.detail)
+    if error.status_code == 404:
+        message = f"No route {request.url.path}"
+    elif error.status_code == 405:
+        allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
+        headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
+    return _error(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
+
+
+def _is_allowed(request: Request, verb: str) -> bool:
+    """Whether the request's path has a route for this verb; HEAD goes with GET."""
+    scope: dict[str, Any] = dict(request.scope, method="GET" if verb == "HEAD" else verb)
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+
+async def _on_invalid_parameters(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    problems = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors())
+    return _error(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return _error(STATUS[Code.CANCELLED].http, Code.CANCELLED.name, "The caller went away")
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
+    return error_response(Internal("Internal error: the daemon's log has the details"))
