@@ -12,7 +12,7 @@ from tests.support.daemon_process import DaemonProcess
 
 from teimgr.errors import TeimgrError
 
-CALLERS = 8
+CALLERS = 3
 
 
 @dataclass

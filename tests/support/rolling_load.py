@@ -33,7 +33,7 @@ class SteadyLoad:
     daemon: DaemonProcess
     instance: str
     port: int
-    rate: float = 200.0
+    rate: float = 60.0
     done: Counter[tuple[str, int]] = field(default_factory=Counter)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     in_flight: int = 0
