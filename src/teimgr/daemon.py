@@ -16,7 +16,6 @@ from teimgr.auth.policy import PolicyInForce
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
-from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.events.fleet_events import EventLog
 from teimgr.events.webhooks import Webhooks
@@ -33,6 +32,7 @@ from teimgr.registry.registry import Registry
 from teimgr.rest.app import RestTls, create_app
 from teimgr.rest.gpus import GpuReport
 from teimgr.rest.probes import Scraper
+from teimgr.routing.router import Directory
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.muxes import Muxes
 from teimgr.supervision.reload import Reloader

@@ -393,3 +393,43 @@ class InstanceView:
     threads: int | None = None
     workers: tuple[WorkerView, ...] = ()
     update: UpdateView | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEndpoint:
+    """One live replica: its unix socket, and the incarnation that its worker reports in reply to WATCH."""
+
+    socket: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouteEntry:
+    """Route of one instance. `endpoints` is empty unless `state` is running."""
+
+    name: str
+    model_id: str
+    state: State
+    reason: str | None = None
+    dimension: int = 0
+    endpoints: tuple[WorkerEndpoint, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RouteEntry:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        endpoints = tuple(WorkerEndpoint(**endpoint) for endpoint in values["endpoints"])
+        return cls(**values | {"state": State(values["state"]), "endpoints": endpoints})
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSnapshot:
+    """All instances in order of creation, which is that of `instance_index`."""
+
+    entries: tuple[RouteEntry, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps([asdict(entry) for entry in self.entries])
+
+    @classmethod
+    def from_json(cls, text: str) -> RoutingSnapshot:
+        return cls(tuple(map(RouteEntry.from_dict, json.loads(text))))

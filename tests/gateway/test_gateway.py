@@ -18,12 +18,12 @@ from tests.support.mux_process import running
 from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory
 from teimgr.gateway import gateway
 from teimgr.gateway.gateway import SCANNED_BYTES, Gateway, model_of
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
+from teimgr.routing.router import Directory
 from teimgr.wire.frames import MAX_HEAD_BYTES, HttpReply, pack_reply
 
 __all__ = ["start_worker"]

@@ -7,11 +7,10 @@ import time
 import pytest
 
 from teimgr.auth.policy import Caller, Right
-from teimgr.directory import RouteEntry, RoutingSnapshot, WorkerEndpoint
 from teimgr.errors import ModelNotFound, Unavailable
 from teimgr.gateway.model_names import ModelNames
 from teimgr.routing.router import Router, router_view
-from teimgr.spec import State
+from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 
 
 def naming(*instances: str, caller: str = "*", **aliases: str) -> ModelNames:

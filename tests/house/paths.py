@@ -1,8 +1,9 @@
 """The files that one real call passes through, counted by tracing every process of a real daemon.
 
-A file counts when one of its functions runs, in any process, while the call is under way; generated code does not
-count. For the start of an instance only the daemon and the fork server count: what runs in the worker is the loading of
-its model, and what runs in the mux follows after.
+A file counts when one of its functions runs, in any process, in each of three such calls: what runs beside a call, such
+as the exchange of counters between daemon and mux, is not in all. Generated code does not count. For the start of an
+instance only the daemon and the fork server count: what runs in the worker is the loading of its model, and what runs
+in the mux follows after.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _LIMIT_S = 120.0
 _QUIET_S = 1.0
 EMBED, CREATE, EMBEDDINGS = 1, 2, 3
+_ROUNDS = 3
 NAMES = {EMBED: "gRPC Embed", CREATE: "POST /instances to running", EMBEDDINGS: "/v1/embeddings"}
 
 
@@ -41,7 +43,7 @@ def trace(root: Path) -> dict[int, list[str]]:
         folder = Path(name)
         window = folder / "window"
         window.write_bytes(b"\0")
-        api, mux, instance, other = free_ports(4)
+        api, mux, instance, *others = free_ports(3 + _ROUNDS)
         config = folder / "teimgr.toml"
         config.write_text(
             f"api_port = {api}\ngrpc_port = {mux}\nstate_file = '{folder}/state.toml'\n"
@@ -60,17 +62,20 @@ def trace(root: Path) -> dict[int, list[str]]:
                 _create(rest, "first", instance)
                 _embed(mux)
                 _embeddings(rest)  # connections, caches and lazy imports are there now
-                for number, call in (
-                    (EMBED, lambda: _embed(mux)),
-                    (EMBEDDINGS, lambda: _embeddings(rest)),
-                    (CREATE, lambda: _create(rest, "second", other)),
-                ):
-                    with _open(window, number):
-                        call()
-                found = {number: sorted(_files(folder, number)) for number in NAMES}
+                found: dict[int, list[set[str]]] = {number: [] for number in NAMES}
+                for turn, port in enumerate(others):
+                    for number, call in (
+                        (EMBED, lambda: _embed(mux)),
+                        (EMBEDDINGS, lambda: _embeddings(rest)),
+                        (CREATE, lambda port=port: _create(rest, f"at-{port}", port)),
+                    ):
+                        opened = number + turn * len(NAMES)
+                        with _open(window, opened):
+                            call()
+                        found[number].append(_files(folder, opened, whole=number != CREATE))
             finally:
                 daemon.terminate()
-        return found
+        return {number: sorted(set.intersection(*rounds)) for number, rounds in found.items()}
 
 
 @contextmanager
@@ -84,10 +89,11 @@ def _open(window: Path, number: int) -> Iterator[None]:
         file.write(b"\0")
 
 
-def _files(folder: Path, number: int) -> set[str]:
+def _files(folder: Path, number: int, *, whole: bool) -> set[str]:
+    """The files that ran while window `number` was open; `whole`: in the data plane too."""
     files: set[str] = set()
     for path in folder.glob(f"{number}.*"):
-        if number != CREATE or not _is_of_the_data_plane(path.suffix[1:]):
+        if whole or not _is_of_the_data_plane(path.suffix[1:]):
             files.update(line for line in path.read_text().split() if not line.startswith("pb/"))
     return files
 

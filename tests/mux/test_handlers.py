@@ -13,11 +13,10 @@ import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from tests.support.mux_process import MAX_MESSAGE_BYTES, Control, client, embed, running, stub, to
 
-from teimgr.directory import RouteEntry
 from teimgr.errors import Code, error_from_code
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.spec import State
+from teimgr.spec import RouteEntry, State
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.status import STATUS
 

@@ -17,7 +17,6 @@ from tests.support.mux_process import Control, client, running, stub
 from tests.support.reflection import reflection
 
 from teimgr.auth.policy import Policy, PolicyInForce
-from teimgr.directory import RouteEntry
 from teimgr.errors import WrongModelKind
 from teimgr.grpc_core.rpc_table import RPCS, Shape
 from teimgr.mux.handlers import MuxHealth
@@ -25,7 +24,7 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2, frames_pb2
-from teimgr.spec import State
+from teimgr.spec import RouteEntry, State
 from teimgr.wire.frames import Flag, Method
 
 MUX = "tei_multiplexer.v1.TeiMultiplexer"

@@ -16,10 +16,10 @@ from teimgr.config.auth import Auth, Mtls
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source, read
 from teimgr.daemon import Daemon
-from teimgr.directory import Directory
 from teimgr.errors import InvalidConfig
 from teimgr.events.fleet_events import KEPT, EventLog
 from teimgr.observability import logs
+from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec, InstanceView, State
 from teimgr.supervision.reload import LIVE, Reloader, live_keys
 from teimgr.supervision.worker_run import FleetProber

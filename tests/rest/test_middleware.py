@@ -20,13 +20,13 @@ from tests.support.rest_listener import Front, listening
 from teimgr.auth.policy import NO_CERTIFICATE, Policy, PolicyInForce, digest
 from teimgr.config.auth import Auth, policy_of
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory
 from teimgr.errors import Unauthenticated
 from teimgr.gateway.gateway import Gateway, paths
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
 from teimgr.rest.middleware import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
+from teimgr.routing.router import Directory
 
 
 @asynccontextmanager

@@ -13,7 +13,6 @@ from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from tests.support.mux_process import running
 from tests.support.polling import eventually
 
-from teimgr.directory import RoutingSnapshot
 from teimgr.errors import (
     Code,
     DeadlineExceeded,
@@ -26,6 +25,7 @@ from teimgr.errors import (
 from teimgr.routing import links
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
+from teimgr.spec import RoutingSnapshot
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.protobuf import Target
 

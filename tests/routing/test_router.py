@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from teimgr.directory import RouteEntry, RoutingSnapshot, WorkerEndpoint
 from teimgr.errors import InstanceNotFound, InvalidInput, ModelNotFound, TeimgrError, Unavailable
 from teimgr.routing.router import Lease, Router
-from teimgr.spec import State
+from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.protobuf import Target
 
 

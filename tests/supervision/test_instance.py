@@ -19,10 +19,9 @@ import pytest
 from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
-from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
 from teimgr.launch.process_handle import look_up
-from teimgr.spec import InstanceSpec, InstanceView, State
+from teimgr.spec import InstanceSpec, InstanceView, RouteEntry, State
 
 Fleets = Callable[..., Fleet]
 

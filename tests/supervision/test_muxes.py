@@ -19,11 +19,11 @@ from tests.support.mux_process import client, embed, running, stub
 from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory, RouteEntry
 from teimgr.errors import PortConflict, Unavailable
 from teimgr.launch.process_handle import ProcessHandle, look_up
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.spec import State
+from teimgr.routing.router import Directory
+from teimgr.spec import RouteEntry, State
 from teimgr.supervision.lifecycle import Backoff
 from teimgr.supervision.muxes import Muxes, MuxRunFile, MuxSupervisor, MuxTimeouts
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory, RouteEntry
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.launch.process_handle import look_up
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, Inventory
-from teimgr.spec import InstanceSpec, InstanceView
+from teimgr.routing.router import Directory
+from teimgr.spec import InstanceSpec, InstanceView, RouteEntry
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.store import Store
 

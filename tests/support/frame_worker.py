@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from teimgr.directory import WorkerEndpoint
 from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.spec import WorkerEndpoint
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error
 
 TIMINGS = Timings(

@@ -19,7 +19,6 @@ from teimgr.config.settings import Settings, is_loopback
 from teimgr.config.sources import Source, read, unread_variables
 from teimgr.errors import TeimgrError
 from teimgr.http_server import bind
-from teimgr.observability.memory import proc_sizes
 
 # Descriptors that a daemon with a hundred instances and their clients needs with room to spare.
 _OPEN_FILES = 8192
@@ -131,7 +130,9 @@ def _limits(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("limits", "ok", f"{'any number of' if hard < 0 else hard} open files")
-    available = proc_sizes(".", "meminfo").get("MemAvailable", 0)
+    from teimgr.placement.planner import free_memory_bytes
+
+    available = free_memory_bytes() or 0
     outcome: Outcome = "warn" if available < _LOW_MEMORY_BYTES else "ok"
     yield Finding("memory", outcome, f"{available / 2**30:.1f} GiB available")
     from huggingface_hub import constants

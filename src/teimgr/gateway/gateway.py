@@ -25,14 +25,13 @@ from starlette.routing import Route
 from teimgr.auth.policy import caller_of
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory
 from teimgr.errors import Cancelled, Internal, ModelNotFound, Overloaded, TeimgrError, TooLarge
 from teimgr.gateway.model_names import ModelNames
 from teimgr.http_server import HeldResponse, SlowClient, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
-from teimgr.routing.router import Lease, Router, router_view
+from teimgr.routing.router import Directory, Lease, Router, router_view
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, JSON_TYPE, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
 from teimgr.wire.frames import (

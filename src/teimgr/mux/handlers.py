@@ -14,7 +14,6 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from teimgr.auth.policy import PolicyInForce, Right, authenticate_call, key_in
-from teimgr.directory import RouteEntry
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -38,7 +37,7 @@ from teimgr.observability.request_context import (
 )
 from teimgr.routing.links import WorkerReply
 from teimgr.routing.router import Router, RouterView, router_view
-from teimgr.spec import State
+from teimgr.spec import RouteEntry, State
 from teimgr.wire.element_types import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target

@@ -26,7 +26,6 @@ import uvloop
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.config.mux import MuxConfig
-from teimgr.directory import RouteEntry, RoutingSnapshot
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.grpc_core.rpc_table import SERVICES
 from teimgr.mux.forwarding import CallCounters
@@ -36,6 +35,7 @@ from teimgr.observability.memory import max_connections, resident_bytes
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
+from teimgr.spec import RouteEntry, RoutingSnapshot
 
 # TLS and the preface of HTTP/2; a connection that is silent so long is closed.
 _HANDSHAKE_LIMIT_MS = 20_000

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from teimgr import hub
 from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidGpuId, TeimgrError, ValidationError
-from teimgr.observability.memory import proc_sizes
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -224,13 +224,22 @@ class Planner:
     def load_limit(self, gpu: str | None) -> int:
         """How many workers may load on a card, or on the CPU, at the same time, by cores and free memory."""
         if gpu is None:
-            free_bytes = proc_sizes(".", "meminfo").get("MemAvailable")
+            free_bytes = free_memory_bytes()
             return self._cores if free_bytes is None else min(self._cores, free_bytes // LOADING_BYTES)
         free_bytes = next((card.memory_free_bytes for card in self.inventory.gpus if card.uuid == gpu), 0)
         return min(_LOADS_PER_CARD, free_bytes // LOADING_BYTES)
 
     def index_of(self, gpu: str | None) -> int | None:
         return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
+
+
+def free_memory_bytes() -> int | None:
+    """Memory of this host that new processes may take; None where the kernel does not report it."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 class LoadSlots:

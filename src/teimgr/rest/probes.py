@@ -13,7 +13,6 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from teimgr import __version__
-from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
@@ -21,7 +20,8 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
 from teimgr.rest.schemas import Liveness, Readiness, answer
 from teimgr.routing.links import LinkLimits, Replica
-from teimgr.spec import State, now_rfc3339
+from teimgr.routing.router import Directory
+from teimgr.spec import State, WorkerEndpoint, now_rfc3339
 from teimgr.supervision.manager import Manager
 from teimgr.wire.frames import Flag, Method
 

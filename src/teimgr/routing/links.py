@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from teimgr.byte_budget import ByteBudget
-from teimgr.directory import WorkerEndpoint
 from teimgr.errors import Broken, DeadlineExceeded, Overloaded, TeimgrError, TooLarge, Unavailable
 from teimgr.observability.request_context import CURRENT
+from teimgr.spec import WorkerEndpoint
 from teimgr.wire.frames import (
     Flag,
     FrameProtocol,

@@ -1,4 +1,4 @@
-"""Router: finds the instance a call targets, and leases the replica with the least work under way."""
+"""Router: finds the instance a call targets, and leases the replica with the least work under way. The routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from teimgr.auth.policy import Caller
-from teimgr.directory import RouteEntry, RoutingSnapshot, WorkerEndpoint
 from teimgr.errors import (
     AmbiguousInstance,
     Code,
@@ -22,7 +21,7 @@ from teimgr.errors import (
     error_from_code,
 )
 from teimgr.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Replica, WorkerReply
-from teimgr.spec import State
+from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
 
@@ -356,3 +355,41 @@ def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, int, int]:
     """Healthy ones first; bytes under way, then idle streams, then calls served so far: idle replicas alternate."""
     replica = candidate[1]
     return replica.suspended, replica.outstanding_bytes, replica.leases, replica.calls
+
+
+RouteListener = Callable[[str, RouteEntry | None], None]
+"""Gets the name of an instance and its new entry; None where it was deleted."""
+
+
+class Directory:
+    """The current routes of the daemon, with listeners that are called synchronously with each change.
+
+    Supervisors publish their own instance; routers, in the daemon and in each mux, follow.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, RouteEntry] = {}
+        self._listeners: list[RouteListener] = []
+
+    def publish(self, entry: RouteEntry) -> None:
+        """Add or replace the entry of one instance; a new name goes to the end."""
+        if self._entries.get(entry.name) != entry:
+            self._entries[entry.name] = entry
+            self._notify(entry.name, entry)
+
+    def remove(self, name: str) -> None:
+        """Remove a deleted instance; no effect for an unknown name."""
+        if self._entries.pop(name, None) is not None:
+            self._notify(name, None)
+
+    def snapshot(self) -> RoutingSnapshot:
+        return RoutingSnapshot(tuple(self._entries.values()))
+
+    def subscribe(self, listener: RouteListener) -> Callable[[], None]:
+        """Call `listener` with each later change; the result unsubscribes."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def _notify(self, name: str, entry: RouteEntry | None) -> None:
+        for listener in tuple(self._listeners):
+            listener(name, entry)

@@ -21,10 +21,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from teimgr.directory import RouteEntry
 from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
-from teimgr.spec import Change, InstanceSpec, InstanceView, State, UpdateView, now_rfc3339
+from teimgr.spec import Change, InstanceSpec, InstanceView, RouteEntry, State, UpdateView, now_rfc3339
 from teimgr.supervision.lifecycle import Command
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 

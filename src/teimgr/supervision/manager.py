@@ -12,7 +12,6 @@ from typing import Any
 
 from teimgr.config.extra_args import check_instance
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory
 from teimgr.errors import (
     InstanceExists,
     InstanceNotFound,
@@ -34,6 +33,7 @@ from teimgr.placement.planner import (
     with_batch_tokens,
     worker_spec,
 )
+from teimgr.routing.router import Directory
 from teimgr.spec import Change, InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy

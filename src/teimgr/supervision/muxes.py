@@ -23,7 +23,6 @@ from teimgr import __version__
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory, RouteEntry
 from teimgr.durable_files import write_atomically
 from teimgr.errors import Unavailable
 from teimgr.http_server import bind
@@ -31,6 +30,8 @@ from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
 from teimgr.observability.logs import open_log, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
+from teimgr.routing.router import Directory
+from teimgr.spec import RouteEntry
 from teimgr.supervision.lifecycle import Backoff
 
 log = logging.getLogger(__name__)

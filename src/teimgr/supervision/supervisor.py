@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
-from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import LoadSlots, Others, Planner
-from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerSpec, WorkerView, rfc3339
+from teimgr.routing.router import Directory
+from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerEndpoint, WorkerSpec, WorkerView, rfc3339
 from teimgr.supervision.lifecycle import (
     Command,
     CommandRefused,

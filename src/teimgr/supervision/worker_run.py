@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from teimgr.directory import Directory, WorkerEndpoint
 from teimgr.errors import Code, Refused, TeimgrError, Unavailable
 from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.observability.logs import STACKS_SIGNAL
-from teimgr.spec import WorkerSpec
+from teimgr.routing.router import Directory
+from teimgr.spec import WorkerEndpoint, WorkerSpec
 from teimgr.supervision.lifecycle import (
     Exited,
     FailureCause,

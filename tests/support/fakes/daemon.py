@@ -14,10 +14,10 @@ import json
 from pathlib import Path
 
 from teimgr.config.settings import Settings
-from teimgr.directory import Directory
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, Inventory
+from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.store import Store
