@@ -127,6 +127,7 @@ class Daemon:
                 await self.manager.restore()
                 self.events.note(self.manager.list())  # later changes are events
                 self.manager.on_view_changed = self.events.note_one
+                self.manager.history = self.events.history
                 for notice in self.reloader.notices():
                     log.warning(notice)
                 preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")

@@ -27,7 +27,8 @@ I64 = 2**63 - 1  # what TOML can express
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # Kinds of fleet events, for REST, webhooks and their filters.
-EVENTS = ("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy", "updated", "deleted")
+EVENTS = ("created", "starting", "running", "stopping", "stopped", "failed")
+EVENTS += ("unhealthy", "crashed", "updated", "deleted")
 
 _ROUTES = {"actions"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -378,6 +379,16 @@ class UpdateView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """Something that happened to one worker, which no state shows; `event` is one of `EVENTS`, `at` the time."""
+
+    event: str
+    reason: str
+    at: str
+    crash_report: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
     """A snapshot of one instance, for display only. Timestamps are RFC 3339 in UTC."""
 
@@ -393,6 +404,8 @@ class InstanceView:
     threads: int | None = None
     workers: tuple[WorkerView, ...] = ()
     update: UpdateView | None = None
+    incident: Incident | None = None
+    """The latest."""
 
 
 @dataclass(frozen=True, slots=True)

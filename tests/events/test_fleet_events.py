@@ -9,9 +9,16 @@ import pytest
 from tests.support.polling import eventually
 
 from teimgr.events.fleet_events import KEPT_PER_INSTANCE, EventLog
-from teimgr.spec import EVENTS, InstanceSpec, InstanceView, State
+from teimgr.spec import EVENTS, Incident, InstanceSpec, InstanceView, State
 
 VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}), state=State.STARTING)
+CRASH = Incident(event="crashed", reason="killed", at="2026-03-04T12:00:00.123456Z", crash_report="a-0.json")
+STOPPED = replace(
+    VIEW,
+    state=State.STOPPED,
+    incident=CRASH,
+    spec=replace(VIEW.spec, max_batch_tokens=1, wanted_running=False),
+)
 LIMIT_S = 10.0
 
 
@@ -37,10 +44,11 @@ def test_a_life_is_told_step_by_step() -> None:
         replace(VIEW, state=State.RUNNING),
         replace(VIEW, state=State.RUNNING, health_check_failures=1),
         replace(VIEW, state=State.RUNNING, health_check_failures=2),
-        replace(VIEW, state=State.RUNNING, spec=replace(VIEW.spec, max_batch_tokens=1)),
-        replace(VIEW, state=State.STOPPING, spec=replace(VIEW.spec, max_batch_tokens=1, wanted_running=False)),
-        replace(VIEW, state=State.STOPPED, spec=replace(VIEW.spec, max_batch_tokens=1, wanted_running=False)),
-        replace(VIEW, state=State.FAILED, spec=replace(VIEW.spec, max_batch_tokens=1), reason="broken"),
+        replace(VIEW, state=State.RUNNING, incident=CRASH),
+        replace(VIEW, state=State.RUNNING, incident=CRASH, spec=replace(VIEW.spec, max_batch_tokens=1)),
+        replace(STOPPED, state=State.STOPPING),
+        STOPPED,
+        replace(STOPPED, state=State.FAILED, reason="broken"),
     ):
         events.note([view])
     events.note([])
@@ -51,6 +59,7 @@ def test_a_life_is_told_step_by_step() -> None:
         "starting",
         "running",
         "unhealthy",
+        "crashed",
         "updated",
         "stopping",
         "stopped",
@@ -58,8 +67,10 @@ def test_a_life_is_told_step_by_step() -> None:
         "deleted",
     ]
     assert set(told) == set(EVENTS)
+    (crashed,) = [event for event in events.since(0) if event.event == "crashed"]
+    assert (crashed.reason, crashed.crash_report) == ("killed", "a-0.json")
     last = list(events.since(0))[-1]
-    assert (last.id, last.instance, last.reason, last.tags) == (9, "a", "broken", {"team": "x"})
+    assert (last.id, last.instance, last.reason, last.tags) == (10, "a", "broken", {"team": "x"})
 
 
 def test_an_instance_has_a_bounded_history_until_it_is_deleted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -146,6 +147,9 @@ async def test_a_mux_that_is_killed_is_back_and_the_alarm_goes(settings: Setting
         second = MuxRunFile.read(settings.run_dir / "mux-0.run")
         assert second is not None
         assert second.pid != first.pid
+        (report,) = (settings.log_dir / "crashes").glob("_mux-0-*.json")
+        facts = json.loads(report.read_text())
+        assert (facts["pid"], facts["signal"], facts["reason"]) == (first.pid, "SIGKILL", "it ended (exit status -9)")
 
 
 async def test_a_mux_that_hangs_is_an_alarm_until_it_answers_again(settings: Settings) -> None:

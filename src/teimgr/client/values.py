@@ -73,6 +73,7 @@ class InstanceEvent:
     status: str | None = None
     reason: str | None = None
     tags: Mapping[str, str] | None = None
+    crash_report: str | None = None
     details: Mapping[str, Any]
 
     @classmethod

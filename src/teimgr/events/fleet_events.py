@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from teimgr.spec import InstanceSpec, InstanceView, now_rfc3339
+from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 
 KEPT = 1000
 # Of each instance that exists, whatever happens to the others.
@@ -20,7 +20,10 @@ KEPT_PER_INSTANCE = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetEvent:
-    """One event. `id` counts from 1 in the life of a daemon; `status` and `reason` are those of the instance then."""
+    """One event. `id` counts from 1 in the life of a daemon; `status` and `reason` are those of the instance then.
+
+    A `crashed` one has the worker's reason, and the name of its crash report in the folder `crashes` beside the logs.
+    """
 
     id: int
     timestamp: str
@@ -30,6 +33,7 @@ class FleetEvent:
     status: str
     reason: str | None
     tags: dict[str, str] = field(default_factory=dict)
+    crash_report: str | None = None
 
 
 class EventLog:
@@ -66,6 +70,8 @@ class EventLog:
         before = self._views.pop(name, None)
         if view is not None:
             self._views[name] = view
+            if view.incident is not None and (before is None or before.incident != view.incident):
+                self._append(view.incident.event, view, view.incident)
             for kind in _changes(before, view):
                 self._append(kind, view)
         elif before is not None:
@@ -94,7 +100,7 @@ class EventLog:
         self._closed = True
         self._wake()
 
-    def _append(self, kind: str, view: InstanceView) -> None:
+    def _append(self, kind: str, view: InstanceView, incident: Incident | None = None) -> None:
         self._latest += 1
         event = FleetEvent(
             id=self._latest,
@@ -103,8 +109,9 @@ class EventLog:
             instance=view.spec.name,
             model_id=view.spec.model_id,
             status=view.state.value,
-            reason=view.reason,
+            reason=incident.reason if incident else view.reason,
             tags=dict(view.spec.tags),
+            crash_report=incident.crash_report if incident else None,
         )
         self._ring.append(event)
         if kind == "deleted":

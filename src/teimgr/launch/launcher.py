@@ -39,7 +39,7 @@ from teimgr.launch.process_handle import (
     socket_fits,
     unrecorded_workers,
 )
-from teimgr.observability.logs import last_warning, open_log, rotate_regularly
+from teimgr.observability.logs import LogSpan, last_warning, log_size, open_log, rotate_regularly
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 
@@ -146,6 +146,7 @@ class LocalWorker(ProcessHandle):
         started_at: float,
         log_path: Path,
         status: asyncio.Future[int | None] | None,
+        log_start: int = 0,
     ) -> None:
         super().__init__(pid, pidfd)
         self.spec = spec
@@ -155,6 +156,7 @@ class LocalWorker(ProcessHandle):
         self.log_path = log_path
         self._paths = paths
         self._status = status
+        self._log_start = log_start
 
     def on_gone(self, call: Callable[[LocalWorker], None]) -> None:
         self._exit.add_done_callback(lambda _: call(self))
@@ -169,7 +171,8 @@ class LocalWorker(ProcessHandle):
 
     def describe_exit(self, status: int | None) -> Exit:
         """The exit with the worker's own report and the last line of its log; its files are removed."""
-        exit = Exit(status, self._paths.read_exit_report(), last_warning(self.log_path))
+        span = LogSpan(self.log_path, self._log_start, log_size(self.log_path))
+        exit = Exit(status, self._paths.read_exit_report(), last_warning(self.log_path), span)
         self._paths.remove()
         return exit
 
@@ -256,6 +259,7 @@ class LocalLauncher:
             log_fd = open_log(log_path, self._options.log_max_bytes, self._options.log_keep)
             with ExitStack() as held:
                 held.callback(os.close, log_fd)
+                log_start = os.fstat(log_fd).st_size
                 listener = held.enter_context(_listen(paths.socket))
                 forked = await self.nursery.fork(request, listener.fileno(), log_fd, ports)
         except OSError as error:
@@ -268,7 +272,8 @@ class LocalLauncher:
                 else:
                     paths.remove()
             raise
-        return self._keep(LocalWorker(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.status))
+        worker = LocalWorker(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.status, log_start)
+        return self._keep(worker)
 
     async def find(self) -> list[WorkerHandle]:
         """As the protocol; workers without a run file, which nothing supervises, are killed."""

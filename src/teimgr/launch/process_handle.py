@@ -24,6 +24,7 @@ from typing import Self
 
 from teimgr.durable_files import write_atomically
 from teimgr.errors import Code, InvalidConfig
+from teimgr.observability.logs import LogSpan
 from teimgr.spec import WorkerSpec
 
 KILL_LIMIT_S = 10.0
@@ -55,12 +56,13 @@ class Exit:
     """How a process ended.
 
     `status` is the exit status, negative for a signal, None where it is unknown (an adopted process is not our child).
-    `log_tail` is the last line of the worker's log where that may explain the exit.
+    `log_tail` is the last line of the worker's log where that may explain the exit, `log` the part of its time.
     """
 
     status: int | None
     report: ExitReport | None = None
     log_tail: str = ""
+    log: LogSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)

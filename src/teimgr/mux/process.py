@@ -8,6 +8,7 @@ listen on the gRPC port or the control socket.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import json
 import logging
@@ -349,6 +350,8 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m teimgr.mux.process <config.json>: {error}", file=sys.stderr)
         return _EXIT_BAD_CONFIG
     logs.setup(config.log_level, config.log_format, sys.stderr)
+    faulthandler.enable()
+    logs.write_stacks_on_signal()
     try:
         uvloop.run(serve(config))
     except TeimgrError as error:

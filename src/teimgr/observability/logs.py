@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -165,6 +166,33 @@ def _paint(stream: TextIO) -> Paint:
     return lambda text, style: Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
 
 
+@dataclass(frozen=True, slots=True)
+class LogSpan:
+    """The bytes of a log between the start and the end of one process; its siblings' lines are among them."""
+
+    path: Path
+    start: int
+    end: int
+
+    def read(self, limit_bytes: int) -> list[str]:
+        """The last lines, at most so many bytes; a log that was truncated meanwhile counts from its beginning."""
+        start = self.start if self.start <= self.end else 0
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(start, self.end - limit_bytes))
+                text = file.read(min(limit_bytes, self.end - start))
+        except OSError:
+            return []
+        return text.decode("utf-8", "replace").splitlines()
+
+
+def log_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def open_log(path: Path, limit_bytes: int, keep: int) -> int:
     """Open `path` for appending, rotated first if it is over the limit; other users cannot read it."""
     shrink(path, limit_bytes, keep)
@@ -182,7 +210,7 @@ def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
     otherwise every library in a worker would have to reopen its log.
     """
     with _rotation:
-        if _size(path) <= limit_bytes:
+        if log_size(path) <= limit_bytes:
             return False
         for number in range(keep, 1, -1):
             if _old(path, number - 1).exists():
@@ -235,10 +263,3 @@ def _last_line(path: Path) -> str:
 
 def _old(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

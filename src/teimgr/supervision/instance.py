@@ -23,7 +23,7 @@ from typing import Any
 
 from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
-from teimgr.spec import Change, InstanceSpec, InstanceView, RouteEntry, State, UpdateView, now_rfc3339
+from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, RouteEntry, State, UpdateView, now_rfc3339
 from teimgr.supervision.lifecycle import Command
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 
@@ -59,6 +59,7 @@ class ManagedInstance:
         self._is_forgotten = False
         self.begun = asyncio.Event()
         """Set once workers of an earlier daemon are adopted; commands wait for it."""
+        self._incident: Incident | None = None
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -101,6 +102,7 @@ class ManagedInstance:
             threads=first.threads,
             workers=(*views, *others),
             update=self._update,
+            incident=self._incident,
         )
 
     # Commands
@@ -343,7 +345,10 @@ class ManagedInstance:
         return [each for each in self._workers if each.role == role]
 
     def _add(self, spec: InstanceSpec, numbers: Iterable[int], role: str) -> list[Supervisor]:
-        new = [Supervisor(spec, number, role, self._context, self._on_state_changed) for number in numbers]
+        new = [
+            Supervisor(spec, number, role, self._context, self._on_state_changed, self._on_incident)
+            for number in numbers
+        ]
         self._workers += new
         return new
 
@@ -363,6 +368,10 @@ class ManagedInstance:
     def _on_state_changed(self) -> None:
         self._state_changed.set()
         self._publish()
+        self._context.on_instance_changed(self.spec.name)
+
+    def _on_incident(self, incident: Incident) -> None:
+        self._incident = incident
         self._context.on_instance_changed(self.spec.name)
 
     def _publish(self) -> None:

@@ -20,6 +20,7 @@ from teimgr.errors import (
     TeimgrError,
     Unavailable,
 )
+from teimgr.events.fleet_events import FleetEvent
 from teimgr.launch.launcher import Launcher, WorkerHandle
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
@@ -35,6 +36,7 @@ from teimgr.placement.planner import (
 )
 from teimgr.routing.router import Directory
 from teimgr.spec import Change, InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
+from teimgr.supervision.crash_reports import CrashReports
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, WantedState
@@ -53,7 +55,7 @@ class Manager:
 
     A check and the decision that rests on it happen without an await in between, so that two calls cannot both get the
     last port. `booted` is set when adoption is over; commands wait for it. `on_view_changed` is called with a view
-    after every change. `tokens_per_gib` is changed by a reload of the configuration.
+    after every change; `history` gives the events of an instance. `tokens_per_gib` is changed by a reload.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Manager:
     ) -> None:
         self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.booted = asyncio.Event()
+        self.history: Callable[[str], Sequence[FleetEvent]] = lambda name: ()
         self.on_view_changed: Callable[[str, InstanceView | None], None] = lambda name, view: None
         self._settings = settings
         self._launcher = launcher
@@ -100,6 +103,8 @@ class Manager:
             fleet=self._workers,
             save_spec=self._state.save_spec,
             on_instance_changed=self._on_instance_changed,
+            crash_reports=CrashReports(settings.log_dir / "crashes"),
+            history=lambda name: self.history(name),
         )
 
     # Start and stop of the daemon

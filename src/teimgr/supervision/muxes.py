@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from teimgr.durable_files import write_atomically
 from teimgr.errors import Unavailable
 from teimgr.http_server import bind
 from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
-from teimgr.observability.logs import open_log, rotate_regularly
+from teimgr.observability.logs import STACKS_SIGNAL, LogSpan, log_size, open_log, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
 from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry
+from teimgr.supervision.crash_reports import Crash, CrashReports, report_name
 from teimgr.supervision.lifecycle import Backoff
 
 log = logging.getLogger(__name__)
@@ -109,7 +111,11 @@ class MuxSupervisor:
         self._run_file = settings.run_dir / f"{self.name}.run"
         self._config_file = self._run_file.with_suffix(".config")
         self._process: ProcessHandle | None = None
-        self._draining: dict[asyncio.Task[str], ProcessHandle] = {}
+        self._draining: dict[asyncio.Task[int | None], ProcessHandle] = {}
+        self._number = number
+        self._started_at = 0.0
+        self._log_start = 0
+        self._crash_reports = CrashReports(settings.log_dir / "crashes")
 
     async def adopt(self) -> bool:
         """Take over the live mux of an earlier daemon; one with another configuration is stopped.
@@ -124,6 +130,7 @@ class MuxSupervisor:
             raise Unavailable(f"the mux of an earlier daemon cannot be looked for: {error}") from error
         if found is None or self._process is None:
             return False
+        self._started_at = found.process.started_at
         if found.config_hash == self._config_hash:
             log.info("adopted a running mux", extra={"mux": self.name, "pid": found.pid})
             return True
@@ -136,13 +143,16 @@ class MuxSupervisor:
         failures = 0
         while True:
             began = time.monotonic()
-            reason = await self._run_once() + await self._end()
+            reason, process = await self._run_once(), self._process
+            status = await self._end()
+            reason += "" if status is None else f" (exit status {status})"
             was_stable = time.monotonic() - began >= self._backoff.stable_after_s
             failures = 1 if was_stable else failures + 1
             pause_s = self._backoff.delay_s(failures)
             self.alarm = f"{self.name} is being started again: {reason}; see {self.log_path.name}"
             self._metrics.mux_gone(self.name)
-            log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s})
+            report = {} if process is None else {"crash_report": await self._report_crash(process.pid, status, reason)}
+            log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s, **report})
             await asyncio.sleep(pause_s)
 
     async def stop(self, grace_s: float) -> None:
@@ -155,6 +165,21 @@ class MuxSupervisor:
         for process in (self._process, *self._draining.values()):
             if process is not None:
                 process.send_signal(signal.SIGTERM)  # at a second one it exits without waiting for calls
+
+    async def _report_crash(self, pid: int, status: int | None, reason: str) -> str:
+        now, span = datetime.now(UTC), LogSpan(self.log_path, self._log_start, log_size(self.log_path))
+        crash = Crash(
+            instance="_mux",
+            replica=self._number,
+            pid=pid,
+            started_at=self._started_at,
+            status=status,
+            reason=reason,
+            log=span,
+        )
+        name = report_name(crash.instance, crash.replica, now)
+        await asyncio.to_thread(self._crash_reports.write, crash, now, name)
+        return name
 
     async def _run_once(self) -> str:
         """Launch the mux unless one was adopted, and serve it until it is lost; the result is why."""
@@ -177,6 +202,7 @@ class MuxSupervisor:
         Path(self.config.control_socket).unlink(missing_ok=True)
         write_atomically(self._config_file, self.config.to_json().encode())
         output = open_log(self.log_path, *self._rotation)
+        self._log_start, self._started_at = os.fstat(output).st_size, time.time()
         try:
             process = ProcessHandle.spawn([*self._command, str(self._config_file)], output, os.environ | _MALLOC)
         finally:
@@ -245,20 +271,21 @@ class MuxSupervisor:
     def _on_late(self) -> None:
         self.alarm = f"{self.name} has given no answer for {self._timeouts.alarm_after_s:g} s"
         log.warning("mux is late with an answer", extra={"mux": self.name})
+        if self._process is not None:
+            self._process.send_signal(STACKS_SIGNAL)
 
-    async def _end(self, grace_s: float = 0) -> str:
-        """End the present process; the result is its exit status in brackets, where it is known."""
-        ending = await self._end_process(self._process, grace_s) if self._process is not None else ""
+    async def _end(self, grace_s: float = 0) -> int | None:
+        """End the present process; the result is its exit status, where it is known."""
+        status = await self._end_process(self._process, grace_s) if self._process is not None else None
         self._process = None
-        return ending
+        return status
 
-    async def _end_process(self, process: ProcessHandle, grace_s: float, *, sigterm: bool = True) -> str:
+    async def _end_process(self, process: ProcessHandle, grace_s: float, *, sigterm: bool = True) -> int | None:
         try:
-            status = (await process.stop(grace_s, sigterm=sigterm)).status
+            return (await process.stop(grace_s, sigterm=sigterm)).status
         except LaunchFailed as error:
             log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
-            status = None
-        return "" if status is None else f" (exit status {status})"
+            return None
 
 
 class MuxLink:

@@ -11,17 +11,20 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
+from teimgr.events.fleet_events import FleetEvent
 from teimgr.launch.launcher import Adopted, Launcher
+from teimgr.launch.process_handle import Exit
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import LoadSlots, Others, Planner
 from teimgr.routing.router import Directory
-from teimgr.spec import InstanceSpec, LoadedModel, State, WorkerEndpoint, WorkerSpec, WorkerView, rfc3339
+from teimgr.spec import Incident, InstanceSpec, LoadedModel, State, WorkerEndpoint, WorkerSpec, WorkerView, rfc3339
+from teimgr.supervision.crash_reports import Crash, CrashReports, report_name
 from teimgr.supervision.lifecycle import (
     Command,
     CommandRefused,
@@ -37,8 +40,12 @@ from teimgr.supervision.lifecycle import (
     Tick,
     WorkerDownloading,
     WorkerReady,
+    explain,
 )
 from teimgr.supervision.worker_run import ProbePlan, WorkerRun
+
+LAST_EVENTS = 20
+"""How many events of its instance a crash report has."""
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +56,7 @@ class SupervisorContext:
 
     `fleet` lists the supervisors of all instances. `save_spec` writes the wanted state with this spec of its instance
     to disk, or raises `StateNotSaved`. `on_instance_changed` is called after every change of an instance's state.
+    `history` gives the last events of an instance.
     """
 
     launcher: Launcher
@@ -62,6 +70,8 @@ class SupervisorContext:
     fleet: Callable[[], Sequence[Supervisor]]
     save_spec: Callable[[InstanceSpec], Awaitable[None]]
     on_instance_changed: Callable[[str], None]
+    crash_reports: CrashReports
+    history: Callable[[str], Sequence[FleetEvent]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class Supervisor:
 
     `role` is its part in an update, as in `WorkerView`. `gpu` is the UUID of the card that the present worker was, or
     the next one is to be, placed on. `started` is set once `run` has begun and an adopted worker is taken over.
-    `on_state_changed` is called in the loop after every change of state.
+    `on_state_changed` is called in the loop after every change of state, `on_incident` when a worker has crashed.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class Supervisor:
         role: str,
         context: SupervisorContext,
         on_state_changed: Callable[[], None],
+        on_incident: Callable[[Incident], None],
     ) -> None:
         self.spec = spec
         self.number = number
@@ -95,6 +106,7 @@ class Supervisor:
         self.started = asyncio.Event()
         self._context = context
         self._on_state_changed = on_state_changed
+        self._on_incident = on_incident
         self._life = ReplicaState(policy=self._policy())
         # Without a bound: each event is handled at once, and few tasks send any.
         self._mailbox: asyncio.Queue[_Request | Observation] = asyncio.Queue()
@@ -225,6 +237,8 @@ class Supervisor:
         if isinstance(item, _Request):
             self._answer(item)
         else:
+            if isinstance(item, Exited):
+                self._report_crash(item.exit)
             self._record(item)
             self._step(item)
         async with self._settled:
@@ -261,6 +275,31 @@ class Supervisor:
                 log.warning("probe failed", extra={"instance": self.spec.name, "reason": reason})
             case Exited():
                 self._worker = None
+
+    def _report_crash(self, exit: Exit) -> None:
+        """Write a crash report on a thread, unless the worker was ended by order or never was a process."""
+        life, handle = self._life, self._worker.handle if self._worker else None
+        if handle is None or (life.is_ending and life.failure is None):
+            return
+        assert self._worker_tasks is not None
+        context, name, now = self._context, self.spec.name, datetime.now(UTC)
+        report = report_name(name, self.number, now)
+        crash = Crash(
+            instance=name,
+            replica=self.number,
+            pid=handle.pid,
+            started_at=handle.started_at,
+            status=exit.status,
+            reason=(life.failure or explain(exit)).message,
+            log=exit.log,
+            spec=handle.spec,
+            events=[asdict(event) for event in context.history(name)[-LAST_EVENTS:]],
+        )
+        facts = {"instance": name, "replica": self.number, "pid": handle.pid, "crash_report": report}
+        log.error("worker crashed: %s", crash.reason, extra=facts)
+        writing = asyncio.to_thread(context.crash_reports.write, crash, now, report)
+        self._worker_tasks.create_task(writing, name=f"crash report of {name}")
+        self._on_incident(Incident(event="crashed", reason=crash.reason, at=rfc3339(now), crash_report=report))
 
     def _step(self, event: Event) -> None:
         before = self._life
