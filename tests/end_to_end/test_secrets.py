@@ -22,7 +22,18 @@ from teimgr.spec import State
 OPERATOR, INSTANCE = "quagga-of-the-operator", "okapi-of-the-instance"
 WEBHOOK, HUB = "ibex-of-the-webhook", "gnu-of-the-model-hub"
 HIDDEN = (OPERATOR, WEBHOOK, HUB)
-READ = ("instances/tiny/events", "instances", "instances/tiny", "config", "metrics", "events", "health", "health/all", "ready", "models")
+READ = (
+    "instances/tiny/events",
+    "instances",
+    "instances/tiny",
+    "config",
+    "metrics",
+    "events",
+    "health",
+    "health/all",
+    "ready",
+    "models",
+)
 READ += ("instances/tiny/logs", "templates", "gpus", "openapi.json", "v1/models")
 
 
