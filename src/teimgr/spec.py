@@ -27,8 +27,10 @@ I64 = 2**63 - 1  # what TOML can express
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # Kinds of fleet events, for REST, webhooks and their filters.
-EVENTS = ("created", "starting", "running", "stopping", "stopped", "failed")
-EVENTS += ("unhealthy", "crashed", "updated", "deleted")
+EVENTS = (
+    *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
+    *("crashed", "updated", "deleted"),
+)
 
 _ROUTES = {"actions"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
