@@ -170,8 +170,8 @@ class Daemon:
         await self.manager.shutdown(at_once=True)
 
     def alarms(self) -> Sequence[str]:
-        """The alarms of all parts except the manager, which has its own."""
-        parts = (self.tls, self.muxes, self.registry, self.preflight, self.webhooks, self.reloader)
+        """The alarms of all parts, except that of the state file."""
+        parts = (self.manager, self.tls, self.muxes, self.registry, self.preflight, self.webhooks, self.reloader)
         return [alarm for part in parts for alarm in part.alarms()]
 
     @contextlib.contextmanager

@@ -29,7 +29,7 @@ POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
-    *("crashed", "updated", "deleted"),
+    *("crashed", "over_memory", "updated", "deleted"),
 )
 
 _ROUTES = {"actions"}
@@ -221,6 +221,9 @@ class InstanceSpec:
     kind: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=KINDS, flag=True)
     trust_remote_code: bool = _key(False, "run code of the model's own repository", change=_REPLACE, flag=True)
     safetensors_only: bool = _key(False, "refuse weights in pickled files (.bin, .pt)", change=_REPLACE)
+    max_rss_mib: int | None = _key(
+        None, "resident memory in MiB above which a worker is replaced, without a gap; absent: no limit", 1, U32
+    )
     replicas: Literal["per-gpu"] | int = _key(1, "workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE)
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
     wanted_running: bool = _key(True, "false after a user's stop", in_rest=False, in_config=False)

@@ -34,6 +34,7 @@ class InstanceKeys(TypedDict, total=False):
     gpu_id: int | None
     threads: int | None
     startup_timeout_secs: int | None
+    max_rss_mib: int | None
     replicas: int | Literal["per-gpu"] | None
     tags: Mapping[str, str] | None
     extra_args: Sequence[str] | None

@@ -46,6 +46,7 @@ class Instance:
     dtype: str | None = None
     revision: str | None = None
     threads: int | None = None
+    max_rss_mib: int | None = None
     kind: str | None = None
     trust_remote_code: bool | None = None
     safetensors_only: bool | None = None

@@ -63,6 +63,9 @@ _gpu = partial(_add, "GPU", ())
 CREATED = _daemon("tei_manager_instances_created_total", "counter", "Instances created", "instance", "model")
 DELETED = _daemon("tei_manager_instances_deleted_total", "counter", "Instances deleted", "instance")
 RESTARTS = _daemon("tei_manager_instance_restarts_total", "counter", "Restarts that the daemon decided", "instance")
+MEMORY_REPLACEMENTS = _daemon(
+    "teimgr_worker_memory_replacements_total", "counter", "Workers replaced for their resident memory", "instance"
+)
 PROBE_FAILURES = _daemon("tei_manager_health_check_failures_total", "counter", "Failed health probes", "instance")
 INSTANCES = _daemon("tei_manager_instances_count", "gauge", "Instances known")
 BY_STATE = _daemon("teimgr_instances", "gauge", "Instances by state", "state")

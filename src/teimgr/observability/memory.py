@@ -14,10 +14,15 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 def resident_bytes() -> int:
     """Resident memory of this process, shared parts included; 0 where /proc is missing."""
+    return resident_bytes_of(os.getpid()) or 0
+
+
+def resident_bytes_of(pid: int) -> int | None:
+    """Resident memory of a process, shared parts included, as `resident_bytes`; None where it cannot be read."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return None
 
 
 def proc_sizes(pid: int | str, file: str) -> dict[str, int]:

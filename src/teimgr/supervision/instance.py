@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
+from teimgr.observability import catalogue
 from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, RouteEntry, State, UpdateView, now_rfc3339
 from teimgr.supervision.lifecycle import Command
+from teimgr.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class ManagedInstance:
         self.begun = asyncio.Event()
         """Set once workers of an earlier daemon are adopted; commands wait for it."""
         self._incident: Incident | None = None
+        self._memory = MemoryLimit()
+        self._recycling: asyncio.Task[None] | None = None
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -200,18 +204,26 @@ class ManagedInstance:
         async with self._one_command:
             if self._is_deleted:
                 raise InstanceNotFound(self.spec.name)
-            if self._update_task is not None and not self._update_task.done():
+            if self._is_updating:
                 raise UpdateInProgress(self.spec.name)
             spec = with_changes(self.spec, changes)
             needed = Change.REPLACE if restart else self._context.planner.change_needed(self.spec, spec)
-            self._update = UpdateView(state="rolling", changes=tuple(sorted(changes)), started_at=now_rfc3339())
-            self._is_committed = False
-            self._unsaved = None
             steps = self._replace(spec, recreate=recreate) if needed is Change.REPLACE else self._scale(spec)
-            self._update_task = asyncio.create_task(self._run_update(steps), name=f"update of {spec.name}")
+            task = self._begin_update_of(steps, changes)
             if needed is Change.IN_PLACE or not self.spec.wanted_running:
-                await asyncio.wait({self._update_task})
+                await asyncio.wait({task})
                 self._raise_unsaved()
+
+    @property
+    def _is_updating(self) -> bool:
+        return self._update_task is not None and not self._update_task.done()
+
+    def _begin_update_of(self, steps: Coroutine[Any, Any, None], changes: Iterable[str]) -> asyncio.Task[None]:
+        self._update = UpdateView(state="rolling", changes=tuple(sorted(changes)), started_at=now_rfc3339())
+        self._is_committed = False
+        self._unsaved = None
+        self._update_task = asyncio.create_task(self._run_update(steps), name=f"update of {self.spec.name}")
+        return self._update_task
 
     async def update_finished(self) -> None:
         """Return when no update is under way.
@@ -243,7 +255,7 @@ class ManagedInstance:
             self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
             facts = {"instance": self.spec.name, "state": state, "changes": self._update.changes, "reason": reason}
             log.log(logging.INFO if state == "done" else logging.WARNING, "update", extra=facts)
-            self._on_state_changed()
+            self.on_state_changed()
 
     async def _replace(self, spec: InstanceSpec, *, recreate: bool) -> None:
         old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.spec.wanted_running
@@ -345,10 +357,7 @@ class ManagedInstance:
         return [each for each in self._workers if each.role == role]
 
     def _add(self, spec: InstanceSpec, numbers: Iterable[int], role: str) -> list[Supervisor]:
-        new = [
-            Supervisor(spec, number, role, self._context, self._on_state_changed, self._on_incident)
-            for number in numbers
-        ]
+        new = [Supervisor(spec, number, role, self._context, self) for number in numbers]
         self._workers += new
         return new
 
@@ -365,14 +374,55 @@ class ManagedInstance:
             log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
         self._state_changed.set()
 
-    def _on_state_changed(self) -> None:
+    def on_state_changed(self) -> None:
         self._state_changed.set()
         self._publish()
         self._context.on_instance_changed(self.spec.name)
 
-    def _on_incident(self, incident: Incident) -> None:
+    def on_incident(self, incident: Incident) -> None:
         self._incident = incident
         self._context.on_instance_changed(self.spec.name)
+
+    # Memory
+
+    @property
+    def memory_problems(self) -> list[str]:
+        """Sentences about replicas that are above `max_rss_mib` from their start."""
+        return self._memory.problems([each.number for each in self._serving if each.state is State.RUNNING])
+
+    def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
+        """Replace a replica that stays above `max_rss_mib`, unless an update is under way."""
+        if supervisor.role == "leaving" or (self._is_updating and not fresh):
+            return
+        number, now = supervisor.number, asyncio.get_running_loop().time()
+        verdict = self._memory.read(number, resident_bytes, supervisor.spec.max_rss_mib, now, fresh=fresh)
+        if verdict is Verdict.TOO_LARGE:
+            self._on_over_memory(self._memory.problems([number])[0])
+        elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else with the next reading
+            self._recycling = asyncio.create_task(self._recycle(supervisor, resident_bytes))
+
+    async def _recycle(self, old: Supervisor, resident_bytes: int) -> None:
+        async with self._one_command:
+            if self._is_deleted or self._is_updating or old.role != "serving" or old.state is not State.RUNNING:
+                return
+            self._memory.begin_pause(old.number, asyncio.get_running_loop().time())
+            self._begin_update_of(self._replace_one(old), ())
+        resident_mib = resident_bytes >> 20
+        self._on_over_memory(
+            f"replica {old.number} has {resident_mib} MiB, more than max_rss_mib = {old.spec.max_rss_mib}: "
+            "it is being replaced"
+        )
+        self._context.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
+
+    async def _replace_one(self, old: Supervisor) -> None:
+        new = await self._join(self.spec, (old.number,))
+        self._past_restarts += old.restarts + 1
+        await self._switch(new, leaving=(old,))
+        self._workers.sort(key=lambda each: each.number)  # a scaling ends the last
+
+    def _on_over_memory(self, reason: str) -> None:
+        log.warning("over memory: %s", reason, extra={"instance": self.spec.name})
+        self.on_incident(Incident(event="over_memory", reason=reason, at=now_rfc3339()))
 
     def _publish(self) -> None:
         if self._is_forgotten:

@@ -349,6 +349,10 @@ class Manager:
         self._metrics.count(catalogue.DELETED, name)
         return view
 
+    def alarms(self) -> list[str]:
+        """Those of instances; `store_alarm` has that of the state file."""
+        return [f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems]
+
     def list(self) -> list[InstanceView]:
         return [instance.view() for instance in self._instances.values()]
 

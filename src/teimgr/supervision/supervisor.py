@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from typing import Protocol
 
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.events.fleet_events import FleetEvent
@@ -74,6 +75,19 @@ class SupervisorContext:
     history: Callable[[str], Sequence[FleetEvent]]
 
 
+class Owner(Protocol):
+    """The instance of a supervisor; it is called in the event loop."""
+
+    def on_state_changed(self) -> None:
+        """After every change of state."""
+
+    def on_incident(self, incident: Incident) -> None:
+        """A worker has crashed."""
+
+    def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
+        """A reading of the worker's memory; `fresh`: it has just become ready."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     command: Command
@@ -85,7 +99,6 @@ class Supervisor:
 
     `role` is its part in an update, as in `WorkerView`. `gpu` is the UUID of the card that the present worker was, or
     the next one is to be, placed on. `started` is set once `run` has begun and an adopted worker is taken over.
-    `on_state_changed` is called in the loop after every change of state, `on_incident` when a worker has crashed.
     """
 
     def __init__(
@@ -94,8 +107,7 @@ class Supervisor:
         number: int,
         role: str,
         context: SupervisorContext,
-        on_state_changed: Callable[[], None],
-        on_incident: Callable[[Incident], None],
+        owner: Owner,
     ) -> None:
         self.spec = spec
         self.number = number
@@ -105,8 +117,7 @@ class Supervisor:
         """Of the last worker that was ready."""
         self.started = asyncio.Event()
         self._context = context
-        self._on_state_changed = on_state_changed
-        self._on_incident = on_incident
+        self._owner = owner
         self._life = ReplicaState(policy=self._policy())
         # Without a bound: each event is handled at once, and few tasks send any.
         self._mailbox: asyncio.Queue[_Request | Observation] = asyncio.Queue()
@@ -299,7 +310,7 @@ class Supervisor:
         log.error("worker crashed: %s", crash.reason, extra=facts)
         writing = asyncio.to_thread(context.crash_reports.write, crash, now, report)
         self._worker_tasks.create_task(writing, name=f"crash report of {name}")
-        self._on_incident(Incident(event="crashed", reason=crash.reason, at=rfc3339(now), crash_report=report))
+        self._owner.on_incident(Incident(event="crashed", reason=crash.reason, at=rfc3339(now), crash_report=report))
 
     def _step(self, event: Event) -> None:
         before = self._life
@@ -307,7 +318,7 @@ class Supervisor:
         if before.phase is not self._life.phase:
             self._on_phase_changed(before.phase)
         if before != self._life:
-            self._on_state_changed()
+            self._owner.on_state_changed()
         for effect in effects:
             if effect is Effect.LAUNCH:
                 self._start_worker(None)
@@ -336,7 +347,8 @@ class Supervisor:
     def _start_worker(self, adopted: Adopted | None) -> None:
         assert self._worker_tasks is not None
         context = self._context
-        worker = WorkerRun(context.launcher, self._plan, context.probes, self._mailbox.put_nowait, adopted)
+        on_memory = partial(self._owner.on_memory, self)
+        worker = WorkerRun(context.launcher, self._plan, context.probes, self._mailbox.put_nowait, adopted, on_memory)
         if self._threads is not None:
             worker.set_threads(self._threads)
         self._worker = worker

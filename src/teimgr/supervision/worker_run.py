@@ -16,6 +16,7 @@ from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.observability.logs import STACKS_SIGNAL
+from teimgr.observability.memory import resident_bytes_of
 from teimgr.routing.router import Directory
 from teimgr.spec import WorkerEndpoint, WorkerSpec
 from teimgr.supervision.lifecycle import (
@@ -56,6 +57,7 @@ class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
     `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
+    `on_memory` gets the resident bytes after each good probe, and, with True, once a new worker is ready.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class WorkerRun:
         probes: ProbePlan,
         post: Callable[[Observation], None],
         adopted: Adopted | None = None,
+        on_memory: Callable[[int, bool], None] = lambda resident_bytes, fresh: None,
     ) -> None:
         self.handle = adopted.handle if adopted else None
         self.status = adopted.status if adopted else None
@@ -73,6 +76,7 @@ class WorkerRun:
         self._plan = plan
         self._probes = probes
         self._post = post
+        self._on_memory = on_memory
         self._link: ControlLink | None = None
         self._threads: int | None = None
         self._sent_threads: int | None = None
@@ -238,6 +242,8 @@ class WorkerRun:
         prober, interval_s = Prober(self._probes.timeout_s), self._probes.interval_s
         clock = asyncio.get_running_loop().time
         await self._ready.wait()
+        if not self.is_adopted:
+            self._read_memory(fresh=True)
         pause_s, failing = interval_s, False
         while True:
             await asyncio.sleep(pause_s)
@@ -253,6 +259,12 @@ class WorkerRun:
             else:
                 pause_s, failing = interval_s, False
                 self._post(ProbeOk())
+                self._read_memory(fresh=False)
+
+    def _read_memory(self, *, fresh: bool) -> None:
+        resident = resident_bytes_of(self.handle.pid) if self.handle is not None else None
+        if resident is not None:
+            self._on_memory(resident, fresh)
 
 
 class Prober:

@@ -38,6 +38,8 @@ _FLAGS = {
     "drain-itself": "say draining after saying ready, then exit 0",
     "deaf": "accept no connection, answer nothing",
     "exit-when-alone": "exit when the last watcher goes",
+    "grow": "have so many MiB of memory from the first STATS on",
+    "large": "have so many MiB of memory from the start",
     "grandchild": "start a child of its own that sleeps; its pid goes to <run_dir>/grandchild",
 }
 
@@ -96,6 +98,7 @@ class FakeWorker:
             "permanent": False,
             "threads": spec.threads,
         }
+        self.memory = b"x" * (int(flags.get("large", 0)) << 20)
         self.batches = 0
         self.probes = 0
 
@@ -195,6 +198,8 @@ class Link(FrameProtocol):
             self.probe(header)
         elif header.method == Method.STATS:
             worker.batches += "busy" in worker.flags
+            if "grow" in worker.flags and not worker.memory:
+                worker.memory = b"x" * (int(worker.flags["grow"]) << 20)
             self.answer(header, json.dumps({"batches": worker.batches}).encode())
         elif header.method == Method.EMBED and "hang-embed" in worker.flags:
             pass

@@ -1,0 +1,71 @@
+"""The limit of workers' resident memory (`max_rss_mib`): when a replica that is above it is replaced.
+
+A pure function of readings and time. A replica is replaced after `READINGS` readings in a row above the limit, and not
+again within `PAUSE_S`. One that is above it right after its start is not replaced, as the next would be as large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+READINGS = 3
+"""In a row, with the health probes: a peak of one large batch is no leak."""
+PAUSE_S = 600.0
+"""Between two replacements of a replica: each costs the loading of a model, and memory for two."""
+_MIB = 2**20
+
+
+class Verdict(Enum):
+    """What to do about a replica; without one, nothing."""
+
+    REPLACE = auto()
+    TOO_LARGE = auto()  # an alarm: its model alone takes more
+
+
+@dataclass(slots=True)
+class _Replica:
+    above: int = 0  # readings in a row
+    problem: str | None = None  # while it is too large
+    not_before: float = float("-inf")
+
+
+class MemoryLimit:
+    """Judges the replicas of one instance, by their numbers."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[int, _Replica] = {}
+
+    def read(
+        self, number: int, resident_bytes: int, limit_mib: int | None, now: float, *, fresh: bool
+    ) -> Verdict | None:
+        """Take a reading of a replica's resident memory; `fresh`: the worker has just passed its first self-test.
+
+        REPLACE is repeated with each reading until `begin_pause`, TOO_LARGE comes once for a worker.
+        """
+        replica = self._replicas.setdefault(number, _Replica())
+        if fresh:
+            replica.above, replica.problem = 0, None
+        if limit_mib is None or resident_bytes <= limit_mib * _MIB:
+            replica.above, replica.problem = 0, None
+            return None
+        replica.above += 1
+        if fresh:
+            replica.problem = f"{resident_bytes // _MIB} MiB right after its start, more than max_rss_mib = {limit_mib}"
+            return Verdict.TOO_LARGE
+        is_due = replica.above >= READINGS and replica.problem is None and now >= replica.not_before
+        return Verdict.REPLACE if is_due else None
+
+    def begin_pause(self, number: int, now: float) -> None:
+        """The replica is being replaced."""
+        self._replicas[number].not_before = now + PAUSE_S
+
+    def problems(self, numbers: Collection[int]) -> list[str]:
+        """Sentences about those of these replicas whose model alone is too large."""
+        found = ((number, self._replicas[number].problem) for number in numbers if number in self._replicas)
+        return [
+            f"replica {number} has {problem}: it is not replaced, as the next one would be as large"
+            for number, problem in found
+            if problem
+        ]
