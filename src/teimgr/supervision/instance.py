@@ -62,7 +62,7 @@ class ManagedInstance:
         self.begun = asyncio.Event()
         """Set once workers of an earlier daemon are adopted; commands wait for it."""
         self._incident: Incident | None = None
-        self._memory = MemoryLimit()
+        self._memory: MemoryLimit | None = None  # while there is a limit
         self._recycling: asyncio.Task[None] | None = None
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
@@ -388,24 +388,29 @@ class ManagedInstance:
     @property
     def memory_problems(self) -> list[str]:
         """Sentences about replicas that are above `max_rss_mib` from their start."""
-        return self._memory.problems([each.number for each in self._serving if each.state is State.RUNNING])
+        running = [each.number for each in self._serving if each.state is State.RUNNING]
+        return self._memory.problems(running) if self._memory is not None else []
 
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
         """Replace a replica that stays above `max_rss_mib`, unless an update is under way."""
-        if supervisor.role == "leaving" or (self._is_updating and not fresh):
+        limit_mib = supervisor.spec.max_rss_mib
+        if limit_mib is None:
+            self._memory = None
+        if limit_mib is None or supervisor.role == "leaving" or (self._is_updating and not fresh):
             return
+        self._memory = self._memory or MemoryLimit()
         number, now = supervisor.number, asyncio.get_running_loop().time()
-        verdict = self._memory.read(number, resident_bytes, supervisor.spec.max_rss_mib, now, fresh=fresh)
+        verdict = self._memory.read(number, resident_bytes, limit_mib, now, fresh=fresh)
         if verdict is Verdict.TOO_LARGE:
             self._on_over_memory(self._memory.problems([number])[0])
         elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else with the next reading
-            self._recycling = asyncio.create_task(self._recycle(supervisor, resident_bytes))
+            self._recycling = asyncio.create_task(self._recycle(supervisor, self._memory, resident_bytes))
 
-    async def _recycle(self, old: Supervisor, resident_bytes: int) -> None:
+    async def _recycle(self, old: Supervisor, memory: MemoryLimit, resident_bytes: int) -> None:
         async with self._one_command:
             if self._is_deleted or self._is_updating or old.role != "serving" or old.state is not State.RUNNING:
                 return
-            self._memory.begin_pause(old.number, asyncio.get_running_loop().time())
+            memory.begin_pause(old.number, asyncio.get_running_loop().time())
             self._begin_update_of(self._replace_one(old), ())
         resident_mib = resident_bytes >> 20
         self._on_over_memory(

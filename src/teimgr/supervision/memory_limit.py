@@ -37,9 +37,7 @@ class MemoryLimit:
     def __init__(self) -> None:
         self._replicas: dict[int, _Replica] = {}
 
-    def read(
-        self, number: int, resident_bytes: int, limit_mib: int | None, now: float, *, fresh: bool
-    ) -> Verdict | None:
+    def read(self, number: int, resident_bytes: int, limit_mib: int, now: float, *, fresh: bool) -> Verdict | None:
         """Take a reading of a replica's resident memory; `fresh`: the worker has just passed its first self-test.
 
         REPLACE is repeated with each reading until `begin_pause`, TOO_LARGE comes once for a worker.
@@ -47,7 +45,7 @@ class MemoryLimit:
         replica = self._replicas.setdefault(number, _Replica())
         if fresh:
             replica.above, replica.problem = 0, None
-        if limit_mib is None or resident_bytes <= limit_mib * _MIB:
+        if resident_bytes <= limit_mib * _MIB:
             replica.above, replica.problem = 0, None
             return None
         replica.above += 1
