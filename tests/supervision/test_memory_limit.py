@@ -61,7 +61,7 @@ def watched(fleet: Fleet) -> EventLog:
 
 
 async def booted(fleets: Callable[..., Fleet]) -> Fleet:
-    fleet = fleets(health_check_interval_secs=0.05)
+    fleet = fleets(health_check_interval_secs=0.05, health_probe_timeout_secs=10)
     await fleet.manager.boot()
     return fleet
 
@@ -75,7 +75,7 @@ async def test_a_worker_that_grew_is_replaced_once_and_without_a_gap(fleets: Cal
             endpoints.append(len(entry.endpoints))
 
     fleet.directory.subscribe(note)
-    await fleet.create("grow=300", replicas=2, max_rss_mib=250)
+    await fleet.create("grow=80", replicas=2, max_rss_mib=70)
     await fleet.until(lambda entry: len(entry.endpoints) == 2)
     first = {worker.pid for worker in fleet.manager.get("a").workers}
 
@@ -90,7 +90,7 @@ async def test_a_worker_that_grew_is_replaced_once_and_without_a_gap(fleets: Cal
     assert min(endpoints) > 0, "a moment without a worker"
     told = [event.reason for event in events.history("a") if event.event == "over_memory"]
     assert sorted(str(reason)[:14] for reason in told) == ["replica 0 has ", "replica 1 has "]
-    assert all(str(reason).endswith("MiB, more than max_rss_mib = 250: it is being replaced") for reason in told)
+    assert all(str(reason).endswith("MiB, more than max_rss_mib = 70: it is being replaced") for reason in told)
     assert (view.restarts, fleet.manager.alarms()) == (2, [])
     assert 'teimgr_worker_memory_replacements_total{instance="a"} 2' in text(await fleet.metrics.page())
 
@@ -100,7 +100,7 @@ async def test_a_model_that_alone_is_above_the_limit_is_an_alarm_until_the_limit
 ) -> None:
     fleet = await booted(fleets)
     events = watched(fleet)
-    await fleet.create("large=300", max_rss_mib=250)
+    await fleet.create("large=80", max_rss_mib=70)
     pid = (await fleet.running()).pid
 
     await eventually(fleet.manager.alarms)
@@ -113,7 +113,7 @@ async def test_a_model_that_alone_is_above_the_limit_is_an_alarm_until_the_limit
     assert (view.state, view.pid, view.restarts) == (State.RUNNING, pid, 0)
     assert [event.event for event in events.history("a")].count("over_memory") == 1
     (alarm,) = fleet.manager.alarms()
-    assert alarm.startswith("a: replica 0 has 3")
+    assert alarm.startswith("a: replica 0 has ")
 
     await fleet.manager.update("a", {"max_rss_mib": 1000})
     await eventually(lambda: not fleet.manager.alarms())
