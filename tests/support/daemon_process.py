@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -48,6 +48,8 @@ class DaemonProcess:
             **settings,
         }
         self.process: subprocess.Popen[bytes] | None = None
+        self.within: Sequence[str] = ()
+        """A command that runs the daemon's, such as one that makes a namespace."""
 
     # Life.
 
@@ -57,7 +59,7 @@ class DaemonProcess:
         config.write_text(toml(self.settings))
         with (self.folder / "daemon.log").open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "teimgr", "serve", "-c", str(config)],
+                [*self.within, sys.executable, "-m", "teimgr", "serve", "-c", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -24,6 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
+    from teimgr.container_init import leave_pid_1
+
+    leave_pid_1()
     from teimgr.config.sources import Source, read, unread_variables
 
     keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
