@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.daemon_process import DaemonProcess
-from tests.support.polling import until
 
 from teimgr.launch.process_handle import look_up
+from tests.support.daemon_process import DaemonProcess
+from tests.support.polling import until
 
 _NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--user", "--map-root-user", "--mount-proc"]
 _CAN = subprocess.run([*_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0

@@ -1,8 +1,8 @@
 """PID 1 of a container (init): runs the daemon as its child, passes signals on, reaps orphans.
 
-The kernel gives PID 1 the orphans of the whole container, whose zombies it must reap, and no default actions for signals:
-SIGTERM would be lost until the daemon has its handlers. A parent that does nothing else is simpler to keep right
-than a daemon that reaps beside libraries that wait for children of their own.
+The kernel gives PID 1 the orphans of the whole container, whose zombies it must reap, and no default actions for
+signals: SIGTERM would be lost until the daemon has its handlers. A parent that does nothing else is simpler to keep
+right than a daemon that reaps beside libraries that wait for children of their own.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from tests.support.fleet import Fleet
 from tests.support.polling import eventually
 
-from teimgr.directory import RouteEntry
 from teimgr.events.fleet_events import EventLog
 from teimgr.observability.exposition import text
-from teimgr.spec import State
+from teimgr.spec import RouteEntry, State
 from teimgr.supervision.memory_limit import PAUSE_S, READINGS, MemoryLimit, Verdict
 
 BELOW, ABOVE = 99 << 20, 101 << 20
