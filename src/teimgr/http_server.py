@@ -70,7 +70,8 @@ def bind(host: str, port: int) -> socket.socket:
         PortConflict: the address is in use.
         InvalidConfig: it is no address of this host.
     """
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # With the protocol named, asyncio sets TCP_NODELAY on accepted connections, as uvloop always does.
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

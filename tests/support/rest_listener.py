@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import uvicorn
 from tests.support.memory_fleet import Fleet
 
 from teimgr.config.settings import Settings
+from teimgr.http_server import bind
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import create_app, uvicorn_options
@@ -56,8 +56,7 @@ async def listening(
     app = create_app(instances, settings, metrics, lambda: alarms, registry=models, **parts(instances))
     options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with bind("127.0.0.1", 0) as listener:
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
         await server.startup([listener])

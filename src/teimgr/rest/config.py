@@ -9,10 +9,10 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from teimgr.config.sources import effective
-from teimgr.rest.schemas import Failure, answer
+from teimgr.rest.schemas import ANY_FAILURE, Failure, answer
 from teimgr.supervision.reload import Reloaded, Reloader
 
-router = APIRouter(tags=["configuration"])
+router = APIRouter(tags=["configuration"], responses=ANY_FAILURE)
 
 DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
 Prune = Annotated[bool | None, Query(description="instead of the key prune_seeds")]

@@ -13,9 +13,9 @@ from starlette.responses import Response, StreamingResponse
 
 from teimgr.events.fleet_events import KEPT, KEPT_PER_INSTANCE, EventLog, FleetEvent
 from teimgr.rest.instances import ManagerDep
-from teimgr.rest.schemas import answer
+from teimgr.rest.schemas import ANY_FAILURE, answer
 
-router = APIRouter(tags=["fleet"])
+router = APIRouter(tags=["fleet"], responses=ANY_FAILURE)
 
 DEFAULT_LAST = 100
 EVENT_STREAM = "text/event-stream"

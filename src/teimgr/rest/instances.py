@@ -13,6 +13,7 @@ from teimgr.auth.policy import caller_of
 from teimgr.placement.planner import check_restricted
 from teimgr.rest.gpus import GpuReportDep
 from teimgr.rest.schemas import (
+    ANY_FAILURE,
     CreateInstance,
     Failure,
     InstanceInfo,
@@ -28,7 +29,7 @@ from teimgr.spec import InstanceView, State
 from teimgr.supervision.instance import with_changes
 from teimgr.supervision.manager import Manager
 
-router = APIRouter(tags=["instances"])
+router = APIRouter(tags=["instances"], responses=ANY_FAILURE)
 
 # The keys that decide which code and which files a worker loads.
 _CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "safetensors_only", "extra_args"}

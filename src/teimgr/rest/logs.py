@@ -27,7 +27,7 @@ from teimgr.errors import InstanceNotFound, ValidationError
 from teimgr.observability.logs import LEVELS
 from teimgr.rest.events import EVENT_STREAM, Event, event_stream
 from teimgr.rest.instances import UNKNOWN
-from teimgr.rest.schemas import LogSlice
+from teimgr.rest.schemas import ANY_FAILURE, LogSlice
 from teimgr.spec import check_name
 
 CHUNK_BYTES = 2**20
@@ -265,7 +265,7 @@ def _aware(moment: datetime) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-router = APIRouter(tags=["instances"])
+router = APIRouter(tags=["instances"], responses=ANY_FAILURE)
 
 PART_BYTES = 64 * 2**10
 I32 = 2**31

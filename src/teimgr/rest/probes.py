@@ -18,7 +18,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
-from teimgr.rest.schemas import Liveness, Readiness, answer
+from teimgr.rest.schemas import ANY_FAILURE, Liveness, Readiness, answer
 from teimgr.routing.links import LinkLimits, Replica
 from teimgr.routing.router import Directory
 from teimgr.spec import State, WorkerEndpoint, now_rfc3339
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SCRAPE_LIMIT_S = 1.0
 MAX_AGE_S = 1.0
 
-router = APIRouter(tags=["probes"])
+router = APIRouter(tags=["probes"], responses=ANY_FAILURE)
 
 Alarms = Callable[[], Sequence[str]]
 """Sentences about what needs an operator, as of now."""

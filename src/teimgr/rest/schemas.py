@@ -340,6 +340,12 @@ class Failure(BaseModel):
     timestamp: str
 
 
+# Of every route: each router has it, since the application takes their routes over as they are.
+ANY_FAILURE: dict[int | str, dict[str, Any]] = {
+    "default": {"model": Failure, "description": "any other failure, in this one shape"}
+}
+
+
 def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict[str, Any]:
     """`InstanceInfo` of a view, as plain values; `gpu` is its card, where that was read."""
     spec, model = view.spec, view.model
