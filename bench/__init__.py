@@ -1,1 +1,1 @@
-"""Measurements, run from the checkout: `python -m bench NAME`. README.md says what each one shows."""
+"""Measurements, run from the checkout: `python -m bench NAME`. README.md explains each."""

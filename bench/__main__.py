@@ -16,7 +16,7 @@ SCENARIOS = {
 
 
 def main() -> int:
-    """Carry out what the command line says."""
+    """Run the command line."""
     lines = [f"  {name:8}{meaning}" for name, meaning in SCENARIOS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m bench",

@@ -1,11 +1,11 @@
-"""`python -m bench.child TASK`: one encoder in a process of its own, told by lines of JSON what to do.
+"""`python -m bench.child TASK`: one encoder in a process of its own, with commands as lines of JSON.
 
     {"texts": FILE}    load the texts of a JSON file, and warm up on the first of them
     {"pass": null}     encode them all              → {"seconds": s, "cpu_seconds": s}
     {"save": FILE}     encode them all, keep the vectors as .npy
     {"memory": null}                                → {"peak_rss_mib": m, "unique_mib": m}
 
-The first line it writes, {"dtype": name, "load_seconds": s}, says that it is loaded; a failure is {"error": text}.
+The first line it writes, when it is loaded, is {"dtype": name, "load_seconds": s}; a failure is {"error": text}.
 """
 
 from __future__ import annotations

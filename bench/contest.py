@@ -49,7 +49,7 @@ class Child:
         _pipe(self._process.stdin).flush()
 
     def wait(self) -> dict[str, float]:
-        """The answer to the command that was told."""
+        """The answer to the command that was sent."""
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def corpus(count: int) -> list[str]:
 
 
 def queries(count: int) -> list[str]:
-    """`count` short texts of 4 to 14 words, as somebody types into a search box."""
+    """`count` short texts of 4 to 14 words, as typed into a search box."""
     chooser = random.Random(_SEED + 1)
     short = sorted({" ".join(text.split()) for text in _prose() if 4 <= len(text.split()) <= 14})
     chooser.shuffle(short)
@@ -49,7 +49,7 @@ def queries(count: int) -> list[str]:
 
 
 def digest(texts: list[str]) -> str:
-    """Eight hex digits that tell whether two runs had the same texts."""
+    """Eight hex digits that differ where two runs had different texts."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
 
 

@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write; without a device say so and succeed."""
+    """Measure, print, write; without a device report that and succeed."""
     device = _device()
     if device is None:
         print("bench gpu: skipped, no CUDA device here", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""DESIGN.md names files that exist, and its map has every package."""
+"""DESIGN.md, the other documents and the docstrings name files that exist; DESIGN.md's map has every package."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "teimgr"
 DESIGN = (ROOT / "DESIGN.md").read_text()
+DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/*.md", "bench/*.md", "proto/*.md", "src/teimgr/**/*.py")
 NAMED = sorted(set(re.findall(r"`([\w./-]+?(?:\.py|/))`", DESIGN)))
 
 
@@ -21,6 +22,17 @@ def test_design_names_files() -> None:
 def test_every_named_file_exists(name: str) -> None:
     base = ROOT if name.startswith(("tests/", "bench/", "docs/")) else SOURCE
     assert (base / name).exists() or (ROOT / name).exists()
+
+
+def test_documents_and_docstrings_name_files_that_exist() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for pattern in DOCUMENTS
+        for path in ROOT.glob(pattern)
+        for name in re.findall(r"`((?:[a-z_]+/)+[\w.-]+\.(?:py|toml|service))\b", path.read_text())
+        if not any((base / name).exists() for base in (ROOT, SOURCE, ROOT / "tests"))
+    ]
+    assert missing == []
 
 
 def test_every_package_and_module_of_the_top_level_is_on_the_map() -> None:

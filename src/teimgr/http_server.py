@@ -53,7 +53,7 @@ class H2Connection(Protocol):
     """The methods of an HTTP/2 connection that the server calls, beside asyncio's."""
 
     def leave(self) -> None:
-        """Ask the client to open another connection for its next call (GOAWAY)."""
+        """Send GOAWAY, so that the client opens another connection for its next call."""
 
     def shutdown(self) -> None:
         """Close, as the server ends."""

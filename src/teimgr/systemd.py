@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
-# Where systemd listens, and within which the watchdog must hear of this process.
+# Where systemd listens, and the watchdog's interval.
 _SOCKET, _WATCHDOG_USEC, _WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 
 

@@ -97,7 +97,7 @@ def shown(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: object) -> object:
-    """A default as TOML says it."""
+    """A default as it is written in TOML."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
 
 

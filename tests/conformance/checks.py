@@ -1,4 +1,4 @@
-"""What a case may say of an answer that is no constant."""
+"""Checks of answers that are no constants."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def same_vectors(method: str, *messages: Any, same: bool = True) -> GrpcCheck:
 
 
 def told_costs(figures: Mapping[str, int], keys: Sequence[str]) -> GrpcCheck:
-    """The initial metadata says the cost under every key, and the message the same."""
+    """The initial metadata has the cost under every key, and the message has the same."""
 
     def check(replies: Replies, ask: AskGrpc) -> None:
         for key in keys:

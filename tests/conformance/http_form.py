@@ -1,4 +1,4 @@
-"""§1.1–1.4 and §1.17: routes, what a body may be, how failures are told, who is let in."""
+"""§1.1–1.4 and §1.17: routes, what a body may be, the form of failures, authentication."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Surfaces:
     # Life.
 
     def until(self, true: Callable[[], Any], what: str) -> None:
-        """Ask again and again."""
+        """Repeat the request."""
         until(true, what)
 
 

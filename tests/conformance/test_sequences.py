@@ -1,4 +1,4 @@
-"""Clauses that take more than one request to show; `sequences.py` says which."""
+"""Clauses that take more than one request to show; `sequences.py` lists them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_nan_fails_its_own_row(surfaces: Surfaces) -> None:
 
 
 def test_a_full_instance_is_429_at_once(surfaces: Surfaces) -> None:
-    """Calls that are long enough fill it; whoever does not wait in line hears so."""
+    """Calls that are long enough fill it; a call that does not wait is refused."""
     stub = surfaces.stub(surfaces.daemon.grpc_port, OWN["EmbedArrow"])
     busy = [stub.future(arrow(["fog and rain " * 30] * 6000, "strict", truncate=True)) for _ in range(8)]
     asked = Http("", "strict", "/embed", {"inputs": "fog"})

@@ -27,7 +27,7 @@ _NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the arguments say; the result is the exit status."""
+    """Run the command line; the result is the exit status."""
     options = _parser().parse_args(arguments)
     with _channel(options) as channel:
         known = ProtoReflectionDescriptorDatabase(channel)

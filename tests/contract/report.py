@@ -1,6 +1,6 @@
-"""The table of the contract: every clause, and the tests that say they prove it.
+"""The table of the contract: every clause, and the tests that are marked with it.
 
-A test says so with `@pytest.mark.clause("M2.4-null", …)`. The files are parsed and not imported: that needs no
+A test is marked with `@pytest.mark.clause("M2.4-null", …)`. The files are parsed and not imported: that needs no
 model and no GPU.
 """
 

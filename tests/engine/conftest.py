@@ -1,4 +1,4 @@
-"""Engines on tiny models, each loaded once per session and shared by the tests that only ask."""
+"""Engines on tiny models, each loaded once per session and shared by the tests that only send requests."""
 
 from __future__ import annotations
 

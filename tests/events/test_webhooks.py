@@ -28,7 +28,7 @@ def began(*views: InstanceView) -> EventLog:
 
 
 class Receiver:
-    """A real HTTP server that answers with the statuses it is told, then 204."""
+    """A real HTTP server that answers with the given statuses, then 204."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []

@@ -51,7 +51,7 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on disk, what is asked of it, and the reference that knows the answer."""
+    """A model on disk, its inputs, and the reference."""
 
     row: str
     name: str

@@ -56,7 +56,7 @@ def between_vectors(ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> Distanc
     """Between results of [vectors, width] each; a zero vector must be zero on both sides.
 
     Raises:
-        AssertionError: an input has another number of vectors, or of another width, than the reference says.
+        AssertionError: an input has another number of vectors, or of another width, than in the reference.
     """
     cosine, difference = 1.0, 0.0
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):

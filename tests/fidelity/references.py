@@ -1,4 +1,4 @@
-"""What the libraries that the models were made with say, one text at a time or in their own batches, in float32."""
+"""Results of the libraries that the models were made with, one text at a time or in their own batches, in float32."""
 
 from __future__ import annotations
 

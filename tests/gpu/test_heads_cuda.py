@@ -1,4 +1,4 @@
-"""On a CUDA device: every kind of head says what the float32 model on the CPU says."""
+"""On a CUDA device: every kind of head gives the results of the float32 model on the CPU."""
 
 from __future__ import annotations
 

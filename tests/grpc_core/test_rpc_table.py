@@ -1,4 +1,4 @@
-"""The RPC table says of every method what the contract says."""
+"""The RPC table has every method as the contract has it."""
 
 import pytest
 

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.fleet import LIMIT_S, RESIDENT, children, local_launcher
+from tests.support.fleet import LIMIT_S, RESIDENT, local_launcher
 from tests.support.polling import eventually
 
 from teimgr.errors import Code, InvalidConfig, Unavailable
-from teimgr.launch.control_link import ControlLink, identify
+from teimgr.launch.control_link import identify
 from teimgr.launch.launcher import LocalLauncher
 from teimgr.launch.process_handle import (
     ExitReport,
     LaunchFailed,
-    ProcessId,
     WorkerRunFile,
     boot_id,
     look_up,
-    open_pidfd,
 )
-from teimgr.observability.logs import last_line, last_warning, open_log, shrink
-from teimgr.rest.logs import pieces, read_lines
 from teimgr.spec import WorkerSpec
-from teimgr.wire.frames import Method
 
 
 def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
@@ -140,200 +131,6 @@ async def test_what_a_worker_started_ends_with_it(launcher: LocalLauncher, folde
     assert not grandchild.is_running()
 
 
-async def test_the_nursery_makes_many_workers_at_once(launcher: LocalLauncher, folder: Path) -> None:
-    handles = await asyncio.gather(*(launcher.launch(spec(name=f"n{number}")) for number in range(12)))
-    identities = await asyncio.gather(*(identify(handle.socket, LIMIT_S) for handle in handles))
-
-    assert [status.pid for status in identities if status] == [handle.pid for handle in handles]
-    await asyncio.gather(*(handle.stop(0) for handle in handles))
-    assert left_over(folder) == set()
-
-
-async def test_a_dead_nursery_is_replaced_and_its_workers_live_on(launcher: LocalLauncher) -> None:
-    before = await launcher.launch(spec(name="before"))
-    old = launcher.nursery.pid
-    assert old is not None
-    os.kill(old, signal.SIGKILL)
-
-    after = await launcher.launch(spec(name="after"))
-
-    assert launcher.nursery.pid not in (None, old)
-    assert await identify(before.socket, LIMIT_S) is not None
-    assert (await before.stop(0)).status is None, "its parent is gone, nobody can tell"
-    assert (await after.stop(0)).status == -signal.SIGKILL
-
-
-async def test_a_nursery_that_cannot_import_its_entry_fails_the_launch_with_its_last_line(folder: Path) -> None:
-    launcher = local_launcher(folder, entry="no.such.module:main")
-    await launcher.start()
-
-    with pytest.raises(LaunchFailed, match="No module named 'no'"):
-        await launcher.launch(spec())
-
-    assert left_over(folder) == set()
-    await launcher.close()
-
-
-async def test_a_nursery_that_cannot_be_made_fails_the_launch_until_it_can(folder: Path) -> None:
-    launcher = local_launcher(folder)
-    obstacle = folder / "run" / "nursery.log"
-    obstacle.mkdir(parents=True)
-    await launcher.start()
-
-    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
-        await launcher.launch(spec())
-
-    obstacle.rmdir()
-    await (await launcher.launch(spec())).stop(0)
-    await launcher.close()
-
-
-async def test_a_nursery_that_dies_and_cannot_be_replaced_fails_the_launch(folder: Path) -> None:
-    launcher = local_launcher(folder)
-    await launcher.start()
-    await launcher.nursery.ready()
-    log, pid = folder / "run" / "nursery.log", launcher.nursery.pid
-    assert pid is not None
-    log.unlink()
-    log.mkdir()
-    os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: launcher.nursery.pid is None)
-
-    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
-        await launcher.launch(spec())
-    await launcher.close()
-
-
-async def test_no_descriptors_left_fail_the_launch_and_leak_no_nursery(folder: Path) -> None:
-    launcher = local_launcher(folder)
-    (folder / "run").mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    try:
-        for spare in range(16):  # each step of making a nursery fails once for want of a descriptor
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
-            try:
-                launcher.nursery.start()
-            except LaunchFailed:
-                continue
-            break
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    await launcher.nursery.close()
-
-    assert spare > 0
-    assert not children()
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-async def test_a_nursery_that_dies_in_the_middle_of_a_fork_leaves_no_second_worker(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """Its run file is written `after` or not; the launch succeeds with the next nursery, under another name."""
-    mark = folder / "mark"
-    monkeypatch.setenv("MORTAL", moment)
-    monkeypatch.setenv("MORTAL_MARK", str(mark))
-    launcher = local_launcher(folder, preload=("tests.support.fakes.mortal",))
-    await launcher.start()
-
-    handle = await launcher.launch(spec())
-
-    await eventually(lambda: look_up(int(mark.read_text())) is None)
-    assert {path.stem for path in (folder / "run").glob("*.sock")} == {handle.incarnation}
-    assert await identify(handle.socket, LIMIT_S) is not None
-    await handle.stop(0)
-    assert left_over(folder) == set()
-    await launcher.close()
-
-
-async def test_a_stopped_nursery_does_not_keep_the_daemon_from_ending(launcher: LocalLauncher, folder: Path) -> None:
-    await (await launcher.launch(spec())).stop(0)
-    pid = launcher.nursery.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    launching = asyncio.create_task(launcher.launch(spec()))
-    await eventually(lambda: list((folder / "run").glob("*.sock")))
-
-    async with asyncio.timeout(LIMIT_S / 2):
-        launching.cancel()
-        await asyncio.wait({launching})
-        await launcher.close()
-
-    assert launching.cancelled()
-    assert look_up(pid) is None
-    assert left_over(folder) == set()
-
-
-async def test_a_request_in_the_queue_of_a_stalled_nursery_dies_with_its_daemon(folder: Path) -> None:
-    """The next daemon may have ended its adoption before the nursery runs again."""
-    run = folder / "run"
-    run.mkdir(mode=0o700)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    options = [str(theirs.fileno()), "--entry", "tests.support.fakes.worker:main", "--preload", ""]
-    with theirs, (folder / "log").open("wb") as output:
-        command = [sys.executable, "-P", "-m", "teimgr.launch.nursery", *options]
-        nursery = await asyncio.to_thread(
-            subprocess.Popen, command, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
-        )
-    assert b"threads" in await asyncio.to_thread(ours.recv, 1 << 16)
-    nursery.send_signal(signal.SIGSTOP)
-    request = {"id": 1, "incarnation": "0123456789ab", "run_dir": str(run), "spec": spec().to_json(), "ports": []}
-    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as output:
-        listener.bind(str(run / "0123456789ab.sock"))
-        listener.listen()
-        socket.send_fds(ours, [json.dumps(request).encode()], [listener.fileno(), output.fileno()])
-
-    ours.close()
-    nursery.send_signal(signal.SIGCONT)
-
-    assert await asyncio.to_thread(nursery.wait, LIMIT_S) == 0
-    assert not (run / "0123456789ab.json").exists()
-    from teimgr.launch.process_handle import unrecorded_workers
-
-    assert unrecorded_workers(run, ()) == []
-
-
-async def test_the_nursery_of_an_earlier_daemon_is_killed(launcher: LocalLauncher, folder: Path) -> None:
-    await launcher.nursery.ready()
-    pid = launcher.nursery.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    launcher._lock = os.close(launcher._lock or -1)  # as at the end of its process
-
-    new = local_launcher(folder)
-    await new.start()
-
-    await eventually(lambda: look_up(pid) is None)
-    await new.close()
-
-
-async def test_a_missing_module_of_the_preload_does_not_stop_the_nursery(folder: Path) -> None:
-    launcher = local_launcher(folder, preload=("no_such_module",))
-    await launcher.start()
-
-    handle = await launcher.launch(spec())
-
-    await handle.stop(0)
-    await launcher.close()
-
-
-async def test_a_nursery_with_several_threads_starts_its_workers_afresh(folder: Path) -> None:
-    launcher = local_launcher(folder, preload=("tests.support.fakes.threaded",))
-    await launcher.start()
-
-    handle = await launcher.launch(spec(api_key="a-secret-key"))
-    status = await identify(handle.socket, LIMIT_S)
-
-    assert status is not None
-    assert (status.pid, status.spec_hash) == (handle.pid, handle.spec.hash)
-    command = Path(f"/proc/{handle.pid}/cmdline").read_bytes()
-    assert b"-c" in command.split(b"\0")
-    assert b"a-secret-key" not in command + Path(f"/proc/{handle.pid}/environ").read_bytes()
-    await handle.stop(0)
-    await launcher.close()
-
-
 async def test_a_cancelled_launch_leaves_no_process(launcher: LocalLauncher, folder: Path) -> None:
     first = await launcher.launch(spec(name="first"))
     launching = asyncio.create_task(launcher.launch(spec()))
@@ -360,17 +157,6 @@ async def test_a_worker_whose_run_file_cannot_be_written_is_no_worker(
     assert left_over(folder) == set()
     monkeypatch.undo()
     await (await launcher.launch(spec())).stop(0)
-
-
-async def test_the_control_link_carries_calls_and_errors(launcher: LocalLauncher) -> None:
-    handle = await launcher.launch(spec())
-    said: list[str] = []
-    link = await ControlLink.open(handle.socket, lambda status: said.append(status.state), lambda: said.append("lost"))
-
-    assert await link.call(Method.STATS, timeout_s=LIMIT_S) == b'{"batches": 0}'
-
-    await handle.stop(0)
-    assert said[-1] == "lost"
 
 
 # Adoption
@@ -556,29 +342,6 @@ async def test_a_folder_with_nothing_but_our_files_becomes_private(folder: Path,
 # Processes and logs
 
 
-def test_a_zombie_is_no_process() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
-    before = look_up(child.pid)
-    assert child.stdout is not None
-    child.stdout.read()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-
-    assert look_up(child.pid) is None
-    assert before is None or open_pidfd(before) is None
-    child.stdout.close()
-    child.wait()
-
-
-def test_a_number_given_away_again_is_another_process() -> None:
-    me = look_up(os.getpid())
-    assert me is not None
-
-    assert open_pidfd(ProcessId(me.pid, me.start_time + 1)) is None
-    pidfd = open_pidfd(me)
-    assert pidfd is not None
-    os.close(pidfd)
-
-
 @contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
     """Within the block, this process can open so many descriptors more."""
@@ -622,97 +385,3 @@ async def test_without_descriptors_no_trace_of_a_live_worker_is_removed(launcher
     assert WorkerRunFile.read(folder / "run" / "absent.json") is None
     for handle in handles:
         await handle.stop(0)
-
-
-def test_a_log_over_its_limit_is_rotated_at_the_next_start(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    for generation in range(5):
-        descriptor = open_log(path, limit_bytes=3, keep=2)
-        os.write(descriptor, f"generation {generation}\n".encode())
-        os.close(descriptor)
-
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2"]
-    assert [last_line(tmp_path / name) for name in ("a.log", "a.log.1", "a.log.2")] == [
-        "generation 4",
-        "generation 3",
-        "generation 2",
-    ]
-
-
-def test_a_log_in_use_is_rotated_and_its_writer_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    descriptor = open_log(path, limit_bytes=3, keep=1)
-    os.write(descriptor, b"before\n")
-
-    assert shrink(path, limit_bytes=3, keep=1)
-    os.write(descriptor, b"after\n")
-    os.close(descriptor)
-
-    assert (path.read_text(), (tmp_path / "a.log.1").read_text()) == ("after\n", "before\n")
-    assert not shrink(path, limit_bytes=6, keep=1)
-
-
-def test_replicas_that_share_a_log_lose_no_line_when_one_starts_anew(tmp_path: Path) -> None:
-    path, said = tmp_path / "a.log", []
-    sibling = open_log(path, limit_bytes=3, keep=2)
-    for generation in range(4):
-        line = f"sibling in generation {generation}"
-        os.write(sibling, f"{line}\n".encode())
-        said.append(line)
-        os.close(open_log(path, limit_bytes=3, keep=2))  # another replica is started
-        if generation == 1:
-            assert list(read_lines(pieces(path), 0, 9)) == said
-    os.write(sibling, b"at last\n")
-    os.close(sibling)
-
-    assert list(read_lines(pieces(path), 0, 9)) == [*said[-2:], "at last"]  # two old files are kept
-
-
-def test_no_log_can_be_read_by_other_users(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_text("of an earlier version\n")
-    path.chmod(0o644)
-    for _ in range(2):
-        os.close(open_log(path, limit_bytes=3, keep=3))
-        path.write_text("more\n")
-
-    assert {file.name: file.stat().st_mode & 0o007 for file in tmp_path.iterdir()} == {
-        "a.log": 0,
-        "a.log.1": 0,
-        "a.log.2": 0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("ValueError: no", "ValueError: no"),
-        ('{"level": "info", "message": "worker ready"}', ""),
-        ('{"level": "error", "message": "worker failed"}', "worker failed"),
-        ("[1, 2]", "[1, 2]"),
-        ("", ""),
-    ],
-)
-def test_only_a_last_line_that_may_explain_an_end_is_a_complaint(tmp_path: Path, line: str, complaint: str) -> None:
-    path = tmp_path / "a.log"
-    path.write_text(f"something before\n{line}\n\n" if line else "")
-
-    assert last_warning(path) == complaint
-    assert last_warning(tmp_path / "absent") == ""
-
-
-def test_without_old_logs_to_keep_rotation_is_removal(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_text("before\n")
-
-    assert shrink(path, limit_bytes=3, keep=0)
-    assert [file.name for file in tmp_path.iterdir()] == ["a.log"]
-
-
-async def test_a_stranger_on_the_socket_is_no_worker(folder: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folder / "s"))
-        listener.listen()
-
-        assert await identify(folder / "s", 0.05) is None
-    assert await identify(folder / "absent", 0.05) is None

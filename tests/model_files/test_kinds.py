@@ -54,7 +54,7 @@ def test_the_kind_is_told_by_the_files(tmp_path: Path, make: Make, kind: str, ba
     layout = read_layout(make(tmp_path))
 
     assert (layout.kind, layout.backbone) == (Kind(kind), Backbone[backbone])
-    assert read_layout(tmp_path, kind=kind).kind is layout.kind  # to say it again changes nothing
+    assert read_layout(tmp_path, kind=kind).kind is layout.kind  # to name it again changes nothing
 
 
 def test_a_masked_lm_is_sparse_where_the_instance_says_so(tmp_path: Path) -> None:

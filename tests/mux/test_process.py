@@ -384,7 +384,7 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(
 
 
 async def alarmed(control: Control, expected: bool) -> None:
-    """Return when the mux says, or does not say, that its files cannot be used."""
+    """Return when the mux reports, or no longer reports, that its files cannot be used."""
 
     async def holds() -> bool:
         return bool((await control.stats())["alarm"]) is expected
@@ -429,7 +429,7 @@ async def ending_of(rpc: Rpc, channel: Any, metadata: Any) -> tuple[grpc.StatusC
     else:
         answered = call(metadata=metadata, timeout=LIMIT_S)
         if metadata in (bearer(ASKER), (("x-api-key", ASKER),)):
-            await answered.done_writing()  # the others are refused before they say anything
+            await answered.done_writing()  # the others are refused before they send anything
     return await answered.code(), await answered.details()
 
 
@@ -454,7 +454,7 @@ async def test_a_key_for_some_instances_is_for_no_others(keyed: Control, channel
     assert await ending(instance_name="a") is OK
     assert await ending(instance_name="team-x") is grpc.StatusCode.NOT_FOUND
     assert await ending(instance_name="b") is DENIED
-    assert await ending(instance_name="nowhere") is DENIED  # what there is besides is not told
+    assert await ending(instance_name="nowhere") is DENIED  # what there is besides is not reported
     assert await ending(instance_index=0) is OK
     assert await ending(instance_index=1) is DENIED
     assert await ending(model_id="other") is DENIED

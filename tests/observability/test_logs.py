@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from teimgr.errors import InvalidConfig
 from teimgr.observability import logs
+from teimgr.observability.logs import last_line, last_warning, open_log, shrink
+from teimgr.rest.logs import pieces, read_lines
 
 
 class Terminal(io.StringIO):
@@ -99,3 +103,88 @@ def test_directives_are_parsed(text: str, levels: dict[str, int]) -> None:
 def test_an_unknown_level_is_refused(text: str) -> None:
     with pytest.raises(InvalidConfig, match="known: trace, debug"):
         logs.parse_levels(text)
+
+
+def test_a_log_over_its_limit_is_rotated_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    for generation in range(5):
+        descriptor = open_log(path, limit_bytes=3, keep=2)
+        os.write(descriptor, f"generation {generation}\n".encode())
+        os.close(descriptor)
+
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2"]
+    assert [last_line(tmp_path / name) for name in ("a.log", "a.log.1", "a.log.2")] == [
+        "generation 4",
+        "generation 3",
+        "generation 2",
+    ]
+
+
+def test_a_log_in_use_is_rotated_and_its_writer_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    descriptor = open_log(path, limit_bytes=3, keep=1)
+    os.write(descriptor, b"before\n")
+
+    assert shrink(path, limit_bytes=3, keep=1)
+    os.write(descriptor, b"after\n")
+    os.close(descriptor)
+
+    assert (path.read_text(), (tmp_path / "a.log.1").read_text()) == ("after\n", "before\n")
+    assert not shrink(path, limit_bytes=6, keep=1)
+
+
+def test_replicas_that_share_a_log_lose_no_line_when_one_starts_anew(tmp_path: Path) -> None:
+    path, said = tmp_path / "a.log", []
+    sibling = open_log(path, limit_bytes=3, keep=2)
+    for generation in range(4):
+        line = f"sibling in generation {generation}"
+        os.write(sibling, f"{line}\n".encode())
+        said.append(line)
+        os.close(open_log(path, limit_bytes=3, keep=2))  # another replica is started
+        if generation == 1:
+            assert list(read_lines(pieces(path), 0, 9)) == said
+    os.write(sibling, b"at last\n")
+    os.close(sibling)
+
+    assert list(read_lines(pieces(path), 0, 9)) == [*said[-2:], "at last"]  # two old files are kept
+
+
+def test_no_log_can_be_read_by_other_users(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("of an earlier version\n")
+    path.chmod(0o644)
+    for _ in range(2):
+        os.close(open_log(path, limit_bytes=3, keep=3))
+        path.write_text("more\n")
+
+    assert {file.name: file.stat().st_mode & 0o007 for file in tmp_path.iterdir()} == {
+        "a.log": 0,
+        "a.log.1": 0,
+        "a.log.2": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("ValueError: no", "ValueError: no"),
+        ('{"level": "info", "message": "worker ready"}', ""),
+        ('{"level": "error", "message": "worker failed"}', "worker failed"),
+        ("[1, 2]", "[1, 2]"),
+        ("", ""),
+    ],
+)
+def test_only_a_last_line_that_may_explain_an_end_is_a_complaint(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(f"something before\n{line}\n\n" if line else "")
+
+    assert last_warning(path) == complaint
+    assert last_warning(tmp_path / "absent") == ""
+
+
+def test_without_old_logs_to_keep_rotation_is_removal(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("before\n")
+
+    assert shrink(path, limit_bytes=3, keep=0)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.log"]

@@ -39,7 +39,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def daemon(tiny: Path, collector: Collector) -> Iterator[DaemonProcess]:
-    """A daemon that exports over gRPC and tells everything in its logs."""
+    """A daemon that exports over gRPC and logs at every level."""
     otel = {"endpoint": collector.grpc_endpoint, "service_name": "search", "deployment_environment": "test"}
     process = DaemonProcess(otel=otel, log_level="debug,grpc=info,asyncio=info")
     process.start({"OTEL_BSP_SCHEDULE_DELAY": "100"})

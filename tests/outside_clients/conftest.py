@@ -1,4 +1,4 @@
-"""One daemon with a model of each kind that the clients ask, and the environment that the clients live in."""
+"""One daemon with a model of each kind for the clients, and the environment in which the clients run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="session")
 def hear(served: DaemonProcess) -> Callable[[str], Told]:
-    """Run a script in the clients' environment and return what it told. Nothing of ours is on its path."""
+    """Run a script in the clients' environment and return what it printed. Nothing of ours is on its path."""
     if not _PYTHON.exists():
         pytest.skip("no .venv-clients: `dev.py test` makes it")
     with served.client() as client:
@@ -62,7 +62,7 @@ def hear(served: DaemonProcess) -> Callable[[str], Told]:
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
     grpc = {f"grpc_{name}": f"127.0.0.1:{port}" for name, port in ports.items()}
     said = {**urls, **grpc, "daemon": served.api, "key": KEY, "texts": TEXTS, "query": QUERY, "ids": IDS}
-    # Offline, InferenceClient refuses every URL; what looks for news elsewhere is told not to.
+    # Offline, InferenceClient refuses every URL; what looks for news elsewhere is switched off.
     quiet = {
         "ANONYMIZED_TELEMETRY": "False",
         "HAYSTACK_TELEMETRY_ENABLED": "False",

@@ -18,7 +18,7 @@ Hear = Callable[[str], Told]
 
 
 class Truth:
-    """What the engine says of `TEXTS`, asked through teimgr's own client."""
+    """The engine's vectors of `TEXTS`, through teimgr's own client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -92,7 +92,7 @@ def test_llama_index(hear: Hear, truth: Truth) -> None:
 def test_haystack(hear: Hear, truth: Truth) -> None:
     told = hear("haystack_tei")
 
-    # Its embedders ask for raw vectors unless they are told otherwise.
+    # Its embedders request raw vectors by default.
     same(told["text"], truth.raw[0])
     same(told["documents"], truth.vectors)
     same(told["with_the_key"], truth.raw[0])

@@ -1,4 +1,4 @@
-"""Which card a build of torch has code for, and what is said and done where it has none."""
+"""The cards that a build of torch has code for; warning or refusal for others."""
 
 from __future__ import annotations
 

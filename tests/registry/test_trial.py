@@ -46,7 +46,7 @@ async def make(folder: Path) -> AsyncIterator[Make]:
 
 
 def model(folder: Path, flags: str = "") -> str:
-    """A model directory whose name tells the scripted worker how to behave."""
+    """A model directory whose name is the script of the worker."""
     path = folder / (f"fake:{flags}" if flags else "fake")
     path.mkdir()
     for name in ("config.json", "model.safetensors"):

@@ -1,4 +1,4 @@
-"""Mutual TLS of the REST listener: who is let in, and certificates that change under it."""
+"""Mutual TLS of the REST listener: authentication, and certificates that change while it serves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.support.rest_listener import Front, listening
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import Auth, Mtls, ServerTls, faults
 from teimgr.config.settings import Settings
-from teimgr.errors import InvalidConfig
 from teimgr.http_server import bind
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import RestTls, create_app, uvicorn_options
@@ -277,39 +276,6 @@ async def test_a_lack_of_descriptors_at_a_renewal_is_an_alarm_and_tried_again(
 
         await eventually(lambda: not tls.alarms(), limit_s=10)
         assert await served(url, client(ours.ca, ours)) not in (None, first)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("server.pem", "no certificate", "no PEM"),
-        ("server.key", "", "no PEM"),
-        ("ca.pem", "nothing", "no certificate in it"),
-        ("server.key", "another", "the private key is not that of the certificate"),
-        ("server.key", "encrypted", "the private key is encrypted"),
-        ("server.pem", None, "cannot be read: No such file or directory"),
-    ],
-)
-def test_files_that_cannot_be_used_are_refused_in_a_sentence(
-    tmp_path: Path, file: str, content: str | None, message: str
-) -> None:
-    ours = Authority(tmp_path / "ours")
-    files = ours.server()
-    target = ours.folder / file
-    if content is None:
-        target.unlink()
-    elif content == "another":
-        put(ours.sign("other")[1], target)
-    elif content == "encrypted":
-        from tests.support.authority import openssl
-
-        openssl("ec", "-in", files.key, "-aes256", "-passout", "pass:secret", "-out", ours.folder / "locked.key")
-        put(ours.folder / "locked.key", target)
-    else:
-        target.write_text(content)
-    with pytest.raises(InvalidConfig, match=message) as caught:
-        RestTls(files)
-    assert str(target) in caught.value.message
 
 
 def test_without_files_uvicorn_is_told_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The lifecycle routes, as the contract's own tests and the decisions on them say."""
+"""The lifecycle routes, by the contract's own tests and the decisions on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys on REST: what each route asks for, in whose words a refusal is told, and that keys stay secret."""
+"""API keys on REST: the right that each route needs, the form of a refusal, secrecy of keys."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_route_that_nobody_thought_of_is_closed(everything: Everything) 
 
 @pytest.mark.clause("M6-keys")
 async def test_the_rights_matrix(everything: Everything) -> None:
-    """Each route with each key: let in or refused, as its row of the table says and nothing else."""
+    """Each route with each key: served or refused by its row of the table alone."""
     rows = [(route, verb) for route in everything.routes for verb in verbs(route)]
     alone = aiohttp.TCPConnector(force_close=True)  # an answer 500 ends its connection
     async with aiohttp.ClientSession(everything.url, connector=alone) as http:
@@ -223,7 +223,7 @@ async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, ca
     assert digest(SECRETS["read"]) not in repr(settings)
 
 
-# Web pages: who may do more than read, where no key is required.
+# Web pages: which may do more than read, where no key is required.
 
 PAGES = [
     ({"Origin": "https://evil.example"}, 403),

@@ -1,4 +1,4 @@
-"""The routes of the models, as the contract and what is added to it say, over a real registry and a hub on loopback."""
+"""The routes of the models, by the contract and the additions to it, over a real registry and a hub on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica a target gets, and what it is told when there is none. Links are opened in tests/mux/test_links.py."""
+"""The replica that a target gets, or the error. Links are opened in tests/routing/test_links.py."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ _OBSERVATIONS: st.SearchStrategy[Event] = st.sampled_from(
 
 @given(st.lists(st.tuples(st.floats(0, 40), _COMMANDS | _OBSERVATIONS), max_size=60))
 def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[float, Event]]) -> None:
-    """At most one process at a time; one that ends was told to; every wait has an end."""
+    """At most one process at a time; none ends without a request; every wait has an end."""
     life, now, alive, told, waits = ReplicaState(policy=POLICY), 0.0, False, False, False
     for pause, event in history:
         now += pause

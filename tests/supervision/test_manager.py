@@ -28,7 +28,7 @@ Fleets = Callable[..., Fleet]
 
 @pytest.fixture
 def crash(folder: Path) -> Callable[..., dict[str, int]]:
-    """Runs a daemon until its instances run, kills it, and tells the pids of the workers it leaves."""
+    """Runs a daemon until its instances run, kills it, and prints the pids of the workers it leaves."""
 
     def run(*instances: str) -> dict[str, int]:
         command = [sys.executable, "-m", "tests.support.fakes.daemon", str(folder), *instances]

@@ -33,7 +33,7 @@ FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")
 
 
 class Watched(DaemonMetrics):
-    """Metrics that say when a mux was lost, and when one gave figures."""
+    """Metrics with events: a mux was lost, one sent figures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ async def test_every_change_of_the_directory_is_pushed_and_acknowledged(settings
 
 
 class Counted(DaemonMetrics):
-    """Metrics that know which muxes gave figures."""
+    """Metrics that keep which muxes sent figures."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The manager and its supervisors over a real nursery, with workers that misbehave as told."""
+"""The manager and its supervisors over a real nursery, with workers that fail as scripted."""
 
 from __future__ import annotations
 

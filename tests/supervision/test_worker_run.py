@@ -21,7 +21,7 @@ SPEC = WorkerSpec(name="a", model_id="m")
 
 
 class Handle:
-    """A process that ends when the test says so; `immortal`: not by `stop`."""
+    """A process that ends when the test ends it; `immortal`: not by `stop`."""
 
     def __init__(self, *, immortal: bool = False) -> None:
         self.spec = SPEC

@@ -52,7 +52,7 @@ def openssl(*arguments: str | Path) -> None:
 
 
 def put(source: Path, target: Path) -> None:
-    """Replace `target` by a copy of `source` at once, as those do who renew certificates."""
+    """Replace `target` by a copy of `source` at once, as tools that renew certificates do."""
     beside = target.with_suffix(".new")
     beside.write_bytes(source.read_bytes())
     beside.replace(target)

@@ -130,7 +130,7 @@ class DaemonProcess:
     # What it could leave behind.
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process that was told of this daemon's folder, itself excepted."""
+        """Every live process with this daemon's folder in its arguments or environment, itself excepted."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -168,7 +168,7 @@ class DaemonProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, ascending; below those the system gives to clients, and never the same twice.
+    """Ports on which no process listens now, ascending; below those the system gives to clients, never the same twice.
 
     Each process of a parallel run has a share of its own.
     """

@@ -33,7 +33,7 @@ class Told(NamedTuple):
 
 
 class Asking:
-    """Asks the daemon, and the instances' own ports to compare with."""
+    """Client of the daemon, and of the instances' own ports to compare with."""
 
     def __init__(self, daemon: DaemonProcess, ports: Mapping[str, int], session: aiohttp.ClientSession) -> None:
         self.daemon = daemon
@@ -59,7 +59,7 @@ class Asking:
             return await reply.text()
 
     async def vectors(self, instance: str, texts: list[str], **options: Any) -> np.ndarray:
-        """What TEI's /embed of the instance says of `texts`."""
+        """The vectors of `texts` by TEI's /embed of the instance."""
         return np.array(await self.own_port(instance, "/embed", {"inputs": texts} | options), np.float32)
 
     async def tokens(self, instance: str, texts: list[str]) -> int:

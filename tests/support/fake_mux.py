@@ -1,4 +1,4 @@
-"""A mux that misbehaves as its first argument says; the last one is the path of its config.
+"""A mux that fails in the way that its first argument names; the last one is the path of its config.
 
 crash: ends at once with status 7 · absent: never listens · mute: listens and never answers · garbage: answers with what
 is no JSON · list: answers with JSON that is no object · flood: answers with a line that does not end · hangup: takes

@@ -1,6 +1,6 @@
-"""A scripted worker: a unix-socket server that speaks frames and answers as the test says.
+"""A scripted worker: a unix-socket server of frames whose answers the test sets.
 
-`python tests/mux/frame_worker.py <socket> [delay_ms]` runs one alone, for load tests.
+`python -m tests.support.frame_worker <socket> [delay_ms]` runs one alone, for load tests.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class FrameWorker:
         self.server = await loop.create_unix_server(lambda: WorkerLink(self), self.path)
 
     def drop(self) -> None:
-        """Die: every connection breaks and nobody listens any more."""
+        """Die: every connection breaks and new ones are refused."""
         if self.server is not None:
             self.server.close()
         self.path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
-# What the hub keeps as LFS objects, whose SHA-256 its listing tells.
+# What the hub keeps as LFS objects, whose SHA-256 is in its listing.
 LARGE = (".safetensors", ".bin")
 
 

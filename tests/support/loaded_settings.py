@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Source, read
+from teimgr.errors import InvalidConfig
 
 
 def load(
@@ -18,3 +22,14 @@ def load(
     """The settings of file, environment and command line; errors as `read`."""
     file = None if config_path is None else Path(config_path)
     return read(Source(file=file, environ=environ, overrides=overrides or {})).settings
+
+
+def refused(file: Path, text: str) -> str:
+    """Why `text` is no configuration, without the file's name, which the message must start with."""
+    file.write_text(text)
+    with pytest.raises(InvalidConfig) as caught:
+        load(file, {})
+    place = re.compile(rf"{re.escape(str(file))}(:\d+)?: ")
+    lines = caught.value.message.split("\n")
+    assert all(place.match(line) for line in lines)
+    return "\n".join(place.sub("", line) for line in lines)

@@ -24,7 +24,7 @@ CREATED_AT = "2026-03-04T12:00:00.123456Z"
 
 
 class Fleet:
-    """Instances by name. A start leaves an instance starting until the test says that it is ready."""
+    """Instances by name. A start leaves an instance starting until the test makes it ready."""
 
     def __init__(self, settings: Settings, gpus: tuple[int, ...] = ()) -> None:
         self.store_alarm: str | None = None

@@ -29,7 +29,7 @@ WINDOW = 16
 
 
 class MuxProcess:
-    """`python -m teimgr.mux.process` with a config of its own; `stats` know its port."""
+    """`python -m teimgr.mux.process` with a config of its own; `stats` have its port."""
 
     def __init__(self, **overrides: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
@@ -48,12 +48,12 @@ class MuxProcess:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self.wait_until_open()
-        # A pipe that nobody empties would stop the process in the middle of a log line.
+        # A pipe that is not read would stop the process in the middle of a log line.
         self._emptying = threading.Thread(target=self._empty)
         self._emptying.start()
 
     def wait_until_open(self) -> None:
-        """Read the log up to the line that says the control socket is there."""
+        """Read the log up to the line about the control socket."""
         for line in self._lines():
             if "mux waits for its first snapshot" in line:
                 return

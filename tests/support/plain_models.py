@@ -79,5 +79,5 @@ def each(rows: Rows) -> Iterator[Any]:
 
 @torch.inference_mode()
 def logits_of(model: transformers.PreTrainedModel, ids: Ids) -> torch.Tensor:
-    """What transformers itself says of one text."""
+    """The result of transformers itself for one text."""
     return model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0]

@@ -45,7 +45,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: an authority, a server named `localhost`, a client, and a client of nobody's."""
+    """PEM files: an authority, a server named `localhost`, a client, and a client that no authority signed."""
 
     ca: Path
     server_cert: Path
@@ -55,7 +55,7 @@ class Certificates:
 
 
 class Multiplexer:
-    """The methods the client uses, each a few lines; texts ask for their own failures.
+    """The methods the client uses, each a few lines; a text names the failure that it gets.
 
     A text `refuse` fails with INVALID_ARGUMENT and a code in the trailers, `overload` with RESOURCE_EXHAUSTED,
     `hang` is never answered, `enough` ends a stream without an answer.

@@ -42,13 +42,13 @@ class Told(NamedTuple):
 
     @property
     def cost(self) -> dict[str, int]:
-        """The headers that say what an answer cost, as numbers."""
+        """The cost headers of an answer, as numbers."""
         assert self.headers["x-compute-type"] == "gpu+optimized"
         return {name: int(self.headers[name]) for name in COST_HEADERS if name != "x-compute-type"}
 
 
 class TeiClient:
-    """Asks one worker's instance port."""
+    """Client of one worker's instance port."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         self.session = aiohttp.ClientSession(worker.url, timeout=aiohttp.ClientTimeout(LIMIT_S))

@@ -116,7 +116,7 @@ class WorkerLink(FrameProtocol):
         return await self.answer(self.post(method, payload, flags=flags))
 
     async def state(self, watch: int, *wanted: str) -> dict[str, Any]:
-        """The first announcement to the WATCH `watch` that says one of `wanted`."""
+        """The first announcement of the WATCH `watch` with one of the states `wanted`."""
         while True:
             facts: dict[str, Any] = (await self.answer(watch)).json
             if facts["state"] in wanted:
@@ -208,7 +208,7 @@ class WorkerProcess:
         return link
 
     async def watcher(self, *wanted: str) -> tuple[WorkerLink, int]:
-        """A new link that watches and was told one of the states `wanted`."""
+        """A new link with a WATCH that has reported one of the states `wanted`."""
         link = await self.link()
         watch = link.post(Method.WATCH)
         await link.state(watch, *wanted)

@@ -99,7 +99,7 @@ class FakeEngine:
 
 
 class Asked(WorkerCall):
-    """A call that remembers its replies."""
+    """A call that records its replies."""
 
     def __init__(self, may_wait: bool = False) -> None:
         super().__init__(1, Lane.BULK, may_wait=may_wait)

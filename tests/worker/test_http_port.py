@@ -32,7 +32,7 @@ async def post(http: aiohttp.ClientSession, body: Any) -> tuple[int, str, str]:
 
 
 async def counted(http: aiohttp.ClientSession, series: str) -> float:
-    """What /metrics says of `series`, 0 where it says nothing."""
+    """The value of `series` on /metrics, 0 where it is absent."""
     async with http.get("/metrics") as reply:
         lines = (await reply.text()).splitlines()
     return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == series), 0.0)
@@ -331,7 +331,7 @@ async def test_every_answer_may_be_read_by_every_page(
 
 @pytest.fixture(scope="module")
 def locked(tiny: Path) -> Iterator[WorkerProcess]:
-    """A worker with a key, that lets two origins in, and is told its default task as Hugging Face's endpoints are."""
+    """A worker with a key, two allowed origins, and a default task as on Hugging Face's endpoints."""
     origins = ("https://a.example", "https://b.example")
     environ = OFFLINE | {"TASK": "sentence-similarity"}
     with WorkerProcess(tiny, environ=environ, api_key="s3crét", cors_allow_origin=origins) as one:

@@ -66,7 +66,7 @@ async def test_info_names_the_model_and_the_limits(link: WorkerLink, worker: Wor
     assert info.max_client_batch_size == 32
 
 
-# What the daemon asks.
+# Control calls of the daemon.
 
 
 async def test_a_later_watcher_hears_the_facts_at_once(
@@ -123,7 +123,7 @@ async def test_a_malformed_command_is_refused(link: WorkerLink, payload: bytes) 
     assert len((await link.answer(link.embed())).vector) == 32
 
 
-# What is wrong with a request is said, and the link goes on.
+# Bad requests are answered with an error, and the link goes on.
 
 
 @pytest.mark.parametrize(

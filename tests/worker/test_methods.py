@@ -104,7 +104,7 @@ def stream(*messages: tei_pb2.RerankStreamRequest) -> bytes:
 
 
 def parsed(kind: Callable[[], Any], answer: Answer) -> Any:
-    """The reply as a message, once its metadata is known to be what the frame says it cost."""
+    """The reply as a message, once its metadata is equal to the frame's timings."""
     reply = kind()
     reply.ParseFromString(answer.reply)
     assert _figures(reply.metadata) == tuple(answer.timings)
@@ -497,7 +497,7 @@ async def test_metrics_count_calls_items_and_batches_of_every_kind(
     workers: dict[str, WorkerProcess], links: Links
 ) -> None:
     before = {kind: await _samples(workers[kind]) for kind in ("reranker", "sparse")}
-    await links["reranker"].ask(Method.RERANK, rerank("fog", "dog", "rain"), flags=Flag.WAIT)  # as both ports ask it
+    await links["reranker"].ask(Method.RERANK, rerank("fog", "dog", "rain"), flags=Flag.WAIT)  # as both ports send it
     await links["reranker"].ask(Method.PREDICT_PAIR, pair())
     await links["reranker"].ask(Method.RERANK_STREAM, stream(message("dog", "fog"), message("dog", "rain")))
     await links["reranker"].ask(Method.RERANK, rerank(*["fog"] * 9))

@@ -1,4 +1,4 @@
-"""From loading to its exit: what a worker tells, what it leaves, and with which status it ends."""
+"""From loading to its exit: a worker's reports, its files, and its exit status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from teimgr.wire.frames import Flag, FrameType, Method
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    """A model that never finishes loading: one of its files is a pipe nobody writes to."""
+    """A model that never finishes loading: one of its files is a pipe without a writer."""
     build("bert", tmp_path)
     (tmp_path / "modules.json").unlink()
     os.mkfifo(tmp_path / "modules.json")
@@ -148,7 +148,7 @@ async def test_a_second_terminate_signal_ends_the_waiting(tiny: Path) -> None:
 
         assert await worker.exit() == 0
         await link.closed()
-        assert "drain ended with" not in worker.log  # which is what it says when the grace is over
+        assert "drain ended with" not in worker.log  # which is its report when the grace is over
 
 
 async def test_a_model_that_cannot_load_is_said_and_written_down(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ async def test_a_model_that_is_not_there_is_not_tried_again(tmp_path: Path) -> N
 
 
 async def test_a_taken_port_may_be_free_later(tiny: Path) -> None:
-    """It ends before a watcher can ask why, so it leaves a file that says it."""
+    """It ends before a watcher connects, so it leaves a file with the reason."""
     with (
         socket.create_server(("127.0.0.1", 0)) as stranger,
         WorkerProcess(tiny, port=stranger.getsockname()[1]) as worker,

@@ -1,4 +1,4 @@
-"""The order of predictions and ranks, and who may be asked for them."""
+"""The order of predictions and ranks, and the kinds of models that have them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _BATCH_WINDOW = 4
 class RpcCalls:
     """Base of the classes whose methods are gRPC calls. Every method raises the `TeimgrError` of the reply's status.
 
-    `instance=` or `model=` selects who answers. Calls end after the client's `timeout_s`; streams when a reply is
+    `instance=` or `model=` selects the instance. Calls end after the client's `timeout_s`; streams when a reply is
     owed for that long.
     """
 

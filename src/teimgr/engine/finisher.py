@@ -64,7 +64,7 @@ class InFlightLimit:
             self._changed.notify()
 
     def abandon(self) -> None:
-        """Release whoever waits for room, for good."""
+        """Release all threads that wait for room, for good."""
         with self._changed:
             self._abandoned = True
             self._changed.notify()
@@ -203,7 +203,7 @@ class Finisher:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let `run` return after its current item, however long that takes, and release all who wait for it."""
+        """Let `run` return after its current item, however long that takes, and release all that wait for it."""
         self._ended.set()
         self.in_flight.abandon()
 

@@ -15,7 +15,7 @@ from teimgr.spec import Kind, LoadedModel
 
 
 class Lane(Enum):
-    """The priority class of a job: interactive queries want latency, bulk pipelines throughput."""
+    """The priority class of a job: low latency for interactive queries, throughput for bulk."""
 
     INTERACTIVE = "interactive"
     BULK = "bulk"

@@ -1,1 +1,1 @@
-"""Where an instance runs: GPUs, CPU threads, batch tokens and ports."""
+"""Where an instance runs: GPUs, CPU threads and batch tokens."""

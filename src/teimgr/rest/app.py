@@ -73,7 +73,7 @@ def create_app(
         registry: Routes of /models.
         gateway: Inference routes of all dialects.
         gpu_report: Routes of /gpus.
-        policy: Who may call.
+        policy: Authentication and rights of callers.
         event_log: Route of /events.
         live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
         reloader: Routes of /config.

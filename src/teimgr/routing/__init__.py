@@ -1,1 +1,1 @@
-"""From a target to a worker: leases and links."""
+"""The routes of the fleet; from a target to a worker: leases and links."""

@@ -151,8 +151,8 @@ class Manager:
     async def adoption_over(self) -> None:
         """Return when each worker of an earlier daemon has answered, or has had its time to.
 
-        Muxes are connected then: until they hear of this daemon, they serve by the routes they have, and a worker that
-        answers late loses no call.
+        Muxes are connected then: until this daemon's first snapshot, they serve by the routes they have, and a worker
+        that answers late loses no call.
         """
         if self._adopting:
             await asyncio.wait(self._adopting)

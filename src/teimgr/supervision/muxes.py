@@ -1,4 +1,4 @@
-"""Supervision of the mux processes: launched or adopted, fed with the directory, restarted with backoff.
+"""Supervision of the mux processes: launched or adopted, fed with the routes, restarted with backoff.
 
 A mux that ends or does not answer is killed and started again, and raises an alarm until its successor answers.
 """
@@ -47,7 +47,7 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-# Far above what counters of ten thousand instances take; beyond it a mux does not speak this protocol.
+# Far above what counters of ten thousand instances take; beyond it it is not a message of this protocol.
 _LINE_LIMIT_BYTES = 64 << 20
 _CONNECT_RETRY_S = 0.02
 

@@ -270,7 +270,7 @@ class WantedState:
         self._save_alarm: str | None = None
 
     async def load(self, settings: Settings) -> list[InstanceSpec]:
-        """Lock and read the state file; the instances it wants, with the seeds of the configuration.
+        """Lock and read the state file; its instances, with the seeds of the configuration.
 
         Raises:
             InvalidConfig: the file cannot be used, as by another daemon.

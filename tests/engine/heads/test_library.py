@@ -71,7 +71,7 @@ def test_modernbert_pools_for_its_head_as_its_configuration_says(pooling: str, t
 
 @pytest.mark.parametrize("pad", [PAD, None])
 def test_a_decoder_reads_the_token_that_the_library_takes_for_the_last(pad: int | None, tmp_path: Path) -> None:
-    """It skips what looks like padding at the end, and knows no padding where no token is named so."""
+    """It skips what looks like padding at the end, and nothing where the model names no padding token."""
     theirs = save_headed("qwen3", SEQUENCE, tmp_path, num_labels=1, pad_token_id=pad)
     model, texts = load(tmp_path), random_texts()
     for text in texts[:2]:

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from sentence_transformers.sentence_transformer import modules
-from torch import nn
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads.pooling import POOLINGS, finish, pool
-from teimgr.engine.heads.projections import load_projections, width_behind
-from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)
@@ -76,70 +68,3 @@ def test_the_cut_comes_before_the_norm_and_a_zero_row_stays_zero() -> None:
     np.testing.assert_allclose(finish(rows, 2, True), [[0.6, 0.8], [0, 0]])
     np.testing.assert_allclose(finish(rows, None, True)[0], rows[0] / 13)
     np.testing.assert_allclose(finish(rows, 1, False), [[3], [0]])
-
-
-MODULES = (
-    (modules.Dense(8, 12, activation_function=nn.Tanh()),),
-    (modules.Dense(8, 8, bias=False, activation_function=None), modules.Normalize(), modules.Dense(8, 4)),
-    (modules.Dense(8, 8, use_residual=True), modules.LayerNorm(8)),
-    (modules.LayerNorm(8), modules.Dense(8, 5, activation_function=nn.GELU(), use_residual=True)),
-)
-
-
-@pytest.mark.parametrize("safe", [True, False])
-@pytest.mark.parametrize("chain", MODULES)
-def test_modules_behind_the_pooling_are_those_of_sentence_transformers(
-    chain: tuple[Any, ...], safe: bool, tmp_path: Path
-) -> None:
-    for index, module in enumerate(chain):
-        (tmp_path / str(index)).mkdir()
-        module.save(str(tmp_path / str(index)), safe_serialization=safe)
-    projections = [described(module, tmp_path / str(index)) for index, module in enumerate(chain)]
-    vectors = torch.randn(6, 8)
-    features = {"sentence_embedding": vectors}
-    with torch.inference_mode():
-        for module in chain:
-            features = module(features)
-        ours = load_projections(projections, torch.device("cpu"))(vectors)
-
-    assert width_behind(projections, 8) == ours.shape[1]
-    torch.testing.assert_close(ours, features["sentence_embedding"], atol=1e-6, rtol=0)
-
-
-def described(module: Any, path: Path) -> Projection:
-    if isinstance(module, modules.Normalize):
-        return Normalize()
-    if isinstance(module, modules.LayerNorm):
-        return LayerNorm(path, module.dimension)
-    config = module.get_config_dict()
-    return Dense(
-        path,
-        config["in_features"],
-        config["out_features"],
-        config["bias"],
-        config["activation_function"],
-        config.get("use_residual", False),
-    )
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    modules.Dense(8, 4).save(str(tmp_path))
-    identity = "torch.nn.modules.linear.Identity"
-
-    for wrong in (Dense(tmp_path, 8, 5, True, identity), Dense(tmp_path, 8, 4, False, identity)):
-        with pytest.raises(ModelLoadFailed, match="do not fit"):
-            load_projections([wrong], torch.device("cpu"))
-    with pytest.raises(ModelLoadFailed, match="has no weights"):
-        load_projections([Dense(tmp_path / "nowhere", 8, 4, True, identity)], torch.device("cpu"))
-    with pytest.raises(ModelLoadFailed, match=r"os\.system is not served"):
-        load_projections([Dense(tmp_path, 8, 4, True, "os.system")], torch.device("cpu"))
-
-
-def test_weights_may_lie_beside_those_of_a_transformer(tmp_path: Path) -> None:
-    weights = {"linear.weight": torch.randn(4, 8), "bert.linear.weight": torch.randn(2, 2)}
-    save_file(weights, tmp_path / "model.safetensors")
-    dense = Dense(tmp_path, 8, 4, False, "torch.nn.modules.linear.Identity")
-    vectors = torch.randn(3, 8)
-
-    found = load_projections([dense], torch.device("cpu"))(vectors)
-    torch.testing.assert_close(found, vectors @ weights["linear.weight"].T)

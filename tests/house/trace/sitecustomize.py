@@ -1,6 +1,6 @@
 """Writes down which files of teimgr run, in any process whose PYTHONPATH begins with this folder.
 
-TEIMGR_TRACE names a folder. The first byte of its file `window` says which window is open: 0 is none, 1 and up are
+TEIMGR_TRACE names a folder. The first byte of its file `window` is the open window: 0 is none, 1 and up are
 calls. Each process appends to `<window>.<pid>` the files whose functions ran while that window was open.
 """
 

@@ -1,4 +1,4 @@
-"""How a script is told what to ask, and tells what it heard: JSON in its argument, JSON on its output."""
+"""Questions to a script as JSON in its argument, its answers as JSON on its output."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A module that makes the nursery which preloads it die once, around the writing of a worker's run file.
 
-The environment says where: MORTAL is `before` or `after`, MORTAL_MARK a file that is there once it has died.
+The environment has the place: MORTAL is `before` or `after`, MORTAL_MARK a file that is there once it has died.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A scripted stand-in for a worker: it speaks the frames of supervision, loads nothing, misbehaves on request.
+"""A scripted stand-in for a worker: it implements the frames of supervision, loads no model, and fails on request.
 
 Its model id is `fake` or `fake:flag,flag=value,…`; the flags are the names of `_FLAGS`.
 """

@@ -31,7 +31,7 @@ def write_modules(folder: Path, *types: str) -> None:
 
 
 def pad_and_truncate(path: Path) -> None:
-    """Put padding and truncation into tokenizer.json, as training leaves them there; an engine must not obey them."""
+    """Put padding and truncation into tokenizer.json, as training leaves them there; an engine must ignore them."""
     content = json.loads(path.read_text())
     content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     content["padding"] = {

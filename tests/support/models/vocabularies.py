@@ -49,7 +49,7 @@ def byte_level(framed: bool) -> Callable[[], Wrapped]:
 
 
 def qwen() -> Wrapped:
-    """As `byte_level(framed=False)`, with the words that transformers' Qwen2Tokenizer makes whatever the file says."""
+    """As `byte_level(framed=False)`, with the words that transformers' Qwen2Tokenizer makes regardless of the file."""
     wrapped = byte_level(framed=False)()
     words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     wrapped.backend_tokenizer.normalizer = normalizers.NFC()

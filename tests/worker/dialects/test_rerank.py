@@ -1,4 +1,4 @@
-"""Reranking as Cohere, Jina, vLLM and Infinity ask for it."""
+"""Reranking in the dialects of Cohere, Jina, vLLM and Infinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DOCUMENTS = ["fog by the harbour", "a quick brown fox", "lamps", "the quick fox"
 
 
 async def expected(ask: Asking, **options: Any) -> list[tuple[int, float]]:
-    """Index and score of each document, best first, as the instance's own port says."""
+    """Index and score of each document, best first, by the instance's own port."""
     body = {"query": QUERY, "texts": DOCUMENTS} | options
     return [(one["index"], one["score"]) for one in await ask.own_port("reranker", "/rerank", body)]
 

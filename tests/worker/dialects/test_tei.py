@@ -477,7 +477,7 @@ def finished(inputs: int) -> Job:
 
 
 def test_a_zero_vector_is_like_nothing() -> None:
-    """TEI divides by its length and tells NaN."""
+    """TEI divides by its length and answers NaN."""
     job = finished(4)
     job.vectors = np.array([[3, 4], [0, 0], [6, 8], [-3, -4]], np.float32)
 

@@ -442,7 +442,7 @@ async def talk(worker: WorkerProcess, *parts: bytes, hang_up: bool = False) -> b
         [PREFACE + b"\x00" * 200],
         [PREFACE, SETTINGS, b"\xff" * 5000],
         [PREFACE + SETTINGS + b"\x00\x00\x04\x01\x04\x00\x00\x00\x01\xff\xff\xff\xff"],  # headers that are no HPACK
-        [PREFACE + SETTINGS + b"\x00\x00\x01\x00\x00\x00\x00\x00\x01x"],  # data of a stream nobody opened
+        [PREFACE + SETTINGS + b"\x00\x00\x01\x00\x00\x00\x00\x00\x01x"],  # data of a stream that was not opened
         [PREFACE + SETTINGS + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01"],  # a frame of 16 MiB
         [b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n" + b"\x00" * 100],
         [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 300],  # a TLS hello

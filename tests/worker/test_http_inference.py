@@ -63,7 +63,7 @@ async def fleet(workers: dict[str, WorkerProcess]) -> AsyncIterator[Fleet]:
         await client.session.close()
 
 
-# §1.1, §1.15: what each kind says of itself, and which task it does where none is named.
+# §1.1, §1.15: /info of each kind, and its task where none is named.
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ async def test_a_wrong_kind_on_the_openai_routes_has_their_body(fleet: Fleet) ->
             assert told.error == (424, {"message": error, "code": 424, "type": "Backend"})
 
 
-# §1.4: which fault is told when there are several.
+# §1.4: the fault that is reported where there are several.
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ async def test_floats_have_the_fewest_digits_that_are_the_same_32_bits(
         assert orjson.dumps(np.float32(number), option=orjson.OPT_SERIALIZE_NUMPY).decode() == number
 
 
-# §1.2: how large a body may be, and what it must be said to be.
+# §1.2: the size and the content type of a body.
 
 
 async def test_two_million_bytes_are_read_and_no_more(fleet: Fleet) -> None:

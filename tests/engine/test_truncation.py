@@ -1,0 +1,105 @@
+"""Very long inputs are cut before they are tokenized, without a change of their tokens."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from teimgr.engine.batch import Encoded
+from teimgr.engine.job import Input, Pair
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.truncation import Shortener, breaks_at_spaces
+from teimgr.model_files.reading import read_layout
+
+RIGHT, LEFT = TokenizeOptions(), TokenizeOptions(left=True)
+
+
+@pytest.fixture
+def tokenizer(minilm: Path) -> TextTokenizer:
+    return TextTokenizer(read_layout(minilm), 256)
+
+
+def ids(tokenizer: TextTokenizer, text: Input, reading: TokenizeOptions = RIGHT) -> list[int]:
+    (result,) = tokenizer.encode([text], reading)
+    assert isinstance(result, Encoded), result
+    return result.ids.tolist()
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "modernbert", "qwen2", "qwen3"])
+@pytest.mark.parametrize("reading", [RIGHT, LEFT])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The quick brown fox, naïve and São. " * 900,
+        " " * 30_000 + "fog on the harbour",  # what counts lies behind the character bound
+        "fog on the harbour" + " " * 30_000,
+        "x" * 30_000,
+        "fog " * 50 + " " * 30_000 + "lamps " * 50,
+        "a\n\n b\t" * 6_000,
+        "don't  stop!? " * 3_000,
+    ],
+)
+def test_the_cut_of_a_very_long_text_changes_nothing(
+    family: str, reading: TokenizeOptions, text: str, model_dir: Callable[..., Path]
+) -> None:
+    path = model_dir(family)
+    plain = Tokenizer.from_file(str(path / "tokenizer.json"))
+    plain.no_padding()
+    plain.enable_truncation(96, direction="left" if reading.left else "right")
+
+    assert ids(TextTokenizer(read_layout(path), 96), text, reading) == plain.encode(text).ids
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "qwen2"])
+def test_a_text_may_be_cut_where_no_token_reaches_over_a_space(family: str, model_dir: Callable[..., Path]) -> None:
+    plain = Tokenizer.from_file(str(model_dir(family) / "tokenizer.json"))
+    assert breaks_at_spaces(plain)
+
+    plain.add_tokens(["two words"])
+    assert not breaks_at_spaces(plain)
+
+
+WORDS = ["fog", "rain", "lamps", "Zürich", "东京", "jumps", "over", "and", "a,", "b!", "(c)", "harbour"]
+
+
+texts_of_words = st.lists(st.sampled_from(WORDS), max_size=40).map(" ".join)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    halves=st.tuples(*[st.tuples(texts_of_words, st.integers(0, 40), st.integers(0, 12))] * 2),
+    limit=st.integers(6, 12),
+    left=st.booleans(),
+)
+@example(halves=(("fog rain", 10, 1), ("fog and lamps", 0, 1)), limit=12, left=False)  # what is cut is the shorter half
+def test_the_cut_of_very_long_halves_changes_nothing(
+    halves: tuple[tuple[str, int, int], ...], limit: int, left: bool, model_dir: Callable[..., Path]
+) -> None:
+    """Texts around and far beyond the bound on characters, with spaces that are no tokens anywhere."""
+    path = model_dir("bert")
+    pair = Pair(*(f"{text} {' ' * (100 * spaces)}{'lamps rain ' * (10 * words)}" for text, spaces, words in halves))
+    plain = Tokenizer.from_file(str(path / "tokenizer.json"))
+    plain.no_padding()
+    plain.enable_truncation(limit, direction="left" if left else "right")
+    tokenizer = TextTokenizer(read_layout(path), limit)
+    tokenizer._shortener = Shortener(limit * 20, safe=True)
+
+    assert ids(tokenizer, pair, TokenizeOptions(left=left)) == plain.encode(*pair).ids
+
+
+def test_two_very_long_halves_take_no_more_than_their_tokens(model_dir: Callable[..., Path]) -> None:
+    """The library's own truncation makes an encoding of every piece of one with every piece of the other."""
+    tokenizer = TextTokenizer(read_layout(model_dir("roberta")), 24)
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    (encoded,) = tokenizer.encode([Pair("x" * 20_000, "y" * 20_000)], RIGHT)
+
+    assert isinstance(encoded, Encoded)
+    assert len(encoded.ids) == 24
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 200_000

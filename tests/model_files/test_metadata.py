@@ -1,0 +1,46 @@
+"""The metadata of a model directory: what is missing, and code of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.models import build, edit
+
+from teimgr.errors import ModelLoadFailed, ModelNotFound
+from teimgr.model_files.reading import read_layout
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    return build("bert", tmp_path / "model")
+
+
+def test_a_missing_directory_or_config_is_a_missing_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        read_layout(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        read_layout(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "classes", "served"),
+    [
+        ("nomic_bert", ["modeling_hf_nomic_bert.NomicBertModel", "x.NomicBertConfig"], True),
+        ("gte", ["modeling.GteModel"], True),
+        ("bert", ["jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"], False),
+        ("new", ["Alibaba-NLP/new-impl--modeling.NewModel"], False),
+        ("xlm-roberta", ["modeling_lora.XLMRobertaLoRA"], False),
+    ],
+)
+def test_a_models_own_code_is_needed_only_where_transformers_has_no_such_class(
+    bert: Path, model_type: str, classes: list[str], served: bool
+) -> None:
+    edit(bert / "config.json", model_type=model_type, auto_map={f"Auto{i}": name for i, name in enumerate(classes)})
+
+    if served:
+        assert not read_layout(bert).trust_remote_code
+    else:
+        with pytest.raises(ModelLoadFailed, match="trust_remote_code = true"):
+            read_layout(bert)
+    assert read_layout(bert, trust_remote_code=True).trust_remote_code
