@@ -43,6 +43,8 @@ from teimgr.systemd import Notifier
 log = logging.getLogger(__name__)
 
 EXIT_REFUSED = 1
+LAST_GRACE_S = 1.0
+"""What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
 
 
 def main(configuration: Configuration, source: Source) -> int:
@@ -66,6 +68,7 @@ class Daemon:
     def __init__(self, configuration: Configuration, source: Source) -> None:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
+        self._stop_began: float | None = None
         self.notifier = Notifier()
         # Shared state
         self.metrics = DaemonMetrics()
@@ -145,6 +148,7 @@ class Daemon:
                         log.info("daemon ready", extra={"version": __version__, **addresses})
                         async with self.notifier.serving(f"{len(self.manager.list())} instances"):
                             await self.stopping.wait()
+                        self._stop_began = asyncio.get_running_loop().time()
                         self.events.close()  # ends the long requests that follow events or wait for a download
                         await self.registry.close()
             finally:
@@ -152,14 +156,15 @@ class Daemon:
         return 0
 
     async def _stop(self) -> None:
-        """After REST is closed: end the muxes, then the workers, then the rest."""
-        grace_s = self.settings.graceful_shutdown_timeout_secs
+        """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases."""
+        grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
+        ends = (self._stop_began or clock()) + grace_s
         log.info("stopping", extra={"grace_s": grace_s})
         await self.registry.close()
         await self.gateway.close()
         await self.scraper.close()
-        await self.muxes.stop(grace_s)
-        await self.manager.shutdown()
+        await self.muxes.stop(max(0.0, ends - clock()))
+        await self.manager.shutdown(within_s=max(LAST_GRACE_S, ends - clock()))
         await self.launcher.close()
         await asyncio.to_thread(self.telemetry.close)
         log.info("stopped")

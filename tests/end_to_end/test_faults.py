@@ -170,6 +170,22 @@ def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: Daemon
     assert [name for name in daemon.run_files() if name.endswith((".sock", ".json", ".exit", ".run"))] == []
 
 
+@pytest.mark.clause("M5.5-shutdown")
+def test_a_second_signal_ends_the_daemon_without_grace() -> None:
+    with DaemonProcess(graceful_shutdown_timeout_secs=3600) as daemon:
+        assert daemon.process is not None
+        mux = until(lambda: next((each for each in daemon.processes() if "teimgr.mux" in str(each.cmdline())), None))
+        until((daemon.folder / "run" / "mux-0.sock").exists)
+        mux.suspend()  # it will not end by itself
+        daemon.process.send_signal(signal.SIGTERM)
+        until(lambda: '"message": "stopping"' in daemon.log(), "the stop")
+        assert daemon.is_running
+
+        assert daemon.stop() == 0
+
+        assert psutil.wait_procs([mux], timeout=5)[1] == []
+
+
 def test_workers_without_a_daemon_end_when_the_grace_is_over(tiny: Path) -> None:
     with DaemonProcess(orphan_grace_secs=1) as daemon:
         with daemon.client() as client:

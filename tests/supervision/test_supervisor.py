@@ -487,6 +487,17 @@ async def test_shutdown_stops_all_in_parallel_and_keeps_what_is_wanted(fleets: F
         await after.running(f"n{number}")
 
 
+async def test_a_shutdown_may_have_less_time_than_the_grace(fleets: Fleets) -> None:
+    fleet = fleets(graceful_shutdown_timeout_secs=3600)
+    await fleet.manager.boot()
+    await fleet.create("ignore-term")
+    await fleet.running()
+
+    await asyncio.wait_for(fleet.manager.shutdown(within_s=0.1), LIMIT_S)
+
+    assert fleet.left_over() == set()
+
+
 async def test_a_second_shutdown_without_grace_cuts_the_first_short(fleets: Fleets) -> None:
     fleet = fleets(graceful_shutdown_timeout_secs=3600)
     await fleet.manager.boot()

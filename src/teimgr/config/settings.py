@@ -120,7 +120,9 @@ class Settings:
 
     auto_restore_on_restart: bool = key(True, "start with the instances of the state file; false: with the seeds alone")
     startup_timeout_secs: int = key(300, "a start that takes longer has failed", low=1, high=I64)
-    graceful_shutdown_timeout_secs: int = key(30, "time to finish accepted calls before a kill", low=0, high=I64)
+    graceful_shutdown_timeout_secs: int = key(
+        30, "time to finish accepted calls before a kill; one for all processes when the daemon ends", low=0, high=I64
+    )
     orphan_grace_secs: int = key(300, "a worker or mux that sees no daemon for so long stops", low=0, high=I64)
     health_check_interval_secs: int = key(
         10, "time between two probes of an instance", low=1, high=I64, also="TEI_MANAGER_HEALTH_CHECK_INTERVAL"

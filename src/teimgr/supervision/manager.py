@@ -164,15 +164,20 @@ class Manager:
             start = instance.spec.wanted_running and name not in self._not_startable
             await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
 
-    async def shutdown(self, *, at_once: bool = False) -> None:
+    async def shutdown(self, *, within_s: float | None = None, at_once: bool = False) -> None:
         """Stop every worker in parallel; the wanted state on disk stays. Also works after a failed boot.
 
-        `at_once` kills them without grace, even where an earlier call allowed some.
+        `within_s` shortens the grace; `at_once` kills them without any, even where an earlier call allowed some.
         """
         self._is_shutting_down = True
         await self.adoption_over()
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
-        await asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
+        stopping = asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
+        if within_s is not None:
+            done, _ = await asyncio.wait({stopping}, timeout=within_s)
+            for instance in () if done else supervised:
+                instance.force_stop()
+        await stopping
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
         await self._state.close()

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -50,6 +49,7 @@ _MALLOC = {
 # Far above what counters of ten thousand instances take; beyond it it is not a message of this protocol.
 _LINE_LIMIT_BYTES = 64 << 20
 _CONNECT_RETRY_S = 0.02
+_FORCED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,7 @@ class MuxSupervisor:
         self._config_file = self._run_file.with_suffix(".config")
         self._process: ProcessHandle | None = None
         self._draining: dict[asyncio.Task[int | None], ProcessHandle] = {}
+        self._forced: set[asyncio.Task[int | None]] = set()
         self._number = number
         self._started_at = 0.0
         self._log_start = 0
@@ -164,7 +165,10 @@ class MuxSupervisor:
     def force_stop(self) -> None:
         for process in (self._process, *self._draining.values()):
             if process is not None:
-                process.send_signal(signal.SIGTERM)  # at a second one it exits without waiting for calls
+                # At a second SIGTERM it exits without waiting for calls; one that hangs is killed.
+                task = asyncio.create_task(self._end_process(process, _FORCED_S), name=f"forced end of {self.name}")
+                self._forced.add(task)
+                task.add_done_callback(self._forced.discard)
 
     async def _report_crash(self, pid: int, status: int | None, reason: str) -> str:
         now, span = datetime.now(UTC), LogSpan(self.log_path, self._log_start, log_size(self.log_path))
