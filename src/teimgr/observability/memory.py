@@ -57,3 +57,43 @@ def max_connections() -> int:
     """How many clients may be connected: half of the files that the process may open. Read once, after the start."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (limit if limit > 0 else _OPEN_FILES) // 2
+
+
+# Of version 2 and version 1 of cgroups: below the mount point, the limit, the use, and the key of the cache in it.
+_CGROUP_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What the memory limits of this process's cgroup and of those above it leave; None without a limit.
+
+    Cache that the kernel gives up first counts as free. In a container the path may be that of the host, where only
+    the mount point is ours.
+    """
+    try:
+        memberships = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    left = []
+    for _, controllers, path in memberships:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, *files = _CGROUP_FILES[bool(controllers)]
+        group = root / folder / path.lstrip("/")
+        while group.is_relative_to(root / folder):
+            left.append(_free_in(group, *files))
+            group = group.parent
+    return min((each for each in left if each is not None), default=None)
+
+
+def _free_in(group: Path, limit: str, use: str, cache: str) -> int | None:
+    try:
+        most = (group / limit).read_text().strip()
+        if most == "max":
+            return None
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, int(most) - int((group / use).read_text()) + int(stat.get(cache, 0)))
+    except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
+        return None

@@ -7,7 +7,6 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from teimgr import hub
 from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidGpuId, TeimgrError, ValidationError
+from teimgr.observability.memory import cgroup_free_bytes, proc_sizes
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -234,12 +234,9 @@ class Planner:
 
 
 def free_memory_bytes() -> int | None:
-    """Memory of this host that new processes may take; None where the kernel does not report it."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+    """Memory that new processes may take, of this host or by our cgroup's limit; None where neither is reported."""
+    known = (proc_sizes(".", "meminfo").get("MemAvailable"), cgroup_free_bytes())
+    return min((size for size in known if size is not None), default=None)
 
 
 class LoadSlots:
