@@ -360,6 +360,48 @@ async def test_who_leaves_ends_connections_with_their_next_answer_and_others_tak
     sock.close()
 
 
+async def test_who_leaves_passes_on_connections_without_a_request_and_the_others_end_with_theirs() -> None:
+    release, waiting = asyncio.Event(), asyncio.Event()
+
+    def app(name: bytes) -> http_server.AsgiApp:
+        async def answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                if scope["path"] == "/slow":
+                    waiting.set()
+                    await release.wait()
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+                await send({"type": "http.response.body", "body": name})
+
+        return answer
+
+    async def ask(pair: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: bytes = b"/") -> tuple[bool, bytes]:
+        """Whether the connection ends, and who answered."""
+        reader, writer = pair
+        writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+        head = await reader.readuntil(b"\r\n\r\n")
+        return b"connection: close" in head, await reader.readexactly(1)
+
+    sock, taken = bind("127.0.0.1", 0), set()
+    async with serving(app(b"A"), sock.dup(), Echo) as leaves, asyncio.timeout(30):
+        kept, silent, slow = [await connected(sock) for _ in range(20)], await connected(sock), await connected(sock)
+        assert [await ask(each) for each in kept] == [(False, b"A")] * len(kept)
+        answer = asyncio.create_task(ask(slow, b"/slow"))
+        await waiting.wait()
+        await eventually(lambda: leaves.connections == 22)
+        async with serving(app(b"B"), sock.dup(), Echo) as stays:
+            leaves.leave(lambda connection: taken.add(asyncio.create_task(stays.take(connection))))
+
+            assert [await ask(each) for each in (*kept, silent)] == [(False, b"B")] * 21
+            release.set()
+            assert await answer == (True, b"A"), "a call that began before is answered, and the client told to move"
+            assert await slow[0].read() == b""
+            assert [await ask(each) for each in kept] == [(False, b"B")] * len(kept), "they go on"
+            assert (leaves.connections, stays.connections) == (0, 21)
+    for _, writer in (*kept, silent, slow):
+        writer.close()
+    sock.close()
+
+
 class Body:
     """An endpoint that answers with `size` bytes."""
 

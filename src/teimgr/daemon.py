@@ -88,6 +88,7 @@ class Daemon:
         self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
         self.manager = Manager(settings, self.launcher, self.directory, Store(settings.state_file), gpus, self.metrics)
         self.muxes = Muxes(settings, self.directory, self.metrics, self.policy)
+        self.manager.routes_confirmed = self.muxes.routes_confirmed
         self.registry = Registry(
             settings, self.launcher, gpus, self.metrics, self.manager.list, booted=self.manager.booted
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
@@ -25,6 +26,11 @@ from teimgr.errors import Cancelled, InvalidConfig, PortConflict
 from teimgr.observability.memory import max_connections
 
 _CLOSE_GRACE_S = 5
+# A kept connection without requests is closed after this time. Longer than clients keep theirs (aiohttp 15 s, Java
+# 30 s, AWS's load balancer 60 s, Go 90 s): a server that closes first may do so in the moment in which the client sends
+# a request, and few clients repeat a POST.
+KEEP_ALIVE_S = 120.0
+_FLUSH_POLL_S = 0.01
 
 # The beginning of HTTP/2's connection preface (prior knowledge), as far as no HTTP/1 request can have it.
 _H2_PREFACE = b"PRI * HTTP/2.0"
@@ -59,6 +65,8 @@ class H2Connection(Protocol):
         """Close, as the server ends."""
 
 
+# Gets a connection between two requests, which another process is to serve.
+PassOn = Callable[[socket.socket], None]
 # Makes the protocol of a new connection; uvicorn's state lists the server's connections and tasks.
 H2Factory = Callable[[ServerState], asyncio.Protocol]
 
@@ -121,19 +129,32 @@ class Listener:
         for each in former:
             each.close()
 
-    def leave(self) -> None:
+    async def take(self, sock: socket.socket) -> None:
+        """Serve a connection that another process passed on."""
+        server, config = self._server, self._server.config
+        kind: Any = config.http_protocol_class
+        protocol = kind(config=config, server_state=server.server_state, app_state=server.lifespan.state)
+        protocol.silence_s = KEEP_ALIVE_S
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
+
+    def leave(self, pass_on: PassOn | None = None) -> None:
         """Stop accepting, and leave the address to the processes that share the socket.
 
-        Every open connection ends with its next response, which carries `connection: close`: a client that keeps its
-        connection alive is not cut off between two requests.
+        HTTP/1: every open connection ends with its next response, which carries `connection: close`, so that a client
+        is not cut off between two requests. With `pass_on` a connection without an unanswered request goes to that at
+        once, and every other one when it has none: no request that comes later is answered here.
+        HTTP/2: GOAWAY; calls that the client began later are not answered, and the client makes them elsewhere.
         """
         for server in self._server.servers:
             server.close()
         state = self._server.server_state
         self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
         state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
+        state.pass_on = pass_on
         for connection in tuple(state.connections):
-            if not isinstance(connection, HttpToolsProtocol | ProtocolSniffer):
+            if isinstance(connection, HttpProtocol | ProtocolSniffer):
+                connection.pass_on()
+            else:
                 cast(H2Connection, connection).leave()
 
 
@@ -159,6 +180,7 @@ async def serving(
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
+        timeout_keep_alive=cast(int, KEEP_ALIVE_S),
         **({"http": HttpProtocol if h2 is None else partial(ProtocolSniffer, h2)} | tls),
     )
     server = _Server(config)
@@ -214,6 +236,20 @@ class StallGuard:
             self.paused()
 
 
+class _State(ServerState):
+    """Uvicorn's lists of connections and tasks, and where a server that leaves passes connections on to."""
+
+    pass_on: PassOn | None = None
+
+
+def _detach(transport: asyncio.Transport) -> socket.socket:
+    """The connection as a socket; the transport is gone, of which the client notices nothing."""
+    transport.pause_reading()
+    connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    transport.abort()
+    return connection
+
+
 class HttpProtocol(HttpToolsProtocol):
     """HTTP/1.1 that ignores every offer of an upgrade; Java's client offers h2c with each request.
 
@@ -224,7 +260,10 @@ class HttpProtocol(HttpToolsProtocol):
     Connections beyond `max_connections` are aborted; one whose request head is late or endless is closed.
     """
 
+    silence_s: float | None = None  # limit on the wait for the first byte, where it is not that of new connections
+    server_state: _State
     _is_resuming = False
+    _is_in_message = False
     _is_in_head = True
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
@@ -235,7 +274,7 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.connections) > max_connections():
             transport.abort()
         else:
-            self._await_head()
+            self._await_head(self.silence_s or HEAD_LIMIT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
@@ -260,14 +299,30 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._head_bytes = size
             if self._head_timer is None:
-                self._await_head()
+                self._await_head(HEAD_LIMIT_S)
+        self.pass_on()  # where the response was complete before the request
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._on_head_late)
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Pass the connection on, where the server leaves and no request of it is being received or answered."""
+        pass_on, is_answered = self.server_state.pass_on, self.cycle is None or self.cycle.response_complete
+        if pass_on is None or self._is_in_message or not is_answered or self.pipeline or self.transport.is_closing():
+            return
+        self.flow.pause_reading()
+        if self.transport.get_write_buffer_size():  # the end of the last response
+            self.loop.call_later(_FLUSH_POLL_S, self.pass_on)
+        else:
+            pass_on(_detach(self.transport))
+
+    def _await_head(self, limit_s: float) -> None:
+        self._head_timer = self.loop.call_later(limit_s, self._on_head_late)
 
     def _on_head_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._await_head()  # pipelined: nothing is read while another request is being answered
+            self._await_head(HEAD_LIMIT_S)  # pipelined: nothing is read while another request is being answered
         else:
             self.transport.close()
 
@@ -290,7 +345,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def on_message_begin(self) -> None:
-        self._is_in_head = True
+        self._is_in_message = self._is_in_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -303,6 +358,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():  # else `_ignore_upgrade` follows
+            self._is_in_message = False
             super().on_message_complete()
 
     def _ignore_upgrade(self) -> None:
@@ -321,7 +377,9 @@ class ProtocolSniffer(asyncio.Protocol):
     which uvicorn makes a protocol.
     """
 
-    def __init__(self, h2: H2Factory, *, server_state: ServerState, **rest: Any) -> None:
+    silence_s: float | None = None
+
+    def __init__(self, h2: H2Factory, *, server_state: _State, **rest: Any) -> None:
         self._h2 = h2
         self._state = server_state
         self._rest = rest
@@ -329,11 +387,17 @@ class ProtocolSniffer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._timeout = asyncio.get_running_loop().call_later(_FIRST_BYTES_S, transport.close)
+        self._timeout = asyncio.get_running_loop().call_later(self.silence_s or _FIRST_BYTES_S, transport.close)
         if len(self._state.connections) >= max_connections():
             self._transport.abort()
         else:
             self._state.connections.add(cast(Any, self))
+            self.pass_on()  # accepted in the moment in which the server left
+
+    def pass_on(self) -> None:
+        """Pass the connection on, where the server leaves and nothing was received."""
+        if self._state.pass_on is not None and not self._seen and not self._transport.is_closing():
+            self._state.pass_on(_detach(self._transport))
 
     def data_received(self, data: bytes) -> None:
         self._seen += data
@@ -347,6 +411,8 @@ class ProtocolSniffer(asyncio.Protocol):
             protocol = HttpProtocol(server_state=self._state, **self._rest)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
+        if self._state.pass_on is not None and not isinstance(protocol, HttpProtocol):
+            protocol.leave()
         protocol.data_received(self._seen)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -366,6 +432,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.server_state: _State = _State()
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -9,15 +9,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from tests.support.daemon_process import DaemonProcess, free_ports
 from tests.support.models import build
 from tests.support.polling import until
 from tests.support.rolling_load import SteadyLoad
+
+from teimgr.pb.tei.v1 import tei_pb2
 
 LIMIT_S = 60.0
 
@@ -103,6 +108,45 @@ def test_a_change_of_model_dtype_and_replicas_under_load_loses_no_call(
     assert all(len(found) == 2 for found in calls.dimensions().values()), calls.dimensions()
     shown = instance(daemon)
     assert (shown["model"]["dtype"], shown["max_batch_tokens"], shown["restarts"]) == ("bfloat16", 4096, 1)
+
+
+def test_once_a_change_is_acknowledged_no_call_is_answered_by_the_old_model(
+    daemon: DaemonProcess, models: dict[str, Path]
+) -> None:
+    port = instance(daemon)["port"]
+    body, headers = json.dumps({"inputs": "a text"}), {"content-type": "application/json"}
+
+    def over_http(kept: HTTPConnection, path: str = "/embed") -> int:
+        kept.request("POST", path, body, headers)
+        return len(json.loads(kept.getresponse().read())[0])
+
+    def over_grpc(channel: grpc.Channel) -> int:
+        embed = channel.unary_unary(
+            "/tei.v1.Embed/Embed", tei_pb2.EmbedRequest.SerializeToString, tei_pb2.EmbedResponse.FromString
+        )
+        return len(embed(tei_pb2.EmbedRequest(inputs="a text"), timeout=LIMIT_S).embeddings)
+
+    with ExitStack() as held:
+        client = held.enter_context(daemon.client())
+        kept = [held.enter_context(closing(HTTPConnection("127.0.0.1", port, timeout=LIMIT_S))) for _ in range(6)]
+        api = held.enter_context(closing(HTTPConnection("127.0.0.1", daemon.api_port, timeout=LIMIT_S)))
+        channels = [
+            held.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", [("number", number)])) for number in range(2)
+        ]
+
+        def dimensions() -> list[int]:
+            return [
+                *map(over_http, kept),
+                *map(over_grpc, channels),
+                over_http(api, "/instances/a/embed"),
+                client.embed("a text", instance="a").shape[1],
+            ]
+
+        assert set(dimensions()) == {32}
+        for model, dimension in (("large", 48), ("small", 32)):
+            rest(daemon, "PATCH", "/instances/a?wait=true", {"model_id": str(models[model])})
+            assert all(each.sock is not None for each in kept), "the connections are kept"
+            assert dimensions() == [dimension] * 10
 
 
 def test_a_new_worker_that_does_not_load_leaves_the_old_one_serving(

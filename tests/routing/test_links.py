@@ -296,6 +296,22 @@ async def test_a_worker_that_leaves_the_directory_answers_what_it_has_then_loses
     await old.lost.get()
 
 
+async def test_a_lease_taken_before_the_worker_left_the_directory_is_good_for_a_call(
+    route: Any, start_worker: Any
+) -> None:
+    old: FrameWorker = await start_worker(echo)
+    new: FrameWorker = await start_worker(echo)
+    router = route(running("a", old))
+    await call(router)
+
+    with router.lease(Target(instance_name="a")) as lease:
+        router.update(RoutingSnapshot((running("a", new),)))
+        assert (await lease.call(Method.EMBED, b"begun before")).payload == b"begun before"
+        assert old.lost.empty()
+
+    await old.lost.get()
+
+
 async def test_a_payload_over_the_limit_is_not_sent(route: Any, start_worker: Any) -> None:
     worker = await start_worker(echo)
 

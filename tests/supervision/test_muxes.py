@@ -216,6 +216,19 @@ async def test_every_change_of_the_directory_is_pushed_and_acknowledged(settings
             await kept.metrics.heard.acquire()
 
 
+async def test_routes_are_confirmed_by_a_mux_that_has_them_and_by_the_end_of_one_that_does_not_answer(
+    settings: Settings,
+) -> None:
+    for how in ("good", "mute"):
+        kept = Kept(settings, how)
+        await kept.supervisor.routes_confirmed()  # there is no process
+        async with kept.running():
+            await (kept.metrics.heard if how == "good" else kept.metrics.lost).acquire()
+            kept.directory.publish(RouteEntry("a", "model", State.STOPPED))
+            await kept.supervisor.routes_confirmed()
+            assert kept.supervisor._routes in (kept.directory.version, None)
+
+
 # Real muxes
 
 

@@ -293,7 +293,7 @@ class Replica:
             raise
 
     def retire(self) -> None:
-        """Take no new calls; close once those in flight are answered."""
+        """Take no new leases; close once those that are held and the calls in flight have ended."""
         self.retired = True
         for task in (self._reconnecting, self._proving):
             if task is not None:
@@ -317,6 +317,11 @@ class Replica:
     def call_ended(self, cost_bytes: int) -> None:
         self.outstanding_bytes -= cost_bytes
         self.outstanding_calls -= 1
+        if self.retired:
+            self._close_when_idle()
+
+    def lease_ended(self) -> None:
+        self.leases -= 1
         if self.retired:
             self._close_when_idle()
 
@@ -364,7 +369,7 @@ class Replica:
         return [link for link in self._links if link is not None]
 
     def _close_when_idle(self) -> None:
-        if self.outstanding_calls == 0:
+        if self.outstanding_calls == 0 and self.leases == 0:
             for link in self._open_links():
                 link.close()
 

@@ -94,7 +94,7 @@ class Lease:
         others = [each for each in self._candidates if each[1] is not self._replica and each[1].usable]
         if not others:
             return False
-        self._replica.leases -= 1
+        self._replica.lease_ended()
         self.instance, self._replica = min(others, key=_load)
         self._replica.leases += 1
         self._candidates = ()
@@ -105,7 +105,7 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._replica.leases -= 1
+        self._replica.lease_ended()
 
 
 class RouterView(Protocol):
@@ -364,10 +364,11 @@ RouteListener = Callable[[str, RouteEntry | None], None]
 class Directory:
     """The current routes of the daemon, with listeners that are called synchronously with each change.
 
-    Supervisors publish their own instance; routers, in the daemon and in each mux, follow.
+    `version` counts these. Supervisors publish their own instance; routers, in the daemon and in each mux, follow.
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self._entries: dict[str, RouteEntry] = {}
         self._listeners: list[RouteListener] = []
 
@@ -391,5 +392,6 @@ class Directory:
         return lambda: self._listeners.remove(listener)
 
     def _notify(self, name: str, entry: RouteEntry | None) -> None:
+        self.version += 1
         for listener in tuple(self._listeners):
             listener(name, entry)

@@ -5,8 +5,9 @@ beside the first (a rolling update):
 
     join      the new workers start, while the old ones serve; if a new one fails, the update is rolled back
     commit    the state file gets the new spec
-    switch    the directory lists the new workers and no others
-    leave     the old workers serve routers that still use the old snapshot, finish their calls, and end
+    switch    the directory lists the new workers and no others, and every mux has confirmed it
+    leave     the old workers leave the ports and confirm it, finish their calls, and end; the update is done at the
+              confirmation: from then on no new request is answered by the old model
 
 After a crash of the daemon before the commit, the next daemon keeps the old workers, after it the new ones; it ends the
 others.
@@ -327,13 +328,17 @@ class ManagedInstance:
         self.spec = spec
 
     async def _switch(self, joining: Iterable[Supervisor], leaving: Iterable[Supervisor]) -> None:
-        """Publish the new workers in place of those that leave, then end these."""
+        """Publish the new workers in place of those that leave, then end these; return when no call comes to them."""
+        leaving = list(leaving)
         for each in joining:
             each.role = "serving"
         for each in leaving:
             each.role = "leaving"
         self._publish()
-        await self._send(leaving, Command.RETIRE)
+        if leaving:
+            await self._context.routes_confirmed()
+            await self._send(leaving, Command.RETIRE)
+            await asyncio.gather(*(each.left_ports() for each in leaving))
 
     async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
         for each in workers:

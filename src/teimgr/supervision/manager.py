@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -50,6 +50,10 @@ ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
 
 
+async def _nothing_to_confirm() -> None:
+    """Without muxes."""
+
+
 class Manager:
     """Owns the instances: `restore` and `boot` bring back those of the state file, REST calls the other methods.
 
@@ -71,6 +75,7 @@ class Manager:
         self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.booted = asyncio.Event()
         self.history: Callable[[str], Sequence[FleetEvent]] = lambda name: ()
+        self.routes_confirmed: Callable[[], Awaitable[None]] = _nothing_to_confirm
         self.on_view_changed: Callable[[str, InstanceView | None], None] = lambda name, view: None
         self._settings = settings
         self._launcher = launcher
@@ -102,6 +107,7 @@ class Manager:
             slots=LoadSlots(self._planner.load_limit),
             fleet=self._workers,
             save_spec=self._state.save_spec,
+            routes_confirmed=lambda: self.routes_confirmed(),
             on_instance_changed=self._on_instance_changed,
             crash_reports=CrashReports(settings.log_dir / "crashes"),
             history=lambda name: self.history(name),

@@ -117,6 +117,8 @@ class MuxSupervisor:
         self._started_at = 0.0
         self._log_start = 0
         self._crash_reports = CrashReports(settings.log_dir / "crashes")
+        self._routes: int | None = None  # the version of the oldest that the process may use; None: it has none yet
+        self._routes_changed = asyncio.Event()
 
     async def adopt(self) -> bool:
         """Take over the live mux of an earlier daemon; one with another configuration is stopped.
@@ -134,6 +136,7 @@ class MuxSupervisor:
         self._started_at = found.process.started_at
         if found.config_hash == self._config_hash:
             log.info("adopted a running mux", extra={"mux": self.name, "pid": found.pid})
+            self._set_routes(0)
             return True
         log.info("replacing a mux with another configuration", extra={"mux": self.name, "pid": found.pid})
         await self.stop(grace_s=1)
@@ -155,6 +158,19 @@ class MuxSupervisor:
             report = {} if process is None else {"crash_report": await self._report_crash(process.pid, status, reason)}
             log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s, **report})
             await asyncio.sleep(pause_s)
+
+    async def routes_confirmed(self) -> None:
+        """Return when no mux process uses older routes than those of now: it has confirmed them, or is gone, which one
+        that does not answer is after some seconds.
+        """
+        wanted = self._directory.version
+        while self._routes is not None and self._routes < wanted:
+            await self._routes_changed.wait()
+
+    def _set_routes(self, version: int | None) -> None:
+        self._routes = version
+        changed, self._routes_changed = self._routes_changed, asyncio.Event()
+        changed.set()
 
     async def stop(self, grace_s: float) -> None:
         """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
@@ -192,6 +208,7 @@ class MuxSupervisor:
             return await self._serve(process)
         except MuxStopping as error:  # its successor starts beside it
             process, self._process = self._process, None  # type: ignore[assignment]
+            self._set_routes(None)  # it takes no new calls
             task = asyncio.create_task(self._end_process(process, error.grace_s + 1, sigterm=False))
             self._draining[task] = process
             task.add_done_callback(self._draining.pop)
@@ -249,6 +266,9 @@ class MuxSupervisor:
 
         unsubscribe = (self._directory.subscribe(on_route), self._policy.subscribe(changed.set))
         link.send(policy=self._policy.now.to_json(), snapshot=self._directory.snapshot().to_json())
+        version = self._directory.version
+        if self._routes is None:
+            self._set_routes(version)
         request, problem = "stats", None
         try:
             while True:
@@ -257,6 +277,7 @@ class MuxSupervisor:
                     answer = await link.ask(request, limits.answer_limit_s)
                 finally:
                     late.cancel()
+                self._set_routes(version)
                 if request == "stats":
                     problem = answer.get("alarm")
                     self._metrics.mux_stats(self.name, answer)
@@ -267,6 +288,7 @@ class MuxSupervisor:
                     sent = json.dumps([(name, asdict(entry) if entry else None) for name, entry in changes])
                     changes.clear()
                     link.send(policy=self._policy.now.to_json(), changes=sent)
+                    version = self._directory.version
         finally:
             for leave in unsubscribe:
                 leave()
@@ -282,6 +304,7 @@ class MuxSupervisor:
         """End the present process; the result is its exit status, where it is known."""
         status = await self._end_process(self._process, grace_s) if self._process is not None else None
         self._process = None
+        self._set_routes(None)
         return status
 
     async def _end_process(self, process: ProcessHandle, grace_s: float, *, sigterm: bool = True) -> int | None:
@@ -431,6 +454,10 @@ class Muxes:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def routes_confirmed(self) -> None:
+        """Return when all route by the directory as it is now."""
+        await asyncio.gather(*(each.routes_confirmed() for each in self._supervisors))
 
     async def stop(self, grace_s: float) -> None:
         """Let each finish its calls, at most `grace_s`, then end it. Call after `running`."""

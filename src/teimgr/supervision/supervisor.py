@@ -56,7 +56,8 @@ class SupervisorContext:
     """What all instances and supervisors share. `grace_s` is how long a stopped worker may finish its calls.
 
     `fleet` lists the supervisors of all instances. `save_spec` writes the wanted state with this spec of its instance
-    to disk, or raises `StateNotSaved`. `on_instance_changed` is called after every change of an instance's state.
+    to disk, or raises `StateNotSaved`. `routes_confirmed` returns when every mux routes by the directory as it is now.
+    `on_instance_changed` is called after every change of an instance's state.
     `history` gives the last events of an instance.
     """
 
@@ -70,6 +71,7 @@ class SupervisorContext:
     slots: LoadSlots
     fleet: Callable[[], Sequence[Supervisor]]
     save_spec: Callable[[InstanceSpec], Awaitable[None]]
+    routes_confirmed: Callable[[], Awaitable[None]]
     on_instance_changed: Callable[[str], None]
     crash_reports: CrashReports
     history: Callable[[str], Sequence[FleetEvent]]
@@ -147,6 +149,11 @@ class Supervisor:
         """Return as soon as no process is ending."""
         async with self._settled:
             await self._settled.wait_for(lambda: self._closed or not self._life.is_ending)
+
+    async def left_ports(self) -> None:
+        """Return when a worker that is being retired answers no new request on its ports, or is gone."""
+        if self._worker is not None:
+            await self._worker.left_ports()
 
     def respecify(self, spec: InstanceSpec) -> None:
         """Replace the spec by one that makes no difference to the present worker."""

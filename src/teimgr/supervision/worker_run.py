@@ -40,6 +40,8 @@ RECONNECT_MAX_S = 5.0
 # the default limit, take under five seconds.
 ANSWER_LIMIT_S = 1.4
 _RETRY_PAUSE_S = 0.2
+# A worker that does not confirm a handover within this time hangs, and is killed.
+_HANDOVER_LIMIT_S = 10.0
 _NEVER_LAUNCHED = "stopped before it was launched"
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class WorkerRun:
         self._ready = asyncio.Event()
         self._grace_s: float | None = None
         self._handover = False
+        self._left_ports = asyncio.Event()
         self._launching: asyncio.Task[WorkerHandle] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._stuck: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -102,15 +105,21 @@ class WorkerRun:
         except Exception as error:  # a defect; without `Exited` the supervisor would wait forever
             log.exception("supervision of a worker failed")
             exit = await self._abandon(error)
+        self._left_ports.set()
         self._post(Exited(exit, random.random()))
+
+    async def left_ports(self) -> None:
+        """Return when a worker that hands over answers no new request on its ports, or is gone."""
+        if self._handover:
+            await self._left_ports.wait()
 
     def end(self, grace_s: float, *, handover: bool = False) -> None:
         """Let the worker finish its calls within `grace_s`, then kill it. A later call may shorten the grace.
 
-        With `handover` it first goes on serving, for a part of that time, routers that do not have its successor yet.
+        With `handover` its successors get its connections, which `left_ports` waits for.
         """
         self._grace_s = grace_s
-        self._handover = handover
+        self._handover |= handover
         if self._launching is not None:
             self._launching.cancel()
         elif self.handle is not None and self._tasks is not None:
@@ -177,10 +186,22 @@ class WorkerRun:
 
     def _begin_stop(self, handle: WorkerHandle, grace_s: float) -> None:
         """Have the worker drain, by DRAIN on its link or by SIGTERM, and kill it after the grace."""
-        values = {"grace_s": grace_s, "handover": self._handover}
-        drains = grace_s > 0 and self._link is not None and self._link.notify(Method.DRAIN, **values)
         assert self._tasks is not None
+        drains = False
+        if grace_s > 0 and self._link is not None and self._link.is_open:
+            drains = True
+            self._tasks.create_task(self._drain(self._link, handle, grace_s))
         self._tasks.create_task(self._stop(handle, grace_s, sigterm=not drains))
+
+    async def _drain(self, link: ControlLink, handle: WorkerHandle, grace_s: float) -> None:
+        payload = json.dumps({"grace_s": grace_s, "handover": self._handover}).encode()
+        try:
+            await link.call(Method.DRAIN, payload, timeout_s=_HANDOVER_LIMIT_S)
+            self._left_ports.set()
+        except TeimgrError as error:
+            log.warning("no answer to DRAIN", extra={"instance": handle.spec.name, "reason": error.message})
+            if self._handover:
+                await self._stop(handle, 0.0, sigterm=False)
 
     async def _stop(self, handle: WorkerHandle, grace_s: float, *, sigterm: bool) -> None:
         try:

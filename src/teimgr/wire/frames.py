@@ -78,7 +78,8 @@ class Method(IntEnum):
     STATS = 66  # empty → JSON object of counters
     THREADS = 67  # JSON {"threads": n} → empty
     DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes its calls and exits 0
-    SHARE_PORTS = 69  # empty → JSON [port, …], with a copy of each socket as ancillary data
+    # empty → JSON [port, …], with a copy of each socket as ancillary data; -1, -2: the ends of the connection queue
+    SHARE_PORTS = 69
     METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as packed by `observability/exposition.py`
 
 

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -32,6 +32,7 @@ from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
+from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http_port import create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
@@ -94,6 +95,8 @@ class Worker:
         self._links = LinkServer(self._dispatcher, self._controls())
         self._stop = asyncio.Event()
         self._force_stop = asyncio.Event()
+        self._left_ports = asyncio.Event()
+        self._taking: set[asyncio.Task[None]] = set()
         self._signalled = False
         self._handover = False  # another worker of the instance serves from now on
         self._grace_s = _DRAIN_ON_SIGNAL_S
@@ -129,21 +132,28 @@ class Worker:
             metrics_ports = [
                 listening.enter_context(closing(self._bind(number))) for number in filter(None, (spec.prometheus_port,))
             ]
+            queue = listening.enter_context(closing(ConnectionQueue(self._shared)))
+            self._links.ports |= queue.ends
             engine = await self._load()
             if engine is None:
                 return EXIT_DONE
             metrics = metrics_app(self._dispatcher.metrics)
-            listeners = [await listening.enter_async_context(serving(metrics, sock)) for sock in metrics_ports]
+            listeners = {
+                sock.getsockname()[1]: await listening.enter_async_context(serving(metrics, sock))
+                for sock in metrics_ports
+            }
             from teimgr.worker.grpc_port.port import GrpcPort  # here: the nursery imports this module and needs no gRPC
 
             grpc = GrpcPort(self._dispatcher)
-            async with serving(create_app(self._dispatcher), port, grpc.protocol) as instance_port:
+            number = port.getsockname()[1]
+            async with serving(create_app(self._dispatcher), port, grpc.protocol) as listeners[number]:
+                queue.serve(partial(self._take, listeners))
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
                 watch = asyncio.create_task(_watch(engine))
                 await self._until_stopped()
                 watch.cancel()
-                await self._leave_ports([instance_port, *listeners])
+                await self._leave_ports(listeners, queue)
                 grpc.stop()
                 await self._drain_calls()
         await asyncio.to_thread(engine.close, _ENGINE_CLOSE_S)
@@ -218,20 +228,33 @@ class Worker:
                 log.warning("no daemon for %g s: stopping", self.spec.orphan_grace_s, extra=self._log_fields)
                 return
 
-    async def _leave_ports(self, listeners: Sequence[Listener]) -> None:
+    def _take(self, listeners: Mapping[int, Listener], port: int, connection: socket.socket) -> None:
+        """Serve a connection that a worker passed on; close one of a port that the instance no longer has."""
+        if port not in listeners:
+            connection.close()
+            return
+        task = asyncio.create_task(listeners[port].take(connection))
+        self._taking.add(task)
+        task.add_done_callback(self._taking.discard)
+
+    async def _leave_ports(self, listeners: Mapping[int, Listener], queue: ConnectionQueue) -> None:
         """Close the listening sockets where other workers listen on them; on a handover, wait until clients have moved.
 
-        Routers close their links then; HTTP and gRPC clients are disconnected after their next reply. Half of the
-        grace period is for this, the other half for the calls of clients that stay.
+        Routers close their links then. On a handover open HTTP connections are passed on, else they end with their next
+        reply; gRPC clients make their next call elsewhere. Half of the grace period is for this, the other half for the
+        calls of clients that stay.
         """
         self._links.ports.clear()
-        if self._shared or self._links.has_shared_ports:
-            for listener in listeners:
-                listener.leave()
+        queue.leave()
+        await asyncio.gather(*self._taking, return_exceptions=True)
+        if self._handover or self._shared or self._links.has_shared_ports:
+            for number, listener in listeners.items():
+                listener.leave(partial(queue.pass_on, number) if self._handover else None)
+        self._left_ports.set()
         if self._handover:
-            await _any_of(self._all_left(listeners), self._force_stop.wait(), limit_s=self._grace_s / 2)
+            await _any_of(self._all_left(listeners.values()), self._force_stop.wait(), limit_s=self._grace_s / 2)
 
-    async def _all_left(self, listeners: Sequence[Listener]) -> None:
+    async def _all_left(self, listeners: Collection[Listener]) -> None:
         await asyncio.sleep(_HANDOVER_NOTICE_S)
         while self._links.has_callers or any(listener.connections for listener in listeners):  # noqa: ASYNC110
             await asyncio.sleep(_LEFT_POLL_S)
@@ -313,9 +336,11 @@ class Worker:
         message = json.loads(payload)
         self._grace_s = float(message["grace_s"])
         self._handover = bool(message.get("handover"))
-        if not self._handover:
-            self._dispatcher.stop_accepting()  # before the reply, which promises it
         self._stop.set()
+        if self._handover:  # the reply confirms that clients get no more answers of this worker
+            await _any_of(self._left_ports.wait(), limit_s=limit_s)
+        else:
+            self._dispatcher.stop_accepting()  # before the reply, which promises it
         return b""
 
 

@@ -44,6 +44,9 @@ _CONNECTION_SHARE = 4
 # and per second after that. Each costs an acknowledgement or a task; a client that cancels calls sends one for each.
 _CONTROL_BURST = 2000
 _CONTROL_PER_S = 500.0
+# After GOAWAY a client closes; the server does so only after this time, as data that arrives at a closed connection
+# makes the kernel reset it, and the client might lose the GOAWAY, by which it knows that calls can be made again.
+_GOAWAY_S = 1.0
 _CONFIG = Configuration(
     # Bytes that clients may send before they are read and charged: fewer per stream, so that a stalled one does not
     # block the rest.
@@ -80,6 +83,7 @@ class Connection(H2Protocol, AbstractHandler):
         self._calls: dict[Stream, tuple[RpcStream, asyncio.Task[None]]] = {}
         self._stopping: Unavailable | None = None
         self._sent_goaway = False
+        self._lingers = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -120,12 +124,22 @@ class Connection(H2Protocol, AbstractHandler):
         super().connection_lost(exc)
 
     def leave(self) -> None:
-        """Send GOAWAY, so that new calls go to other connections; close once the calls here are answered."""
+        """Send GOAWAY: the client makes later calls on other connections, those on the way included. Close once the
+        calls here are answered and the client had time to close.
+        """
+        self._lingers = True
+        self._send_goaway()
+        asyncio.get_running_loop().call_later(_GOAWAY_S, self._end_lingering)
+
+    def _send_goaway(self) -> None:
         if not self._sent_goaway and not self.connection.is_closing():
             self._sent_goaway = True
             # The GOAWAY of h2 itself closes the connection at once.
             goaway = GoAwayFrame(0, last_stream_id=self._h2.highest_inbound_stream_id)
             self._transport.write(goaway.serialize())
+
+    def _end_lingering(self) -> None:
+        self._lingers = False
         self._close_when_idle()
 
     def shutdown(self) -> None:
@@ -134,7 +148,8 @@ class Connection(H2Protocol, AbstractHandler):
             self._stopping = Unavailable("the instance is stopping")
             for rpc_stream, _ in self._calls.values():
                 rpc_stream.stop(self._stopping)
-        self.leave()
+        self._send_goaway()
+        self._end_lingering()
 
     # Called by grpclib.
 
@@ -207,5 +222,5 @@ class Connection(H2Protocol, AbstractHandler):
             self._close_when_idle()
 
     def _close_when_idle(self) -> None:
-        if not self._calls and not self.connection.is_closing():
+        if not self._calls and not self._lingers and not self.connection.is_closing():
             self._transport.close()

@@ -1,0 +1,80 @@
+"""Queue of client connections that the workers of one instance pass to each other, beside their listening sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+
+log = logging.getLogger(__name__)
+
+# Names of the two ends among the shared sockets, whose other names are port numbers.
+RECEIVE_END = -1
+SEND_END = -2
+
+
+class ConnectionQueue:
+    """A pair of connected sockets of which every worker of the instance has both ends, so that any of those that serve
+    takes what one that leaves passes on. A message is a port number, with the connection as ancillary data.
+
+    `shared` are the sockets from another worker; the first of an instance makes the pair.
+    """
+
+    def __init__(self, shared: Mapping[int, socket.socket]) -> None:
+        if RECEIVE_END in shared and SEND_END in shared:
+            self._receive, self._send = shared[RECEIVE_END], shared[SEND_END]
+        else:
+            self._receive, self._send = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._receive.setblocking(False)
+        self._send.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[int, socket.socket]] = deque()
+
+    @property
+    def ends(self) -> dict[int, socket.socket]:
+        return {RECEIVE_END: self._receive, SEND_END: self._send}
+
+    def serve(self, take: Callable[[int, socket.socket], None]) -> None:
+        """Call `take` with the port and the socket of each connection that is passed on, until `leave`."""
+        self._loop.add_reader(self._receive, self._receive_one, take)
+
+    def leave(self) -> None:
+        self._loop.remove_reader(self._receive)
+
+    def pass_on(self, port: int, connection: socket.socket) -> None:
+        """Put it at the end of the queue, once that has room."""
+        self._waiting.append((port, connection))
+        self._send_waiting()
+
+    def close(self) -> None:
+        self.leave()
+        self._loop.remove_writer(self._send)
+        for _, connection in self._waiting:
+            connection.close()
+        self._receive.close()
+        self._send.close()
+
+    def _receive_one(self, take: Callable[[int, socket.socket], None]) -> None:
+        """One at a time: others of the instance may be idle."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._receive, 16, 1)
+        except BlockingIOError:  # another worker has taken it
+            return
+        for descriptor in descriptors:  # none where the limit of open files is reached
+            take(int(message), socket.socket(fileno=descriptor))
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            port, connection = self._waiting[0]
+            try:
+                socket.send_fds(self._send, [b"%d" % port], [connection.fileno()])
+            except BlockingIOError:
+                self._loop.add_writer(self._send, self._send_waiting)
+                return
+            except OSError as error:
+                log.warning("a connection is closed that could not be passed on: %s", error)
+            self._waiting.popleft()
+            connection.close()
+        self._loop.remove_writer(self._send)
