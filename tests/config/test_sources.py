@@ -13,7 +13,8 @@ from tests.support.loaded_settings import load
 
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
 from teimgr.config.settings import Otel, Settings, Webhook
-from teimgr.config.sources import key_lines, line_of
+from teimgr.config.sources import Source, key_lines, line_of, read
+from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec
 
 TEXT = '''# a comment
@@ -154,3 +155,11 @@ def test_every_configuration_loads(file: Path, tmp_path: Path, monkeypatch: pyte
     assert opens == (file.name in ("container.toml", "mtls.toml", "api-keys.toml"))
     assert (settings.mtls is not None) == (file.name == "mtls.toml")
     assert (settings.tls_files is not None) == (file.name in ("mtls.toml", "api-keys.toml"))
+
+
+@pytest.mark.parametrize("text", ["api_port = " + "[" * 3000, "a." * 3000 + "b = 1"], ids=["arrays", "keys"])
+def test_values_nested_too_deep_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "teimgr.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidConfig, match="nested too deep"):
+        read(Source(file=file, environ={}))

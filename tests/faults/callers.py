@@ -61,7 +61,7 @@ class Callers:
             self._world.client() as client,
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CALL_LIMIT_S)) as http,
         ):
-            surfaces = _surfaces(self._world, client, http)
+            surfaces = surfaces_of(self._world, client, http)
             async with asyncio.TaskGroup() as tasks:
                 for name in names:
                     for surface, (ask, most) in surfaces.items():
@@ -100,7 +100,7 @@ class Callers:
             await asyncio.sleep(chance.uniform(*_PAUSE_S))
 
 
-def _surfaces(world: World, client: AsyncClient, http: aiohttp.ClientSession) -> dict[str, tuple[Ask, int]]:
+def surfaces_of(world: World, client: AsyncClient, http: aiohttp.ClientSession) -> dict[str, tuple[Ask, int]]:
     """Ways to have texts embedded, with the most texts of one call."""
 
     async def over_grpc(name: str, texts: Sequence[str]) -> Any:

@@ -58,30 +58,31 @@ class _Document:
         return sum(1 for operation in operations if "requestBody" in operation or operation.get("parameters"))
 
 
-def run(target: Target, cases: int, folder: Path, boundaries: bool = True) -> Report:
+def run(target: Target, cases: int, folder: Path, boundaries: bool = True, first_seed: int = 0) -> Report:
     """At least `cases` requests, four fifths to the daemon and the rest to the instances' ports, until one is wrong.
 
     `boundaries` walks every boundary of the daemon's document first, which takes its time and is the same every time.
+    Runs with another `first_seed` have other cases.
     """
     report = Report()
     ports = [f"http://127.0.0.1:{port}" for port in target.ports.values()]
     for base in ports:
-        _fuzz(_Document(f"{base}/api-doc/openapi.json", base), report, report.cases + cases // 20, folder)
+        _fuzz(_Document(f"{base}/api-doc/openapi.json", base), report, report.cases + cases // 20, folder, first_seed)
     daemon = _Document(f"{target.daemon.api}/openapi.json", target.daemon.api)
     if boundaries:
         _round(daemon, report, 1, SEED, BOUNDARIES, folder)
-    _fuzz(daemon, report, cases, folder)
+    _fuzz(daemon, report, cases, folder, first_seed)
     return report
 
 
-def _fuzz(document: _Document, report: Report, until: int, folder: Path) -> None:
+def _fuzz(document: _Document, report: Report, until: int, folder: Path, first_seed: int) -> None:
     """Rounds of different seeds, until the report has so many cases."""
     operations = document.operations_with_input()
     for serial in range(MOST_ROUNDS):
         missing = min(until - report.cases, ROUND_CASES)
         if missing <= 0 or report.failures:
             break
-        _round(document, report, math.ceil(missing / operations), SEED + serial, FUZZING, folder)
+        _round(document, report, math.ceil(missing / operations), SEED + first_seed + serial, FUZZING, folder)
 
 
 def _round(document: _Document, report: Report, examples: int, seed: int, phases: str, folder: Path) -> None:

@@ -270,6 +270,14 @@ def test_a_bad_entry_is_left_out_and_the_whole_file_is_kept(store: Store, file: 
     assert len(list(file.parent.glob("state.toml.corrupt-*"))) == 1
 
 
+def test_values_nested_too_deep_are_refused_like_any_damage() -> None:
+    with pytest.raises(Unreadable, match="not TOML"):
+        parse(b"last_updated = 1\ninstances = " + b"[" * 3000)
+    loaded = parse(b"last_updated = 1\n[[instances]]\ntags." + b"a." * 3000 + b"b = 1\n")
+    assert not loaded.specs
+    assert loaded.alarm
+
+
 def test_a_key_of_a_later_version_is_passed_over() -> None:
     (spec,) = parse(b'last_updated = "x"\n[[instances]]\nname = "a"\nmodel_id = "m"\nfuture = 1\n').specs
 

@@ -30,7 +30,12 @@ PORTS_OF_A_PROCESS = 4_000
 
 
 class DaemonProcess:
-    """`teimgr serve` with a state folder of its own. Started by `start`, or as a context manager."""
+    """`teimgr serve` with a state folder of its own. Started by `start`, or as a context manager.
+
+    `program` may be another module with the same command line.
+    """
+
+    program = "teimgr"
 
     def __init__(self, **settings: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tm"))
@@ -59,7 +64,7 @@ class DaemonProcess:
         config.write_text(toml(self.settings))
         with (self.folder / "daemon.log").open("ab") as output:
             self.process = subprocess.Popen(
-                [*self.within, sys.executable, "-m", "teimgr", "serve", "-c", str(config)],
+                [*self.within, sys.executable, "-m", self.program, "serve", "-c", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

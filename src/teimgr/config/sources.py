@@ -112,9 +112,10 @@ def read(source: Source) -> Configuration:
     Raises:
         InvalidConfig: The message has a line for each fault, with the file and its line, or the variable, and the path.
     """
-    text = "" if source.file is None else _text(source.file)
-    lines = key_lines(text)
+    lines: dict[str, int] = {}
     try:
+        text = "" if source.file is None else _text(source.file)
+        lines = key_lines(text)
         values = _from_file(tomllib.loads(text))
         sources = {path: f"{source.file}:{line}" for path, line in lines.items()}
         for path, variable in _from_environment(source.environ, values):
@@ -126,6 +127,8 @@ def read(source: Source) -> Configuration:
             raise ConfigFaults(*broken)
     except ConfigFaults as error:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
+    except RecursionError as error:  # of arrays and tables in one another, and of dotted keys
+        raise InvalidConfig(f"{source.file}: nested too deep") from error
     return Configuration(settings, sources | dict.fromkeys(given, "command line"))
 
 

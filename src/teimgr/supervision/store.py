@@ -174,7 +174,7 @@ def parse(content: bytes) -> Loaded:
         raise Unreadable("its sha256 is wrong: it is damaged, or was edited without deleting the line sha256")
     try:
         table = tomllib.loads(content.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unreadable(f"not TOML: {error}") from error
     entries = table.get("instances")
     if "last_updated" not in table or not isinstance(entries, list):
@@ -185,6 +185,8 @@ def parse(content: bytes) -> Loaded:
             specs.append(_read_entry(entry, f"instances[{index}]"))
         except InvalidConfig as error:
             problems.append(error.message)
+        except RecursionError:  # of dotted keys, which the parser reads without
+            problems.append(f"instances[{index}]: nested too deep")
     return Loaded(tuple(specs), f"left out of the state file: {'; '.join(problems)}" if problems else None)
 
 

@@ -13,15 +13,13 @@ import orjson
 
 from teimgr.errors import Code, TeimgrError
 from teimgr.wire.frames import HttpReply
-from teimgr.wire.status import STATUS
+from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
 VLLM, INFINITY, SIE = "vllm", "infinity", "sie"
 
 JSON_TYPE = {"content-type": "application/json"}
-RETRY_AFTER_S = 1
 _SIE_LOADING_S = 5
-_TRY_AGAIN = (429, 503)
 
 _OTHER_STATUS = {
     Code.INVALID_INPUT: 400,
@@ -77,7 +75,7 @@ def _without_prefix(message: str) -> str:
 
 
 def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
-    if details.status not in _TRY_AGAIN:
+    if details.status not in TRY_AGAIN:
         return {}
     loading = dialect == SIE and details.status == 503
     return {"retry-after": str(_SIE_LOADING_S if loading else RETRY_AFTER_S)}

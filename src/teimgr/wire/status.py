@@ -8,6 +8,10 @@ from teimgr.errors import Code, TeimgrError
 
 # Trailing metadata with the name of our code, which is finer than gRPC's statuses.
 CODE_KEY = "x-teimgr-code"
+# Trailing metadata by which gRPC's clients with a retry policy wait before they try again; HTTP's is Retry-After.
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+RETRY_AFTER_S = 1
+TRY_AGAIN = (429, 503)
 # Status messages travel in trailers, which clients bound at a few kilobytes.
 MAX_MESSAGE_CHARS = 2000
 
@@ -87,4 +91,8 @@ class GrpcStatus(NamedTuple):
 
     @classmethod
     def of(cls, error: TeimgrError) -> GrpcStatus:
-        return cls(STATUS[error.code].grpc, error.message[:MAX_MESSAGE_CHARS], ((CODE_KEY, error.code.name),))
+        mapping = STATUS[error.code]
+        metadata: tuple[tuple[str, str], ...] = ((CODE_KEY, error.code.name),)
+        if mapping.http in TRY_AGAIN:
+            metadata = (*metadata, (PUSHBACK_KEY, str(RETRY_AFTER_S * 1000)))
+        return cls(mapping.grpc, error.message[:MAX_MESSAGE_CHARS], metadata)

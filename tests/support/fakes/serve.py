@@ -1,0 +1,14 @@
+"""The real daemon, whose nursery forks scripted workers: `python -m tests.support.fakes.serve serve -c FILE`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from teimgr import daemon
+from teimgr.cli.main import main
+from teimgr.launch.launcher import LocalOptions
+
+if __name__ == "__main__":
+    daemon.LocalOptions = partial(LocalOptions, entry="tests.support.fakes.worker:main", preload=())  # type: ignore
+    sys.exit(main())
