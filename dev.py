@@ -9,7 +9,8 @@
     python3.11 dev.py bench X  run the benchmark X
     python3.11 dev.py gpu      GPU tests and the GPU benchmark
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
-    python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults)
+    python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults); or `soak saturation`,
+                               `soak overload`, `soak fleet`, `soak fuzz`
     python3.11 dev.py setup    make .venv and install, nothing else
     python3.11 dev.py clients  make .venv-clients and install, nothing else
 
@@ -38,6 +39,12 @@ PROTOS = (
     "teimgr/v1/arrow.proto",
     "teimgr/v1/frames.proto",
 )
+SOAKS = {
+    "saturation": "tests.faults.saturation",
+    "overload": "tests.faults.overload",
+    "fleet": "tests.faults.fleet",
+    "fuzz": "tests.fuzz",
+}
 PYTHON_TREES = ("src", "tests", "bench", "dev.py")
 
 
@@ -130,8 +137,10 @@ def audit(arguments: list[str]) -> int:
 
 
 def soak(arguments: list[str]) -> int:
-    """Random faults under load, replies compared with the reference; the arguments go to `python -m tests.faults`."""
-    return install("test", "check") or call(PYTHON, "-m", "tests.faults", *arguments)
+    """Random faults under load, or the long run that the first argument names; the other arguments go to it."""
+    module = SOAKS.get(arguments[0]) if arguments else None
+    command = [module, *arguments[1:]] if module else ["tests.faults", *arguments]
+    return install("test", "check") or call(PYTHON, "-m", *command)
 
 
 def proto(arguments: list[str]) -> int:

@@ -38,7 +38,7 @@ bench name *args:
 gpu *args:
     {{python}} dev.py gpu {{args}}
 
-# 1,000 random faults under load; --faults, --seed, --minutes
+# 1,000 random faults under load; or `soak saturation`, `soak overload`, `soak fleet`, `soak fuzz`
 soak *args:
     {{python}} dev.py soak {{args}}
 

@@ -19,9 +19,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
 
-from bench.machine import cpu_s  # noqa: E402
-from tests.support.daemon_process import DaemonProcess  # noqa: E402
-from tests.support.results import markdown, write  # noqa: E402
+from bench.machine import cpu_s
+
+from tests.support.daemon_process import DaemonProcess
+from tests.support.results import markdown, write
 
 IDLE_S = 20.0
 _READS = 5
@@ -104,7 +105,7 @@ async def _idle(daemon: DaemonProcess) -> dict[str, float]:
         for child in psutil.Process(daemon.process.pid).children()
         if any("teimgr.mux" in word for word in child.cmdline())
     ]
-    pids = {"daemon": daemon.process.pid, **{"mux": mux.pid for mux in muxes}}
+    pids = {"daemon": daemon.process.pid, "mux": muxes[0].pid}
     before = {name: cpu_s(pid) for name, pid in pids.items()}
     await asyncio.sleep(IDLE_S)
     found = {}

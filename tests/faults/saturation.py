@@ -25,10 +25,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
 
-from tests.faults.callers import Ask, surfaces_of  # noqa: E402
-from tests.faults.world import CALL_LIMIT_S, World  # noqa: E402
-from tests.support.memory import resident_mib  # noqa: E402
-from tests.support.results import markdown, write  # noqa: E402
+from tests.faults.callers import Ask, surfaces_of
+from tests.faults.world import CALL_LIMIT_S, World
+from tests.support.memory import resident_mib
+from tests.support.results import markdown, write
 
 CALLERS = 2  # of each surface and instance
 MOST_GROWTH = 0.02
@@ -144,8 +144,8 @@ def report(found: Run) -> tuple[list[str], dict[str, Any]]:
     memory = [(name, *pair, 100 * (pair[1] / pair[0] - 1)) for name, pair in sorted(found.growth().items())]
     heads = ("surface", "calls", "first minute: p50, ms", "p99", "last minute: p50, ms", "p99")
     lines = [
-        f"{found.texts} texts in {found.elapsed_s:.0f} s on tiny BERT models (width 32, two layers), each vector compared "
-        f"with sentence-transformers; {len(found.breaches)} broken invariants.",
+        f"{found.texts} texts in {found.elapsed_s:.0f} s on tiny BERT models (width 32, two layers), each vector "
+        f"compared with sentence-transformers; {len(found.breaches)} broken invariants.",
         "",
         *markdown(heads, rows),
         "",

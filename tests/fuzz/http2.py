@@ -128,7 +128,9 @@ def judge(received: bytes) -> str:
 def _text(fields: Iterable[tuple[Any, Any]]) -> dict[str, str]:
     """Statuses and messages are ASCII, whatever was sent; but gRPC's core quotes the reason of a client's GOAWAY."""
     read = {bytes(name).decode("latin-1"): bytes(value).decode("latin-1") for name, value in fields}
-    quoted = "Failed parsing HTTP/2" in read.get("grpc-message", "")
+    quoted = "GOAWAY received" in read.get("grpc-message", "") or "Failed parsing HTTP/2" in read.get(
+        "grpc-message", ""
+    )
     assert quoted or all(value.isascii() for value in read.values()), read
     return read
 

@@ -10,16 +10,19 @@ from typing import Any
 from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.observability.request_context import CallStats, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.wire import http_frames
 from teimgr.wire.frames import (
     HEADER,
     Flag,
     FrameProtocol,
     FrameType,
     Header,
+    HttpRequest,
     Method,
     pack_error,
     pack_header,
+    read_reply,
+    read_request,
+    request_head,
     unpack_error,
 )
 from tests.fuzz.mutation import Mutator
@@ -36,7 +39,7 @@ def _recordings() -> list[bytes]:
     context = RequestContext("a-request", None).pack()
     embed = tei_pb2.EmbedRequest(inputs="rain on the harbour", truncate=True).SerializeToString()
     rerank = tei_pb2.RerankRequest(query="rain", texts=["fog", "sun"]).SerializeToString()
-    http = http_frames.HttpRequest(
+    http = HttpRequest(
         "openai", "POST", "/v1/embeddings", headers={"content-type": "application/json"}, body=b'{"input": "rain"}'
     )
     sent = [
@@ -48,7 +51,7 @@ def _recordings() -> list[bytes]:
         _frame(Method.PREDICT, embed),
         _frame(Method.RERANK, rerank),
         _frame(Method.TOKENIZE, embed),
-        _frame(Method.HTTP, http_frames.request_head(http) + http.body, context=context),
+        _frame(Method.HTTP, request_head(http) + http.body, context=context),
         _frame(Method.PROBE, b"", deadline_ms=3000),
         _frame(Method.STATS, b""),
         _frame(Method.METRICS, b""),
@@ -170,7 +173,7 @@ def _read(header: Header, payload: bytes) -> Any:
     if header.context:
         _stats(header.context)
     return (
-        http_frames.read_request(payload) if header.method == Method.HTTP else http_frames.read_reply(payload),
+        read_request(payload) if header.method == Method.HTTP else read_reply(payload),
         error,
     )
 

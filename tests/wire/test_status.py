@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from teimgr.errors import Code, error_from_code
+from teimgr.errors import Code, InvalidInput, Overloaded, TeimgrError, Unavailable, error_from_code
 from teimgr.wire.frames import (
     pack_error,
     unpack_error,
 )
-from teimgr.wire.status import STATUS
+from teimgr.wire.status import STATUS, GrpcStatus
 
 
 @pytest.mark.clause("M2.2-codes")
@@ -20,3 +20,10 @@ def test_every_code_has_a_class_a_status_and_survives_an_error_frame(code: Code)
     assert error.code is code
     assert error.message == "what happened – ünïcode"
     assert STATUS[code].http >= 400
+
+
+@pytest.mark.parametrize(
+    ("error", "pushback"), [(Overloaded(), "1000"), (Unavailable("loading"), "1000"), (InvalidInput("a"), None)]
+)
+def test_who_may_come_back_is_told_when(error: TeimgrError, pushback: str | None) -> None:
+    assert dict(GrpcStatus.of(error).metadata).get("grpc-retry-pushback-ms") == pushback

@@ -1,0 +1,300 @@
+"""Overload: `python -m tests.faults.overload --minutes 5 [--times 10] [--report FOLDER]`.
+
+First the capacity of one instance: the best of several numbers of callers, each of which calls again when answered.
+Then calls come at ten times that rate from a process of its own, whether or not earlier ones were answered, over gRPC,
+the instance's port and the OpenAI endpoint. Goodput are the right answers within the deadline. A refusal must be of a type,
+come at once, and have the time after which to call again. The exit status is 0 when the goodput is at least 90 % of the
+best, no process grows beyond its bound, and the latency is back soon after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
+
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from tests.support.daemon_process import DaemonProcess
+from tests.support.memory import resident_mib
+from tests.support.models import build
+from tests.support.results import markdown, write
+
+INSTANCE = "busy"
+DEADLINE_S = 5.0
+CALLERS = (16, 64, 128)
+SHARE = 0.9
+# Each call has so many texts of 64 words: costly for the worker, cheap for the client, which has ten times as many.
+TEXTS = 16
+_TEXT = " ".join(("rain", "harbour", "fog", "wind") * 16)
+_REFUSED = (429, 503)
+_MOST_REFUSAL_MS = 1000.0
+_MOST_GROWTH_MIB = 600.0  # beside the bytes in flight that are configured
+_BACK_WITHIN_S = 10.0
+
+
+@dataclass
+class Load:
+    """What callers saw. `latency_ms` by outcome; `untold` are refusals without a time to come back."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    latency_ms: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    untold: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        return self.outcomes["answered"] / self.seconds
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "seconds": round(self.seconds, 1),
+            "goodput": round(self.goodput, 1),
+            "outcomes": dict(self.outcomes),
+            "refused_without_a_time": dict(self.untold),
+            "latency_ms": {
+                outcome: {"p50": _at(values, 0.5), "p99": _at(values, 0.99)}
+                for outcome, values in self.latency_ms.items()
+            },
+        }
+
+
+class Caller:
+    """The three surfaces of one instance."""
+
+    def __init__(self, api: str, grpc_port: int, port: int, http: aiohttp.ClientSession) -> None:
+        self._http = http
+        self._urls = (f"http://127.0.0.1:{port}/embed", f"{api}/v1/embeddings")
+        self._bodies = (
+            json.dumps({"inputs": [_TEXT] * TEXTS, "truncate": True}).encode(),
+            json.dumps({"model": INSTANCE, "input": [_TEXT] * TEXTS}).encode(),
+        )
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}")
+        self._embed = self.channel.unary_unary("/tei_multiplexer.v1.TeiMultiplexer/EmbedArrow")
+        self._arrow = _arrow()
+        self.load = Load()
+
+    async def call(self, number: int) -> None:
+        surface = number % 3
+        began = time.monotonic()
+        try:
+            outcome, told = await (self._over_grpc() if surface == 0 else self._over_http(surface - 1))
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            outcome, told = type(error).__name__, True
+        load = self.load
+        load.outcomes[outcome] += 1
+        load.latency_ms[outcome].append((time.monotonic() - began) * 1000)
+        if not told:
+            load.untold[("grpc", "port", "openai")[surface]] += 1
+
+    async def _over_grpc(self) -> tuple[str, bool]:
+        try:
+            await self._embed(self._arrow, timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return "deadline", True
+            refused = error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+            told = any(key == "grpc-retry-pushback-ms" for key, _ in error.trailing_metadata() or ())
+            return "refused" if refused else f"grpc {error.code().name}", told or not refused
+        return "answered", True
+
+    async def _over_http(self, which: int) -> tuple[str, bool]:
+        headers = {"content-type": "application/json"}
+        async with self._http.post(self._urls[which], data=self._bodies[which], headers=headers) as reply:
+            await reply.read()
+            if reply.status == 200:
+                return "answered", True
+            if reply.status == 504:
+                return "deadline", True
+            refused = reply.status in _REFUSED
+            return "refused" if refused else f"HTTP {reply.status}", "retry-after" in reply.headers or not refused
+
+
+def _arrow() -> bytes:
+    import pyarrow as pa
+
+    batch = pa.record_batch({"text": [_TEXT] * TEXTS})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    message = multiplexer_pb2.EmbedArrowRequest(arrow_ipc=sink.getvalue().to_pybytes(), truncate=True)
+    message.target.instance_name = INSTANCE
+    return message.SerializeToString()
+
+
+async def _offer(api: str, grpc_port: int, port: int, seconds: float, callers: int, rate: float) -> Load:
+    """`callers` that call without a pause; or, where `rate` is not 0, so many calls a second."""
+    timeout, limit = aiohttp.ClientTimeout(DEADLINE_S), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=limit) as http:
+        caller = Caller(api, grpc_port, port, http)
+        began = time.monotonic()
+
+        async def again(number: int) -> None:
+            while time.monotonic() - began < seconds:
+                await caller.call(number)
+                number += 1
+
+        async with asyncio.TaskGroup() as tasks:
+            if not rate:
+                for number in range(callers):
+                    tasks.create_task(again(number))
+            number = 0
+            while rate and (now := time.monotonic() - began) < seconds:
+                while number < now * rate:
+                    tasks.create_task(caller.call(number))
+                    number += 1
+                await asyncio.sleep(0.002)
+        caller.load.seconds = seconds if rate else time.monotonic() - began
+        await caller.channel.close()
+    return caller.load
+
+
+async def _from_outside(daemon: DaemonProcess, port: int, seconds: float, callers: int, rate: float = 0) -> Load:
+    """`_offer` in a process of its own that yields to the fleet, as clients on other machines would."""
+    arguments = [daemon.api, daemon.grpc_port, port, seconds, callers, rate]
+    command = (sys.executable, "-m", "tests.faults.overload", "--offer", json.dumps(arguments))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    raw = json.loads(output)
+    return Load(
+        Counter(raw["outcomes"]),
+        defaultdict(list, raw["latency_ms"]),
+        Counter(raw["untold"]),
+        raw["seconds"],
+    )
+
+
+async def run(folder: Path, minutes: float, times: float) -> tuple[dict[str, Any], list[str]]:
+    """Facts, and what falls short."""
+    model = await asyncio.to_thread(build, "bert", folder / "model")
+    daemon = DaemonProcess()
+    await asyncio.to_thread(daemon.start)
+    try:
+        async with daemon.async_client(timeout_s=60) as client:
+            made = await client.create(INSTANCE, str(model), dtype="float32")
+            await client.wait_until_running(INSTANCE, deadline_s=60)
+        processes = [psutil.Process(daemon.process.pid), *daemon.processes()]  # type: ignore[union-attr]
+        probe_s = max(3.0, min(10.0, minutes * 6))
+        best: Load | None = None
+        for callers in CALLERS:
+            found = await _from_outside(daemon, made.port, probe_s, callers)
+            print(f"{callers} callers: {found.facts()}", flush=True)
+            best = found if best is None or found.goodput > best.goodput else best
+        assert best is not None
+        before = resident_mib(processes)
+        calm = await _from_outside(daemon, made.port, 3.0, 1)
+        flood = asyncio.create_task(_from_outside(daemon, made.port, minutes * 60, 0, best.goodput * times))
+        peak: Counter[str] = Counter()
+        while not flood.done():
+            await asyncio.wait({flood}, timeout=1.0)
+            for name, mib in resident_mib(processes).items():
+                peak[name] = max(peak[name], mib)  # type: ignore[assignment]
+        overloaded = flood.result()
+        began = time.monotonic()
+        while (after := await _from_outside(daemon, made.port, 1.0, 1)).goodput < calm.goodput / 2:
+            if time.monotonic() - began > 60:
+                break
+        back_s = time.monotonic() - began
+        facts = {
+            "best": best.facts(),
+            "alone": calm.facts(),
+            "offered_per_s": round(best.goodput * times, 1),
+            "overloaded": overloaded.facts(),
+            "afterwards": after.facts(),
+            "normal_after_s": round(back_s, 1),
+            "memory_mib": {name: (mib, round(peak[name], 1)) for name, mib in before.items()},
+        }
+        return facts, _shortfalls(best, overloaded, back_s, before, peak)
+    finally:
+        await asyncio.to_thread(daemon.close)
+
+
+def _shortfalls(best: Load, found: Load, back_s: float, before: dict[str, float], peak: Counter[str]) -> list[str]:
+    short = []
+    if found.goodput < SHARE * best.goodput:
+        short.append(f"goodput {found.goodput:.1f} of {best.goodput:.1f} calls a second")
+    if found.untold:
+        short.append(f"refusals without a time to come back: {dict(found.untold)}")
+    if (late := _at(found.latency_ms["refused"], 0.99)) > _MOST_REFUSAL_MS:
+        short.append(f"refusals took up to {late:.0f} ms (p99)")
+    if others := {each: n for each, n in found.outcomes.items() if each not in ("answered", "refused", "deadline")}:
+        short.append(f"failures without a type: {others}")
+    if back_s > _BACK_WITHIN_S:
+        short.append(f"back to normal only after {back_s:.0f} s")
+    short += [
+        f"{name} grew from {mib:.0f} to {peak[name]:.0f} MiB"
+        for name, mib in before.items()
+        if peak[name] > mib + _MOST_GROWTH_MIB
+    ]
+    return short
+
+
+def _at(values: list[float], share: float) -> float:
+    ordered = sorted(values) or [0.0]
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
+
+
+def _lines(facts: dict[str, Any], short: list[str], times: float) -> list[str]:
+    rows: list[tuple[Any, ...]] = []
+    for phase in ("best", "overloaded", "afterwards"):
+        found = facts[phase]
+        answered, refused = (found["latency_ms"].get(each, {}) for each in ("answered", "refused"))
+        rows.append(
+            (
+                phase,
+                found["goodput"],
+                *(found["outcomes"].get(each, 0) for each in ("answered", "refused", "deadline")),
+                answered.get("p50"),
+                answered.get("p99"),
+                refused.get("p99"),
+            )
+        )
+    heads = ("", "goodput, calls/s", "answered", "refused", "late", "answer p50, ms", "p99", "refusal p99, ms")
+    memory = [(name, *pair) for name, pair in facts["memory_mib"].items()]
+    return [
+        f"{times:g} times the best rate, {facts['offered_per_s']} calls/s of {TEXTS} texts, deadline {DEADLINE_S:g} s; "
+        f"normal again after {facts['normal_after_s']} s.",
+        "",
+        *markdown(heads, rows),
+        "",
+        *markdown(("process", "before, MiB", "most, MiB"), memory),
+        "",
+        *(f"* {each}" for each in short),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.overload", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of overload (5)")
+    parser.add_argument("--times", type=float, default=10.0, help="how much is offered, in capacities (10)")
+    parser.add_argument("--report", type=Path, help="folder for overload.json and overload.md")
+    parser.add_argument("--offer", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.offer:
+        os.nice(15)
+        print(json.dumps(vars(asyncio.run(_offer(*json.loads(options.offer))))))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="to") as folder:
+        facts, short = asyncio.run(run(Path(folder), options.minutes, options.times))
+    lines = _lines(facts, short, options.times)
+    print("\n".join(lines))
+    if options.report:
+        write(options.report, "overload", "Overload", lines, facts | {"shortfalls": short})
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
