@@ -2,9 +2,9 @@
 
 First the capacity of one instance: the best of several numbers of callers, each of which calls again when answered.
 Then calls come at ten times that rate from a process of its own, whether or not earlier ones were answered, over gRPC,
-the instance's port and the OpenAI endpoint. Goodput are the right answers within the deadline. A refusal must have a type
-and the time after which to call again, and come at once. The exit status is 0 when the goodput is at least 90 % of the
-best, no process grows beyond its bound, and the latency is back soon after.
+the instance's port and the OpenAI endpoint. Goodput are the right answers within the deadline. A refusal must have a
+type and a time after which to call again, and come at once. The exit status is 0 when the goodput is at least 90 % of
+the best, no process grows beyond its bound, and the latency is back soon after.
 """
 
 from __future__ import annotations
