@@ -16,7 +16,6 @@ from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.observability.logs import STACKS_SIGNAL
-from teimgr.observability.memory import resident_bytes_of
 from teimgr.routing.router import Directory
 from teimgr.spec import WorkerEndpoint, WorkerSpec
 from teimgr.supervision.lifecycle import (
@@ -59,7 +58,7 @@ class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
     `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
-    `on_memory` gets the resident bytes after each good probe, and, with True, once a new worker is ready.
+    `on_memory` gets the pid after each good probe, and, with True, once a new worker is ready.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class WorkerRun:
         probes: ProbePlan,
         post: Callable[[Observation], None],
         adopted: Adopted | None = None,
-        on_memory: Callable[[int, bool], None] = lambda resident_bytes, fresh: None,
+        on_memory: Callable[[int, bool], None] = lambda pid, fresh: None,
     ) -> None:
         self.handle = adopted.handle if adopted else None
         self.status = adopted.status if adopted else None
@@ -264,7 +263,7 @@ class WorkerRun:
         clock = asyncio.get_running_loop().time
         await self._ready.wait()
         if not self.is_adopted:
-            self._read_memory(fresh=True)
+            self._check_memory(fresh=True)
         pause_s, failing = interval_s, False
         while True:
             await asyncio.sleep(pause_s)
@@ -280,12 +279,11 @@ class WorkerRun:
             else:
                 pause_s, failing = interval_s, False
                 self._post(ProbeOk())
-                self._read_memory(fresh=False)
+                self._check_memory(fresh=False)
 
-    def _read_memory(self, *, fresh: bool) -> None:
-        resident = resident_bytes_of(self.handle.pid) if self.handle is not None else None
-        if resident is not None:
-            self._on_memory(resident, fresh)
+    def _check_memory(self, *, fresh: bool) -> None:
+        if self.handle is not None:
+            self._on_memory(self.handle.pid, fresh)
 
 
 class Prober:
