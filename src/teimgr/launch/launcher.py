@@ -21,9 +21,9 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from teimgr.durable_files import lock_file
-from teimgr.errors import InvalidConfig, Unavailable
+from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.launch import nursery
-from teimgr.launch.control_link import WorkerStatus, identify
+from teimgr.launch.control_link import ControlLink, WorkerStatus, identify
 from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.process_handle import (
@@ -115,7 +115,7 @@ class Launcher(Protocol):
     async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """Of these workers, which `find` found, those that answer and whose spec `accepts`, at most one per replica.
 
-        All others are ended.
+        All others are ended; those of an instance that has one of these leave it their ports and end by themselves.
         """
 
     async def close(self) -> None:
@@ -187,6 +187,7 @@ class LocalLauncher:
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
         self._workers: set[LocalWorker] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lock: int | None = None
         self._log_rotation: asyncio.Task[None] | None = None
@@ -300,15 +301,36 @@ class LocalLauncher:
         )
         kept = {each.handle for each in adopted}
         deaf = {worker for worker, status in zip(wanted, statuses, strict=True) if status is None}
+        succeeded = {worker.spec.name for worker in kept}
         leftovers = [worker for worker in workers if worker not in kept]
-        await asyncio.gather(*(_end(each, 0.0 if each in deaf else LEFTOVER_GRACE_S) for each in leftovers))
+        await asyncio.gather(
+            *(
+                self._end(each, 0.0 if each in deaf else LEFTOVER_GRACE_S, each.spec.name in succeeded)
+                for each in leftovers
+            )
+        )
         return adopted
+
+    async def _end(self, worker: WorkerHandle, grace_s: float, has_successor: bool) -> None:
+        """End a worker of an earlier daemon; return when it is gone, or has left its ports to a successor.
+
+        Such a worker may serve: one that was joining when its daemon died accepts connections once it is loaded. Ended
+        by SIGTERM it would close kept connections in the moment of a request.
+        """
+        log.info("ending a worker of an earlier daemon", extra={"instance": worker.spec.name, "pid": worker.pid})
+        if has_successor and grace_s and await _hand_over(worker.socket, grace_s):
+            ending = asyncio.create_task(_stop(worker, grace_s, sigterm=False))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+        else:
+            await _stop(worker, grace_s, sigterm=True)
 
     def log_path(self, name: str) -> Path:
         return self._log_dir / f"{name}.log"
 
     async def close(self) -> None:
         """Release the workers, end the nursery and the log rotation, unlock the run directory."""
+        await asyncio.gather(*self._ending)
         for worker in tuple(self._workers):
             await worker.release()
         self._workers.clear()
@@ -354,10 +376,23 @@ async def _identify(worker: WorkerHandle) -> WorkerStatus | None:
     return status if status is not None and (status.incarnation, status.spec_hash) == expected else None
 
 
-async def _end(worker: WorkerHandle, grace_s: float) -> None:
-    log.info("ending a worker of an earlier daemon", extra={"instance": worker.spec.name, "pid": worker.pid})
+async def _hand_over(path: Path, grace_s: float) -> bool:
+    """Have the worker at `path` leave its ports to others of its instance and end; False if it does not confirm it."""
     try:
-        await worker.stop(grace_s)
+        link = await ControlLink.open(path, lambda status: None, lambda: None)
+        try:
+            payload = json.dumps({"grace_s": grace_s, "handover": True}).encode()
+            await link.call(Method.DRAIN, payload, timeout_s=IDENTITY_LIMIT_S)
+        finally:
+            link.close()
+    except TeimgrError:
+        return False
+    return True
+
+
+async def _stop(worker: WorkerHandle, grace_s: float, *, sigterm: bool) -> None:
+    try:
+        await worker.stop(grace_s, sigterm=sigterm)
     except LaunchFailed as error:
         log.error("leftover worker does not die", extra={"reason": str(error)})
 

@@ -51,8 +51,6 @@ _DOWNLOAD_REPORT_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
 _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
-# Routers learn in milliseconds that another worker took over; until then they may still open links to this one.
-_HANDOVER_NOTICE_S = 1.0
 _LEFT_POLL_S = 0.05
 _WATCH_S = 0.5
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
@@ -255,7 +253,6 @@ class Worker:
             await _any_of(self._all_left(listeners.values()), self._force_stop.wait(), limit_s=self._grace_s / 2)
 
     async def _all_left(self, listeners: Collection[Listener]) -> None:
-        await asyncio.sleep(_HANDOVER_NOTICE_S)
         while self._links.has_callers or any(listener.connections for listener in listeners):  # noqa: ASYNC110
             await asyncio.sleep(_LEFT_POLL_S)
 
