@@ -184,15 +184,9 @@ def test_a_replica_that_is_killed_costs_its_own_calls_alone(daemon: DaemonProces
     assert calls.failures.total() <= max(20, in_flight), calls.failures
 
 
-# Passed in three runs of three on a quiet machine, and failed in one of two on a busy one.
-SOMETIMES = pytest.mark.xfail(
-    strict=False, reason="in some runs one call on the instance's port fails, cause not known"
-)
-
-
 @pytest.mark.parametrize(
     "moment_s",
-    [pytest.param(0.05, marks=[SOMETIMES, pytest.mark.long]), 0.4, pytest.param(1.5, marks=pytest.mark.long)],
+    [pytest.param(0.05, marks=pytest.mark.long), 0.4, pytest.param(1.5, marks=pytest.mark.long)],
 )
 def test_a_change_in_which_the_daemon_is_killed_is_completed_by_the_next(
     daemon: DaemonProcess, models: dict[str, Path], moment_s: float

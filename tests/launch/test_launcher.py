@@ -227,7 +227,7 @@ async def test_of_two_workers_of_one_name_one_is_kept(launcher: LocalLauncher, f
 
     (adopted,) = await new.adopt(await new.find(), lambda found: True)
 
-    assert [look_up(handle.pid) for handle in handles].count(None) == 1
+    await eventually(lambda: [look_up(handle.pid) for handle in handles].count(None) == 1)
     await adopted.handle.stop(0)
     await new.close()
 
