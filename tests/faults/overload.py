@@ -179,6 +179,8 @@ async def _from_outside(daemon: DaemonProcess, port: int, seconds: float, caller
 
 async def run(folder: Path, minutes: float, times: float) -> tuple[dict[str, Any], list[str]]:
     """Facts, and what falls short."""
+    from tests.support.models import build  # imports torch, which the process of `_from_outside` has no use for
+
     model = await asyncio.to_thread(build, "bert", folder / "model")
     daemon = DaemonProcess()
     await asyncio.to_thread(daemon.start)
