@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from tests.support.daemon_process import DaemonProcess
 from tests.support.memory import resident_mib
-from tests.support.models import build
 from tests.support.results import markdown, write
 
 INSTANCE = "busy"
