@@ -91,7 +91,9 @@ class Caller:
         began = time.monotonic()
         try:
             outcome, told = await (self._over_grpc() if surface == 0 else self._over_http(surface - 1))
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except TimeoutError:  # the caller's own deadline
+            outcome, told = "deadline", True
+        except (aiohttp.ClientError, OSError) as error:
             outcome, told = type(error).__name__, True
         load = self.load
         load.outcomes[outcome] += 1
