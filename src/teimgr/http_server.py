@@ -81,7 +81,7 @@ def bind(host: str, port: int) -> socket.socket:
 class Listener:
     """A running server."""
 
-    def __init__(self, server: _Server) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
 
     @property
@@ -170,7 +170,7 @@ async def serving(
         timeout_keep_alive=cast(int, KEEP_ALIVE_S),
         **({"http": HttpProtocol if h2 is None else partial(ProtocolSniffer, h2)} | tls),
     )
-    server = _Server(config)
+    server = Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await _listening(server, task, sock)
@@ -181,7 +181,7 @@ async def serving(
         sock.close()
 
 
-async def _listening(server: _Server, task: asyncio.Task[None], sock: socket.socket) -> None:
+async def _listening(server: Server, task: asyncio.Task[None], sock: socket.socket) -> None:
     """Return once connections are accepted; raise the error that prevented it."""
     listening = asyncio.ensure_future(server.listening.wait())
     try:
@@ -414,7 +414,7 @@ class ProtocolSniffer(asyncio.Protocol):
         self._state.connections.discard(cast(Any, self))
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Uvicorn with an event set once it listens, and without its signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:

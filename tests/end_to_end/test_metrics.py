@@ -77,6 +77,7 @@ TABLE: dict[str, list[Family]] = {
 IN_PROCESS: dict[str, list[Family]] = {
     "a model is downloaded and tried": [c.DOWNLOADS, c.DOWNLOAD_BYTES, c.TRIALS],
     "something needs a person": [c.ALARMS],
+    "a worker grows beyond its limit": [c.MEMORY_REPLACEMENTS],
     "an engine falls sick and holds device memory": [c.HEALTHY, c.DEVICE_BYTES],
     "a GPU works": [
         *(c.GPU_MEMORY_TOTAL, c.GPU_MEMORY_USED, c.GPU_UTILIZATION, c.GPU_TEMPERATURE, c.GPU_POWER),
@@ -114,6 +115,11 @@ async def test_downloads_and_trials_move() -> None:
         metrics.count(c.TRIALS, "verified")
 
     await moves("a model is downloaded and tried", metrics.page, act)
+
+
+async def test_replacements_for_memory_move() -> None:
+    metrics = DaemonMetrics()
+    await moves("a worker grows beyond its limit", metrics.page, lambda: metrics.count(c.MEMORY_REPLACEMENTS, "a"))
 
 
 async def test_alarms_move() -> None:

@@ -330,7 +330,7 @@ async def cost_of_an_event(fleet: Fleet, count: int) -> int:
         calls += event in ("call", "c_call")
 
     sys.setprofile(counted)
-    instance._on_state_changed()
+    instance.on_state_changed()
     sys.setprofile(None)
     assert router.snapshot.entries[0].reason == "changed"
     return calls

@@ -149,7 +149,8 @@ async def test_a_mux_that_is_killed_is_back_and_the_alarm_goes(settings: Setting
         assert second.pid != first.pid
         (report,) = (settings.log_dir / "crashes").glob("_mux-0-*.json")
         facts = json.loads(report.read_text())
-        assert (facts["pid"], facts["signal"], facts["reason"]) == (first.pid, "SIGKILL", "it ended (exit status -9)")
+        assert (facts["pid"], facts["signal"]) == (first.pid, "SIGKILL")
+        assert facts["reason"].endswith("(exit status -9)")  # of the process or of its connection, which ends first
 
 
 async def test_a_mux_that_hangs_is_an_alarm_until_it_answers_again(settings: Settings) -> None:

@@ -13,7 +13,7 @@ import uvicorn
 from tests.support.memory_fleet import Fleet
 
 from teimgr.config.settings import Settings
-from teimgr.http_server import bind
+from teimgr.http_server import Server, bind
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import create_app, uvicorn_options
@@ -55,7 +55,7 @@ async def listening(
     models = registry(instances, metrics) if registry else None
     app = create_app(instances, settings, metrics, lambda: alarms, registry=models, **parts(instances))
     options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
+    server = Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
     with bind("127.0.0.1", 0) as listener:
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
