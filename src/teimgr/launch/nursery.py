@@ -97,10 +97,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     os.environ.update(ONE_THREAD | NO_DRIVER)
     _name_process("teimgr-nursery")
-    gc.disable()  # the imports make a million objects that stay: collections in their midst took a tenth of the time
     missing = preload(filter(None, options.preload.split(",")))
     nursery = Nursery(socket.socket(fileno=options.control_fd), find_entry(options.entry))
-    gc.collect()
+    gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
+    gc.disable()
     gc.freeze()  # a collection in a child would write to, and so copy, every page with objects of the nursery
     nursery.serve(missing)
     return 0
