@@ -94,7 +94,12 @@ class Callers:
             except (aiohttp.ClientError, OSError) as error:
                 self.failures[name, surface, type(error).__name__] += 1
             else:
-                world.check_vectors(name, rows, vectors, allowed | world.allowed.get(name, set()))
+                allowed |= world.allowed.get(name, set())
+                if surface == "stream":  # each message is a request of its own: an update may come between two
+                    for row, vector in zip(rows, vectors, strict=True):
+                        world.check_vectors(f"{name}, {surface}", [row], [vector], allowed)
+                else:
+                    world.check_vectors(f"{name}, {surface}", rows, vectors, allowed)
                 self.replies[name, surface] += 1
                 self.texts += len(rows)
             await asyncio.sleep(chance.uniform(*_PAUSE_S))

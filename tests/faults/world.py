@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,14 +138,20 @@ class World:
 
     # Truth
 
-    def check_vectors(self, name: str, rows: Sequence[int], vectors: Any, models: Iterable[str]) -> None:
+    def check_vectors(self, name: str, rows: Sequence[int], vectors: Any, models: Collection[str]) -> None:
         """Note a breach unless the vectors are those of one of the models."""
         found = np.asarray(vectors, np.float32)
         for model in models:
             reference = self.references[model][list(rows)]
             if found.shape == reference.shape and float((found * reference).sum(axis=1).min()) >= MIN_COSINE:
                 return
-        self.breaches.append(f"{name}: wrong vectors for texts {list(rows)[:4]}, shape {found.shape}")
+        nearest = [self._model_of(row, vector) for row, vector in zip(rows, found, strict=False)]
+        self.breaches.append(f"{name}: texts {list(rows)}, shape {found.shape}: vectors of {nearest}, not {[*models]}")
+
+    def _model_of(self, row: int, vector: Any) -> str:
+        """The model whose vector of the text this is."""
+        right = (model for model, known in self.references.items() if float(known[row] @ vector) >= MIN_COSINE)
+        return next(right, "none")
 
     async def converged(self, limit_s: float) -> float:
         """Wait until every instance is as wanted and answers rightly; the result is how long it took.
