@@ -12,6 +12,8 @@ import grpc
 import pytest
 from tests.support.small_servers import Certificates, Daemon, Multiplexer, handlers, serve
 
+from teimgr.client import AsyncClient
+
 MESSAGE_BYTES = 64 * 1024 * 1024
 
 
@@ -95,3 +97,9 @@ def unused_port() -> Iterator[int]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
+
+
+@pytest.fixture
+async def client(api_url: str, mux_url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(api_url, mux_url, timeout_s=20) as client:
+        yield client

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
@@ -17,12 +16,6 @@ from teimgr.errors import (
     Refused,
     Unavailable,
 )
-
-
-@pytest.fixture
-async def client(api_url: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(api_url, timeout_s=20) as client:
-        yield client
 
 
 async def test_an_error_that_is_not_the_daemons_keeps_its_status_and_text(client: AsyncClient) -> None:

@@ -29,12 +29,6 @@ from teimgr.errors import (
 from teimgr.pb.tei.v1 import tei_pb2
 
 
-@pytest.fixture
-async def client(mux_url: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(grpc=mux_url, timeout_s=20) as client:
-        yield client
-
-
 def expected(texts: list[str]) -> np.ndarray:
     return np.stack([vector_of(text) for text in texts])
 

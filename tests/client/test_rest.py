@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ from teimgr.errors import (
 )
 from teimgr.events.fleet_events import EventLog
 from teimgr.spec import State
-
-
-@pytest.fixture
-async def client(api_url: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(api_url, timeout_s=20) as client:
-        yield client
 
 
 async def test_create_sends_only_what_was_wished(client: AsyncClient, daemon: Daemon) -> None:

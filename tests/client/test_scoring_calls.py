@@ -18,12 +18,6 @@ from teimgr.pb.teimgr.v1 import arrow_pb2
 LEFT = tei_pb2.TRUNCATION_DIRECTION_LEFT
 
 
-@pytest.fixture
-async def client(mux_url: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(grpc=mux_url, timeout_s=20) as client:
-        yield client
-
-
 # Sparse vectors, vectors per token, predictions.
 
 

@@ -8,20 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.loaded_settings import refused
+from tests.support.loaded_settings import MTLS, SECOND, SEED, refused
 
 from teimgr.config import schema
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
-
-SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
-SECOND = '[[instances]]\nname = "b"\nmodel_id = "m"\n'
-MTLS = '[auth]\nenabled = true\nproviders = ["mtls"]\n[auth.mtls]\n'
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "t.toml"
 
 
 @pytest.mark.clause("M3.2-unknown")

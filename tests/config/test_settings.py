@@ -7,21 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from tests.support.loaded_settings import load, refused
+from tests.support.loaded_settings import MTLS, SECOND, SEED, load, refused
 
 from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.config.sources import Configuration, Source, effective, plain, read, scalars, unread_variables
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec, key_of
-
-SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
-SECOND = '[[instances]]\nname = "b"\nmodel_id = "m"\n'
-MTLS = '[auth]\nenabled = true\nproviders = ["mtls"]\n[auth.mtls]\n'
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "t.toml"
 
 
 def certificates(folder: Path) -> str:

@@ -26,6 +26,7 @@ from tests.conformance.words import (
     QUERY,
     TEXT,
     WIDTH,
+    WITH_FLOATS,
     too_long,
     too_many,
     too_wide,
@@ -147,15 +148,7 @@ def bodies() -> Iterator[Http]:
         yield Http("1.2 numbers", "embedding", "/decode", {"ids": ids}, 422, shape)
     for dimensions in (-1, 1.5, "8", 2**32):
         yield Http("1.2 numbers", "embedding", "/embed", {"inputs": "a", "dimensions": dimensions}, 422, shape)
-    for instance, path, body in (
-        ("embedding", "/embed", {"inputs": TEXT}),
-        ("embedding", "/embed_all", {"inputs": TEXT}),
-        ("embedding", "/similarity", {"inputs": {"source_sentence": TEXT, "sentences": PASSAGES}}),
-        ("embedding", "/v1/embeddings", {"input": TEXT}),
-        ("sparse", "/embed_sparse", {"inputs": TEXT}),
-        ("classifier", "/predict", {"inputs": TEXT}),
-        ("reranker", "/rerank", {"query": QUERY, "texts": PASSAGES}),
-    ):
+    for instance, path, body in WITH_FLOATS:
         yield Http("1.2 floats", instance, path, body, answer=shortest_floats)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 WIDTH = 32
 TOKEN_WIDTH = 16
 MAX_TOKENS = 96  # of every tiny model
@@ -19,6 +21,17 @@ LONG_TOKENS = 402
 LONG = f"{ONE} " * (LONG_TOKENS - 2)
 QUERY = "how long does a query wait"
 PASSAGES = ["not longer than one small batch", "fog", "rain on the harbour"]
+
+# An instance, a path and a body whose answer has floats, for each kind of them.
+WITH_FLOATS: list[tuple[str, str, dict[str, Any]]] = [
+    ("embedding", "/embed", {"inputs": TEXT}),
+    ("embedding", "/embed_all", {"inputs": TEXT}),
+    ("embedding", "/similarity", {"inputs": {"source_sentence": TEXT, "sentences": PASSAGES}}),
+    ("embedding", "/v1/embeddings", {"input": TEXT}),
+    ("sparse", "/embed_sparse", {"inputs": TEXT}),
+    ("classifier", "/predict", {"inputs": TEXT}),
+    ("reranker", "/rerank", {"query": QUERY, "texts": PASSAGES}),
+]
 
 # TEI's sentences.
 EMPTY = "Input validation error: `inputs` cannot be empty"

@@ -14,6 +14,8 @@ from tests.support.models import build
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Input, Job, Lane
+from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.model_files.reading import read_layout
 
 WAIT_S = 60.0
 
@@ -86,3 +88,8 @@ def serve() -> Iterator[Callable[..., Served]]:
             return served
 
         yield start
+
+
+@pytest.fixture
+def tokenizer(minilm: Path) -> TextTokenizer:
+    return TextTokenizer(read_layout(minilm), 256)

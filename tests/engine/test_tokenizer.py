@@ -13,27 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.models import edit
+from tests.support.token_ids import ids
 from tokenizers import Encoding, Tokenizer
 
 from teimgr.engine.batch import Encoded
-from teimgr.engine.job import Input, Pair
+from teimgr.engine.job import Pair
 from teimgr.engine.tokenizer import Prompts, TextTokenizer, TokenizeOptions
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
 from teimgr.model_files.layout import LateInteraction
 from teimgr.model_files.reading import read_layout
 
 RIGHT, LEFT, OFF = TokenizeOptions(), TokenizeOptions(left=True), TokenizeOptions(truncate=False)
-
-
-@pytest.fixture
-def tokenizer(minilm: Path) -> TextTokenizer:
-    return TextTokenizer(read_layout(minilm), 256)
-
-
-def ids(tokenizer: TextTokenizer, text: Input, reading: TokenizeOptions = RIGHT) -> list[int]:
-    (result,) = tokenizer.encode([text], reading)
-    assert isinstance(result, Encoded), result
-    return result.ids.tolist()
 
 
 def test_padding_and_truncation_of_the_file_are_not_obeyed(tokenizer: TextTokenizer) -> None:

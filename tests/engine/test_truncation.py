@@ -9,26 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.support.token_ids import ids
 from tokenizers import Tokenizer
 
 from teimgr.engine.batch import Encoded
-from teimgr.engine.job import Input, Pair
+from teimgr.engine.job import Pair
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.engine.truncation import Shortener, breaks_at_spaces
 from teimgr.model_files.reading import read_layout
 
 RIGHT, LEFT = TokenizeOptions(), TokenizeOptions(left=True)
-
-
-@pytest.fixture
-def tokenizer(minilm: Path) -> TextTokenizer:
-    return TextTokenizer(read_layout(minilm), 256)
-
-
-def ids(tokenizer: TextTokenizer, text: Input, reading: TokenizeOptions = RIGHT) -> list[int]:
-    (result,) = tokenizer.encode([text], reading)
-    assert isinstance(result, Encoded), result
-    return result.ids.tolist()
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta", "modernbert", "qwen2", "qwen3"])

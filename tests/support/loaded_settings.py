@@ -13,6 +13,11 @@ from teimgr.config.settings import Settings
 from teimgr.config.sources import Source, read
 from teimgr.errors import InvalidConfig
 
+# Tables of a configuration file.
+SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
+SECOND = '[[instances]]\nname = "b"\nmodel_id = "m"\n'
+MTLS = '[auth]\nenabled = true\nproviders = ["mtls"]\n[auth.mtls]\n'
+
 
 def load(
     config_path: str | Path | None = None,

@@ -12,15 +12,23 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.conformance.words import (
+    NO_EMBED_ALL,
+    NO_NORMALIZE,
+    NOT_CLASSIFIER,
+    NOT_EMBEDDING,
+    NOT_RERANKER,
+    NOT_SPLADE,
+    PASSAGES,
+    QUERY,
+    TEXT,
+    WITH_FLOATS,
+)
 from tests.support import models
 from tests.support.tei_client import COST_HEADERS, TeiClient
 from tests.support.worker_process import WorkerProcess
 
 from teimgr.wire.frames import Method
-
-TEXT = "Rain fell on the harbour all night; 东京 and Zürich."
-QUERY, PASSAGES = "how long does a query wait", ["not longer than one small batch", "fog", "rain on the harbour"]
-
 
 BUILD: dict[str, Callable[[Path], Path]] = {
     "embedding": lambda folder: models.build("bert", folder, prompts={"query": "query: "}),
@@ -112,12 +120,6 @@ async def test_the_default_task_is_that_of_the_kind(fleet: Fleet, kind: str, pat
         assert set(COST_HEADERS) <= {name.lower() for name in told.headers}
 
 
-NOT_EMBEDDING = "Backend error: Model is not an embedding model"
-NOT_SPLADE = "Backend error: Model is not an embedding model with SPLADE pooling"
-NOT_CLASSIFIER = "Backend error: Model is not a classifier model"
-NOT_RERANKER = "Backend error: model is not a re-ranker model"
-NO_NORMALIZE = "Backend error: `normalize` is not available for SPLADE models"
-NO_EMBED_ALL = "Backend error: `embed_all` is not available for SPLADE models"
 SENTENCES = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
 RANKED = {"query": "a", "texts": ["b"]}
 
@@ -327,15 +329,7 @@ async def test_these_answers_say_no_cost(fleet: Fleet, path: str, body: Any) -> 
 
 @pytest.mark.parametrize(
     ("kind", "path", "body"),
-    [
-        ("embedding", "/embed", {"inputs": TEXT}),
-        ("embedding", "/embed_all", {"inputs": TEXT}),
-        ("embedding", "/similarity", {"inputs": {"source_sentence": TEXT, "sentences": PASSAGES}}),
-        ("embedding", "/v1/embeddings", {"input": TEXT}),
-        ("sparse", "/embed_sparse", {"inputs": TEXT}),
-        ("classifier", "/predict", {"inputs": TEXT}),
-        ("reranker", "/rerank", {"query": QUERY, "texts": PASSAGES}),
-    ],
+    WITH_FLOATS,
 )
 async def test_floats_have_the_fewest_digits_that_are_the_same_32_bits(
     fleet: Fleet, kind: str, path: str, body: Any

@@ -1,0 +1,14 @@
+"""Token ids of one text, for tests of the tokenizer."""
+
+from __future__ import annotations
+
+from teimgr.engine.batch import Encoded
+from teimgr.engine.job import Input
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+
+
+def ids(tokenizer: TextTokenizer, text: Input, reading: TokenizeOptions | None = None) -> list[int]:
+    """The ids as `reading` has them cut, by default from the right."""
+    (result,) = tokenizer.encode([text], reading or TokenizeOptions())
+    assert isinstance(result, Encoded), result
+    return result.ids.tolist()
