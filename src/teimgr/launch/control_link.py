@@ -95,6 +95,15 @@ class ControlLink(FrameProtocol):
         finally:
             del self._calls[id]
 
+    async def drain(self, grace_s: float, *, handover: bool, timeout_s: float) -> None:
+        """Have the worker finish its calls within `grace_s` and exit; with `handover` it leaves its ports first.
+
+        Raises:
+            TeimgrError: as `call`; the worker has not confirmed it.
+        """
+        payload = json.dumps({"grace_s": grace_s, "handover": handover}).encode()
+        await self.call(Method.DRAIN, payload, timeout_s=timeout_s)
+
     def notify(self, method: Method, **values: object) -> bool:
         """Send a request and ignore its reply; False if the link is closed."""
         if self.is_open:

@@ -381,8 +381,7 @@ async def _hand_over(path: Path, grace_s: float) -> bool:
     try:
         link = await ControlLink.open(path, lambda status: None, lambda: None)
         try:
-            payload = json.dumps({"grace_s": grace_s, "handover": True}).encode()
-            await link.call(Method.DRAIN, payload, timeout_s=IDENTITY_LIMIT_S)
+            await link.drain(grace_s, handover=True, timeout_s=IDENTITY_LIMIT_S)
         finally:
             link.close()
     except TeimgrError:

@@ -19,11 +19,10 @@ from starlette.routing import Match
 from teimgr.errors import Broken, Code, Internal, TeimgrError
 from teimgr.rest.schemas import answer
 from teimgr.spec import now_rfc3339
-from teimgr.wire.status import STATUS
+from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1
 VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 _HTTP_CODES = {
@@ -45,7 +44,7 @@ def error_body(code: str, message: str) -> dict[str, str]:
 def error_response(error: TeimgrError) -> Response:
     """A domain error with its HTTP status; temporary ones with Retry-After."""
     status = STATUS[error.code].http
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in TRY_AGAIN else {}
     return _error(status, error.code.name, error.message, headers)
 
 

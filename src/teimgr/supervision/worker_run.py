@@ -193,9 +193,8 @@ class WorkerRun:
         self._tasks.create_task(self._stop(handle, grace_s, sigterm=not drains))
 
     async def _drain(self, link: ControlLink, handle: WorkerHandle, grace_s: float) -> None:
-        payload = json.dumps({"grace_s": grace_s, "handover": self._handover}).encode()
         try:
-            await link.call(Method.DRAIN, payload, timeout_s=_HANDOVER_LIMIT_S)
+            await link.drain(grace_s, handover=self._handover, timeout_s=_HANDOVER_LIMIT_S)
             self._left_ports.set()
         except TeimgrError as error:
             log.warning("no answer to DRAIN", extra={"instance": handle.spec.name, "reason": error.message})
