@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
-from teimgr.config.extra_args import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, parse, shown_args
-from teimgr.errors import InvalidConfig
-from teimgr.spec import WorkerSpec
+from teimgr.config.extra_args import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, check_allowed, parse, shown_args
+from teimgr.config.settings import Settings
+from teimgr.errors import InvalidConfig, ValidationError
+from teimgr.spec import InstanceSpec, WorkerSpec
 
 
 @pytest.mark.clause("M2.4-extra-args")
@@ -106,3 +108,22 @@ def test_a_key_and_origins_are_the_workers() -> None:
 )
 def test_a_key_is_not_shown(flags: list[str], seen: str) -> None:
     assert " ".join(shown_args(flags)) == seen
+
+
+def test_the_settings_decide_what_instances_may_be(tmp_path: Path) -> None:
+    for name in ("models/a", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    coded = InstanceSpec(name="a", model_id="org/m", trust_remote_code=True)
+    flagged = replace(coded, trust_remote_code=False, extra_args=("--trust-remote-code",))
+    inside, outside = (
+        InstanceSpec(name="a", model_id=str(tmp_path / name)) for name in ("models/a", "models/../outside")
+    )
+    for spec in (coded, flagged, inside, outside):
+        check_allowed(spec, Settings(allow_remote_code=True))
+    strict = Settings(allow_pickled_weights=False, local_model_roots=(str(tmp_path / "models"),))
+    for spec in (coded, flagged):
+        with pytest.raises(ValidationError, match="allow_remote_code = true"):
+            check_allowed(spec, strict)
+    with pytest.raises(ValidationError, match="outside of local_model_roots"):
+        check_allowed(outside, strict)
+    check_allowed(inside, strict)

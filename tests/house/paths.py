@@ -1,6 +1,6 @@
 """The files that one real call passes through, counted by tracing every process of a real daemon.
 
-A file counts when one of its functions runs, in any process, in each of three such calls: what runs beside a call, such
+A file counts when one of its functions runs, in any process, in each of four such calls: what runs beside a call, such
 as the exchange of counters between daemon and mux, is not in all. Generated code does not count. For the start of an
 instance only the daemon and the fork server count: what runs in the worker is the loading of its model, and what runs
 in the mux follows after.
@@ -29,7 +29,8 @@ _MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _LIMIT_S = 120.0
 _QUIET_S = 1.0
 EMBED, CREATE, EMBEDDINGS = 1, 2, 3
-_ROUNDS = 3
+# Enough that nothing periodic runs in each: the exchange of counters every 5 s once fell into three windows in a row.
+_ROUNDS = 4
 NAMES = {EMBED: "gRPC Embed", CREATE: "POST /instances to running", EMBEDDINGS: "/v1/embeddings"}
 
 
@@ -73,6 +74,7 @@ def trace(root: Path) -> dict[int, list[str]]:
                         with _open(window, opened):
                             call()
                         found[number].append(_files(folder, opened, whole=number != CREATE))
+                    time.sleep(_QUIET_S * turn / 2)
             finally:
                 daemon.terminate()
         return {number: sorted(set.intersection(*rounds)) for number, rounds in found.items()}

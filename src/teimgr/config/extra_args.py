@@ -1,15 +1,23 @@
-"""Validation of an instance's keys; `extra_args`: flags of TEI's router (1.x), parsed into fields of `WorkerSpec`."""
+"""Validation of an instance's keys, by themselves and by what the settings and the caller's key allow.
+
+`extra_args` are flags of TEI's router (1.x), parsed into fields of `WorkerSpec`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from teimgr import hub
 from teimgr.config.schema import ConfigFault, join
-from teimgr.errors import InvalidConfig, ValidationError
+from teimgr.errors import Forbidden, InvalidConfig, ValidationError
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec, check_name
+
+if TYPE_CHECKING:
+    from teimgr.config.settings import Settings  # which imports this module
 
 REDACTED = "***"
 LENGTH_LIMIT_CHARS = 16 * 1024
@@ -172,3 +180,51 @@ def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
             yield ConfigFault(join(path, name), problem)
     if spec.replicas == "per-gpu" and spec.gpu_id is not None:
         yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
+
+
+def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
+    """Check what the settings allow instances to be.
+
+    Raises:
+        ValidationError: code of the model's repository, or a directory outside of `local_model_roots`.
+    """
+    if runs_remote_code(spec) and not settings.allow_remote_code:
+        raise ValidationError(
+            "trust_remote_code: code of models is off; allow_remote_code = true in the settings allows it"
+        )
+    roots = settings.local_model_roots
+    if roots and _is_local(spec.model_id) and not _is_below(spec.model_id, roots):
+        raise ValidationError(f"model_id: {spec.model_id!r} is outside of local_model_roots ({', '.join(roots)})")
+
+
+def check_restricted(spec: InstanceSpec, settings: Settings) -> None:
+    """Check what a key for some instances only may make of them: its code and files would reach the others'.
+
+    Raises:
+        Forbidden: code of the model's repository, a directory outside of `local_model_roots`, or pickled weights.
+    """
+    if runs_remote_code(spec):
+        raise Forbidden("trust_remote_code needs a key that is for all instances")
+    if _is_local(spec.model_id) and not _is_below(spec.model_id, settings.local_model_roots):
+        raise Forbidden("a model_id that is a directory outside of local_model_roots needs a key for all instances")
+    if not spec.safetensors_only:
+        raise Forbidden("pickled weights (safetensors_only = false) need a key that is for all instances")
+
+
+def runs_remote_code(spec: InstanceSpec) -> bool:
+    return bool(parse(spec.extra_args).get("trust_remote_code", spec.trust_remote_code))
+
+
+def _is_local(model_id: str) -> bool:
+    try:
+        return hub.names_a_path(model_id) or Path(model_id).exists()
+    except OSError:  # a name longer than a file name can be
+        return False
+
+
+def _is_below(model_id: str, roots: Iterable[str]) -> bool:
+    try:
+        path = Path(model_id).expanduser().resolve()  # where links and `..` lead
+        return any(path.is_relative_to(Path(root).expanduser().resolve()) for root in roots)
+    except (OSError, RuntimeError):  # an impossible name, or an unknown user's home
+        return False

@@ -27,7 +27,7 @@ from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.config.settings import Settings
 from teimgr.errors import Cancelled, Internal, ModelNotFound, Overloaded, TeimgrError, TooLarge
 from teimgr.gateway.model_names import ModelNames
-from teimgr.http_messages import HeldResponse, SlowClient, read_body, unless_hung_up
+from teimgr.http_protocol import HeldResponse, SlowClient, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits

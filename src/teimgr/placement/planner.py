@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +14,9 @@ from typing import Any
 
 import pynvml
 
-from teimgr import hub
 from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
-from teimgr.errors import Forbidden, InvalidGpuId, TeimgrError, ValidationError
-from teimgr.observability.memory import cgroup_free_bytes, proc_sizes
+from teimgr.errors import InvalidGpuId, TeimgrError
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -148,6 +147,7 @@ CPU_TOKENS = 16384
 """Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
 _GIB = 2**30
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +233,55 @@ class Planner:
         return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
 
 
+_MEM_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
+# Of version 2 and version 1 of cgroups: below the mount point, the limit, the use, and the key of the cache in it.
+_CGROUP_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 def free_memory_bytes() -> int | None:
     """Memory that new processes may take, of this host or by our cgroup's limit; None where neither is reported."""
-    known = (proc_sizes(".", "meminfo").get("MemAvailable"), cgroup_free_bytes())
+    try:
+        available = _MEM_AVAILABLE.search(_MEMINFO.read_text())
+    except OSError:
+        available = None
+    known = (int(available[1]) * 1024 if available else None, cgroup_free_bytes())
     return min((size for size in known if size is not None), default=None)
+
+
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What the memory limits of this process's cgroup and of those above it leave; None without a limit.
+
+    Cache that the kernel gives up first counts as free. In a container the path may be that of the host, where only
+    the mount point is ours.
+    """
+    try:
+        memberships = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    left = []
+    for _, controllers, path in memberships:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, *files = _CGROUP_FILES[bool(controllers)]
+        group = root / folder / path.lstrip("/")
+        while group.is_relative_to(root / folder):
+            left.append(_free_in(group, *files))
+            group = group.parent
+    return min((each for each in left if each is not None), default=None)
+
+
+def _free_in(group: Path, limit: str, use: str, cache: str) -> int | None:
+    try:
+        most = (group / limit).read_text().strip()
+        if most == "max":
+            return None
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, int(most) - int((group / use).read_text()) + int(stat.get(cache, 0)))
+    except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
+        return None
 
 
 class LoadSlots:
@@ -309,54 +354,6 @@ def worker_spec(
     if not settings.allow_pickled_weights:
         made = replace(made, safetensors_only=True)
     return replace(made, **parse(spec.extra_args))
-
-
-def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
-    """Check what the settings allow instances to be.
-
-    Raises:
-        ValidationError: code of the model's repository, or a directory outside of `local_model_roots`.
-    """
-    if runs_remote_code(spec) and not settings.allow_remote_code:
-        raise ValidationError(
-            "trust_remote_code: code of models is off; allow_remote_code = true in the settings allows it"
-        )
-    roots = settings.local_model_roots
-    if roots and _is_local(spec.model_id) and not _is_below(spec.model_id, roots):
-        raise ValidationError(f"model_id: {spec.model_id!r} is outside of local_model_roots ({', '.join(roots)})")
-
-
-def check_restricted(spec: InstanceSpec, settings: Settings) -> None:
-    """Check what a key for some instances only may make of them: its code and files would reach the others'.
-
-    Raises:
-        Forbidden: code of the model's repository, a directory outside of `local_model_roots`, or pickled weights.
-    """
-    if runs_remote_code(spec):
-        raise Forbidden("trust_remote_code needs a key that is for all instances")
-    if _is_local(spec.model_id) and not _is_below(spec.model_id, settings.local_model_roots):
-        raise Forbidden("a model_id that is a directory outside of local_model_roots needs a key for all instances")
-    if not spec.safetensors_only:
-        raise Forbidden("pickled weights (safetensors_only = false) need a key that is for all instances")
-
-
-def runs_remote_code(spec: InstanceSpec) -> bool:
-    return bool(parse(spec.extra_args).get("trust_remote_code", spec.trust_remote_code))
-
-
-def _is_local(model_id: str) -> bool:
-    try:
-        return hub.names_a_path(model_id) or Path(model_id).exists()
-    except OSError:  # a name longer than a file name can be
-        return False
-
-
-def _is_below(model_id: str, roots: Iterable[str]) -> bool:
-    try:
-        path = Path(model_id).expanduser().resolve()  # where links and `..` lead
-        return any(path.is_relative_to(Path(root).expanduser().resolve()) for root in roots)
-    except (OSError, RuntimeError):  # an impossible name, or an unknown user's home
-        return False
 
 
 def place(

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from teimgr import hub
+from teimgr.config.extra_args import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import Launcher
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, check_allowed, place, usable_cores, worker_spec
+from teimgr.placement.planner import GpuInventory, place, usable_cores, worker_spec
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache, Snapshot
 from teimgr.registry.download import Download

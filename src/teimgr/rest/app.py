@@ -26,7 +26,8 @@ from teimgr.docs_page import HEADERS, page
 from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
 from teimgr.gateway.openapi import describe
-from teimgr.http_server import AsgiApp, HttpProtocol, Listener, serving
+from teimgr.http_protocol import HttpProtocol
+from teimgr.http_server import AsgiApp, Listener, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry

@@ -22,7 +22,7 @@ from teimgr.auth.policy import CALLER, Caller, Policy, PolicyInForce, Right, aut
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.gateway.gateway import paths
-from teimgr.http_messages import foreign_page
+from teimgr.http_protocol import foreign_page
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, Attributes, Telemetry, use_context

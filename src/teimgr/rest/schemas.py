@@ -34,7 +34,7 @@ from teimgr.config.extra_args import shown_args
 from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import TooLarge, ValidationError
-from teimgr.http_messages import is_json, read_limited
+from teimgr.http_protocol import is_json, read_limited
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from teimgr.config.extra_args import check_instance
+from teimgr.config.extra_args import check_allowed, check_instance
 from teimgr.config.settings import Settings
 from teimgr.errors import (
     InstanceExists,
@@ -28,7 +28,6 @@ from teimgr.placement.planner import (
     GpuInventory,
     LoadSlots,
     Planner,
-    check_allowed,
     place,
     usable_cores,
     with_batch_tokens,

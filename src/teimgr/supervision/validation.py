@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr import hub
-from teimgr.config.extra_args import check_instance
+from teimgr.config.extra_args import check_allowed, check_instance
 from teimgr.config.settings import Settings
 from teimgr.errors import (
     InstanceExists,
@@ -22,7 +22,6 @@ from teimgr.errors import (
     PortConflict,
 )
 from teimgr.model_files.reading import read_layout
-from teimgr.placement.planner import check_allowed
 from teimgr.spec import InstanceSpec, WorkerSpec
 
 UNPRIVILEGED_PORT = 1024

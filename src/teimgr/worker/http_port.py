@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, Forbidden, TeimgrError, Unavailable
-from teimgr.http_messages import HeldResponse, SlowClient, foreign_page, read_body, unless_hung_up
+from teimgr.http_protocol import HeldResponse, SlowClient, foreign_page, read_body, unless_hung_up
 from teimgr.observability.request_context import REQUEST_ID, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure

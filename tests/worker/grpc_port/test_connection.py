@@ -16,7 +16,7 @@ from tests.support.h2_peer import LIMIT_S, Peer, connecting, framed, head
 from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
 
-from teimgr import http_server
+from teimgr import http_protocol
 from teimgr.engine.engine import Engine
 from teimgr.http_server import bind, serving
 from teimgr.pb.tei.v1 import tei_pb2
@@ -82,7 +82,7 @@ async def test_pings_of_a_client_that_does_not_read_fill_no_buffer(
 ) -> None:
     monkeypatch.setattr(connection, "_CONTROL_BURST", 10**9)
     monkeypatch.setattr(connection, "_CONTROL_PER_S", 1e9)
-    monkeypatch.setattr(http_server, "STALL_S", 0.5)
+    monkeypatch.setattr(http_protocol, "STALL_S", 0.5)
     held: list[int] = []
     received = connection.Connection.data_received
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
-from teimgr.http_messages import media_type
+from teimgr.http_protocol import media_type
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest

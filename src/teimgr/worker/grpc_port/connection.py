@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 
 from teimgr.byte_budget import ByteBudget
 from teimgr.errors import Unavailable
-from teimgr.http_server import StallGuard
+from teimgr.http_protocol import StallGuard
 from teimgr.worker.grpc_port.rpc_stream import Headers, ReceiveBuffer, RpcStream
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from grpclib.protocol import Stream
 
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unsupported
-from teimgr.http_server import STALL_S
+from teimgr.http_protocol import STALL_S
 from teimgr.observability.request_context import REQUEST_ID, RequestContext
 from teimgr.wire.status import GrpcStatus
 

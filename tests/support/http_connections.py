@@ -1,0 +1,49 @@
+"""Applications and clients of an HTTP server under test."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+
+async def hello(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Echo(asyncio.Protocol):
+    """Stands for HTTP/2: sends back whatever comes."""
+
+    def __init__(self, books: Any) -> None:
+        self._books = books
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._books.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._books.connections.discard(self)
+
+    def shutdown(self) -> None:
+        self._transport.close()
+
+
+async def connected(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*sock.getsockname())
+
+
+async def answered(port: int) -> bool:
+    """Whether a new connection gets an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        return bool(await reader.read())
+    except ConnectionError:
+        return False
+    finally:
+        writer.close()
