@@ -124,7 +124,7 @@ async def mux_paused(world: World) -> None:
 @fault()
 async def nursery_killed(world: World) -> None:
     """Then a worker, which needs a new nursery."""
-    if nursery := world.process("teimgr.launch.nursery"):
+    if nursery := world.process("teimgr-nursery"):
         nursery.kill()
     await _moment(world, 0.1)
     _send(world, await _worker(world), signal.SIGKILL)
@@ -133,7 +133,7 @@ async def nursery_killed(world: World) -> None:
 @fault()
 async def nursery_paused(world: World) -> None:
     """While a worker has to be forked."""
-    if nursery := world.process("teimgr.launch.nursery"):
+    if nursery := world.process("teimgr-nursery"):
         nursery.suspend()
         _send(world, await _worker(world), signal.SIGKILL)
         await asyncio.sleep(world.random.uniform(0.1, 2.0))

@@ -231,10 +231,10 @@ class World:
             return [worker["pid"] for worker in (await client.get(name)).details["workers"] if worker["pid"]]
 
     def process(self, word: str) -> psutil.Process | None:
-        """The daemon's process with this word on its command line."""
+        """The daemon's process with this word in its name or on its command line."""
         for process in self.daemon.processes():
             try:
-                if any(word in part for part in process.cmdline()):
+                if word == process.name() or any(word in part for part in process.cmdline()):
                     return process
             except psutil.Error:
                 continue

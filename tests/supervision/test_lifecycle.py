@@ -21,6 +21,7 @@ from teimgr.supervision.lifecycle import (
     Event,
     Exited,
     FailureCause,
+    Health,
     LoadBegan,
     Observation,
     Phase,
@@ -34,6 +35,7 @@ from teimgr.supervision.lifecycle import (
     WorkerFailed,
     WorkerReady,
     explain,
+    is_routable,
 )
 
 POLICY = RestartPolicy(
@@ -286,6 +288,27 @@ def test_one_good_probe_clears_the_count() -> None:
     assert (life.phase, life.probe_failures) == (Phase.RUNNING, 1)
 
 
+def test_a_missed_probe_raises_a_doubt_and_a_second_or_a_failed_self_test_confirms_it() -> None:
+    missed = ProbeFailed("late", missed=True)
+
+    assert after(missed, life=RUNNING)[0].health is Health.DOUBTFUL
+    assert after(missed, missed, life=RUNNING)[0].health is Health.BAD
+    assert after(ProbeFailed("NaN"), life=RUNNING)[0].health is Health.BAD
+    assert after(missed, ProbeFailed("NaN"), life=RUNNING)[0].health is Health.BAD
+    assert after(ProbeFailed("NaN"), missed, life=RUNNING)[0].health is Health.BAD
+    assert after(missed, ProbeOk(), missed, life=RUNNING)[0].health is Health.DOUBTFUL
+
+
+def test_a_doubtful_worker_gets_calls_only_where_no_sibling_is_in_good_health() -> None:
+    good, doubtful, bad = Health
+
+    assert is_routable(good, [good, bad])
+    assert not is_routable(doubtful, [doubtful, good, bad])
+    assert is_routable(doubtful, [doubtful, doubtful, bad])
+    assert is_routable(doubtful, [doubtful])
+    assert not is_routable(bad, [bad])
+
+
 @pytest.mark.clause("M5.4-zero")
 def test_zero_allowed_failures_means_that_probes_never_restart() -> None:
     life, _ = after(Command.START, WorkerReady(), life=ReplicaState(policy=RestartPolicy(max_probe_failures=0)))
@@ -317,6 +340,7 @@ _OBSERVATIONS: st.SearchStrategy[Event] = st.sampled_from(
         WorkerDraining(),
         ProbeOk(),
         ProbeFailed("x"),
+        ProbeFailed("x", missed=True),
         KILLED,
         HOPELESS,
         Exited(Exit(None)),

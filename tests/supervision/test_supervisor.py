@@ -34,7 +34,7 @@ from teimgr.launch.control_link import identify
 from teimgr.launch.process_handle import look_up
 from teimgr.observability.exposition import text
 from teimgr.routing.router import Router
-from teimgr.spec import InstanceSpec, State
+from teimgr.spec import InstanceSpec, State, WorkerEndpoint
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
 
@@ -297,7 +297,7 @@ async def test_probes_that_recover_in_time_change_nothing(fleet: Fleet) -> None:
     assert (view.pid, view.health_check_failures) == (pid, 0)
 
 
-async def test_a_worker_is_out_of_the_routes_from_its_first_failed_probe_to_the_next_good_one(fleet: Fleet) -> None:
+async def test_a_worker_whose_self_test_fails_is_out_of_the_routes_until_the_next_good_probe(fleet: Fleet) -> None:
     await fleet.create("fail-probes=1")
     (endpoint,) = (await fleet.until(lambda entry: bool(entry.endpoints))).endpoints
 
@@ -305,6 +305,34 @@ async def test_a_worker_is_out_of_the_routes_from_its_first_failed_probe_to_the_
     assert (entry.state, fleet.manager.get("a").health_check_failures) == (State.RUNNING, 1)
     assert (await fleet.until(lambda entry: bool(entry.endpoints))).endpoints == (endpoint,)
     assert fleet.manager.get("a").restarts == 0
+
+
+async def test_a_missed_probe_ends_the_routes_to_a_worker_that_has_a_healthy_sibling(fleet: Fleet) -> None:
+    await fleet.create("first-only,hang-probes=1", replicas=2)
+    both = (await fleet.until(lambda entry: len(entry.endpoints) == 2)).endpoints
+
+    (sibling,) = (await fleet.until(lambda entry: len(entry.endpoints) < 2)).endpoints
+    assert sibling in both
+    assert fleet.manager.get("a").health_check_failures == 1
+    assert (await fleet.until(lambda entry: len(entry.endpoints) == 2)).endpoints == both
+
+
+@pytest.mark.parametrize(("missed", "is_lost"), [(1, False), (2, True)])
+async def test_the_only_worker_stays_in_the_routes_until_the_second_missed_probe_in_a_row(
+    fleet: Fleet, missed: int, is_lost: bool
+) -> None:
+    await fleet.create(f"hang-probes={missed}")
+    (endpoint,) = (await fleet.until(lambda entry: bool(entry.endpoints))).endpoints
+    seen: list[tuple[WorkerEndpoint, ...]] = [(endpoint,)]
+    fleet.directory.subscribe(lambda name, entry: seen.append(entry.endpoints if entry else ()))
+
+    await eventually(lambda: fleet.manager.get("a").last_health_check)
+
+    assert set(seen) == ({(endpoint,), ()} if is_lost else {(endpoint,)})
+    assert seen[-1] == (endpoint,)
+    view = fleet.manager.get("a")
+    assert (view.restarts, view.health_check_failures) == (0, 0)
+    assert f'health_check_failures_total{{instance="a"}} {missed}' in text(await fleet.metrics.page())
 
 
 @pytest.mark.clause("M5.4-restart")
@@ -330,7 +358,7 @@ async def test_a_stopped_worker_is_replaced_within_seconds_and_its_callers_are_t
         told = clock()
 
     await fleet.running(not_pid=view.pid)
-    assert unrouted - stopped < 1 + 2.5  # the interval of the probes, and the limit of one
+    assert unrouted - stopped < 1 + 4  # the interval of the probes, and the limit of two
     assert told - stopped < 1 + 5
     await router.close()
 

@@ -28,7 +28,7 @@ from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
-from teimgr.errors import InferenceFailed, ModelLoadFailed, Unavailable
+from teimgr.errors import DeadlineExceeded, InferenceFailed, ModelLoadFailed, Unavailable
 from teimgr.spec import Kind, LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
@@ -102,7 +102,7 @@ class Engine:
             thread.start()
         try:
             engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
-        except Unavailable as error:
+        except (Unavailable, DeadlineExceeded) as error:
             engine.close(grace_s=0.0)
             raise ModelLoadFailed(engine._fault or error.message) from error
         return engine
@@ -143,7 +143,8 @@ class Engine:
         """Verify the model's results: a batch finished just now, or a fixed input gives the same result as at load.
 
         Raises:
-            Unavailable: no answer in time, another answer than at load, or a fault was seen before.
+            DeadlineExceeded: no answer in time.
+            Unavailable: another answer than at load, or a fault was seen before.
         """
         recent = time.monotonic() - self._finisher.finished_at < _RECENT_BATCH_S
         if self._fault is None and self._doubt is None and recent:
@@ -267,7 +268,9 @@ class Engine:
         self._intake.put(test, self._prompts.tokenize_options(test.options), bounded=False)
         if not test.done.wait(timeout_s):
             test.cancel()
-            raise Unavailable(self._fault or f"the device gave no answer within {timeout_s:g} s")
+            if self._fault is not None:
+                raise Unavailable(self._fault)
+            raise DeadlineExceeded(f"the device gave no answer within {timeout_s:g} s")
         if 0 in test.errors:
             raise Unavailable(test.errors[0].message)
         return test

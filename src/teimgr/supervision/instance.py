@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -26,8 +26,18 @@ from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFa
 from teimgr.launch.launcher import Adopted
 from teimgr.observability import catalogue
 from teimgr.observability.memory import resident_bytes_of
-from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, RouteEntry, State, UpdateView, now_rfc3339
-from teimgr.supervision.lifecycle import Command
+from teimgr.spec import (
+    Change,
+    Incident,
+    InstanceSpec,
+    InstanceView,
+    RouteEntry,
+    State,
+    UpdateView,
+    WorkerEndpoint,
+    now_rfc3339,
+)
+from teimgr.supervision.lifecycle import Command, is_routable
 from teimgr.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
 
@@ -448,6 +458,14 @@ class ManagedInstance:
             state=self.state,
             reason=next((each.reason for each in serving if each.reason), None),
             dimension=model.dimension if model else 0,
-            endpoints=tuple(each.endpoint for each in serving if each.endpoint is not None),
+            endpoints=tuple(self._endpoints()),
         )
         self._context.directory.publish(entry)
+
+    def _endpoints(self) -> Iterator[WorkerEndpoint]:
+        """The addresses of the replicas that get calls."""
+        running = [(each, each.health) for each in self._serving if each.health is not None]
+        healths = [health for _, health in running]
+        for each, health in running:
+            if each.endpoint is not None and is_routable(health, healths):
+                yield each.endpoint

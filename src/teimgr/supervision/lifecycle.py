@@ -4,15 +4,16 @@
 out, which the supervisor carries out. It is independent of other replicas.
 
 `TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises; an observation at `-` concerns a worker
-that has ended, and changes nothing. What the data plane sees follows from the phase (an endpoint in RUNNING only), so
-no effect exists for it.
+that has ended, and changes nothing. What the data plane sees follows from phase and health (`is_routable`), so no
+effect exists for it.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import assert_never
 
 from teimgr.errors import Code
@@ -88,9 +89,10 @@ class ProbeOk:
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """A health probe failed or timed out."""
+    """A health probe failed; `missed`: without an answer, as of a worker that hangs or of a machine that is loaded."""
 
     reason: str
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,23 @@ class Phase(Enum):
         return self.value if isinstance(self.value, State) else self.value[0]
 
 
+class Health(IntEnum):
+    """What the last probes of a running worker showed."""
+
+    GOOD = 0
+    DOUBTFUL = 1  # one probe was missed
+    BAD = 2  # several in a row were, or the worker answered that its self-test failed
+
+
+def is_routable(health: Health, siblings: Iterable[Health]) -> bool:
+    """Whether a worker gets calls beside the running `siblings` of its instance.
+
+    At its first missed probe it leaves the routes to those in good health. Where there are none it stays: one late
+    answer on a loaded machine is more likely than a worker that hangs, and without routes every call fails.
+    """
+    return health is Health.GOOD or (health is Health.DOUBTFUL and Health.GOOD not in siblings)
+
+
 class CommandRefused(Exception):
     """The command is not allowed in this phase; nothing has changed."""
 
@@ -220,6 +239,7 @@ class ReplicaState:
     restarts: int = 0
     streak: int = 0
     probe_failures: int = 0
+    health: Health = Health.GOOD
     ready_at: float | None = None
     wake_at: float | None = None
 
@@ -273,9 +293,9 @@ class ReplicaState:
             case WorkerDraining():
                 return self._draining()
             case ProbeOk():
-                return replace(self._ready(now), probe_failures=0), []
-            case ProbeFailed(reason):
-                return self._probe_failed(reason)
+                return self._ready(now)._without_probe_failures(), []
+            case ProbeFailed(reason, missed):
+                return self._probe_failed(reason, missed)
             case Exited(exit, jitter):
                 return self._exited(exit, jitter, now)
             case Tick():
@@ -285,7 +305,8 @@ class ReplicaState:
 
     def _loading(self, now: float) -> ReplicaState:
         deadline = now + self.policy.startup_timeout_s
-        return replace(self, phase=Phase.STARTING, failure=None, ready_at=None, probe_failures=0, wake_at=deadline)
+        loading = replace(self, phase=Phase.STARTING, failure=None, ready_at=None, wake_at=deadline)
+        return loading._without_probe_failures()
 
     def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
         waiting = replace(self._loading(now), wake_at=None)  # for its load slot, without a limit
@@ -341,10 +362,14 @@ class ReplicaState:
             return self
         return replace(self, wake_at=now + self.policy.startup_timeout_s)
 
-    def _probe_failed(self, reason: str) -> tuple[ReplicaState, list[Effect]]:
+    def _without_probe_failures(self) -> ReplicaState:
+        return replace(self, probe_failures=0, health=Health.GOOD)
+
+    def _probe_failed(self, reason: str, missed: bool) -> tuple[ReplicaState, list[Effect]]:
         if self.phase is not Phase.RUNNING:
             return self, []
-        life = replace(self, probe_failures=self.probe_failures + 1)
+        health = Health.DOUBTFUL if missed and not self.probe_failures else Health.BAD
+        life = replace(self, probe_failures=self.probe_failures + 1, health=health)
         if not 0 < self.policy.max_probe_failures <= life.probe_failures:
             return life, []
         failure = FailureCause(f"{life.probe_failures} health probes in a row failed: {reason}")
@@ -357,7 +382,7 @@ class ReplicaState:
         if self.phase is Phase.REPLACING and self.failure is None:
             return self._launch(now, again=True)
         failure = self.failure or explain(exit)
-        ended = replace(self, failure=None, reason=failure.message, wake_at=None, probe_failures=0)
+        ended = replace(self, failure=None, reason=failure.message, wake_at=None)._without_probe_failures()
         if failure.may_pass:
             streak = self.streak + 1
             return replace(ended, phase=Phase.FAILED, streak=streak, wake_at=now + LATER.delay_s(streak, jitter)), []

@@ -32,6 +32,7 @@ from teimgr.supervision.lifecycle import (
     Effect,
     Event,
     Exited,
+    Health,
     Observation,
     Phase,
     ProbeFailed,
@@ -202,10 +203,15 @@ class Supervisor:
         return self._threads if self._worker and self._worker.handle else None
 
     @property
+    def health(self) -> Health | None:
+        """That of the present worker, while it runs."""
+        return self._life.health if self._life.phase is Phase.RUNNING else None
+
+    @property
     def endpoint(self) -> WorkerEndpoint | None:
-        """The present worker's address, while it runs and its last health probe did not fail."""
+        """The present worker's address, while it runs."""
         handle = self._worker.handle if self._worker else None
-        if handle is None or self._life.phase is not Phase.RUNNING or self._life.probe_failures:
+        if handle is None or self._life.phase is not Phase.RUNNING:
             return None
         return WorkerEndpoint(str(handle.socket), handle.incarnation)
 

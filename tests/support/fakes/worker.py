@@ -33,6 +33,7 @@ _FLAGS = {
     "hang-probe": "never answer a PROBE",
     "fail-probe": "answer each PROBE with an error",
     "fail-probes": "answer so many PROBEs with an error, then well",
+    "hang-probes": "never answer so many PROBEs, then well",
     "hang-embed": "never answer an EMBED",
     "busy": "count a batch at every STATS",
     "drain-itself": "say draining after saying ready, then exit 0",
@@ -219,7 +220,7 @@ class Link(FrameProtocol):
     def probe(self, header: Header) -> None:
         flags = self.worker.flags
         self.worker.probes += 1
-        if "hang-probe" in flags:
+        if "hang-probe" in flags or self.worker.probes <= int(flags.get("hang-probes", 0)):
             return
         if "fail-probe" in flags or self.worker.probes <= int(flags.get("fail-probes", 0)):
             error = Unavailable("the engine does not answer")
