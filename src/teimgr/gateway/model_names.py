@@ -40,7 +40,7 @@ class ModelNames:
                 raise AmbiguousInstance(f"Say which model: {error.message}") from None
         self.check(model)
         target = self._resolved(model)
-        if target in self._instances():
+        if self._router.find(target) is not None:
             return self._router.lease(Target(instance_name=target))
         try:
             return self._router.lease(Target(model_id=target))
@@ -76,16 +76,16 @@ class ModelNames:
     def model_id(self, model: str) -> str | None:
         """The id of the model behind a name; None for an unknown name."""
         target = self._resolved(model)
-        return next(
-            (each.model_id for each in self._router.snapshot.entries if target in (each.name, each.model_id)), None
-        )
+        if (entry := self._router.find(target)) is not None:
+            return entry.model_id
+        return next((target for each in self._router.snapshot.entries if each.model_id == target), None)
 
     def card(self, name: str, created: int) -> dict[str, Any]:
         """OpenAI's model object; `root` is the id of the model behind the name, as in vLLM's."""
         return {"id": name, "object": "model", "created": created, "owned_by": "teimgr", "root": self.model_id(name)}
 
     def _resolved(self, model: str) -> str:
-        return model if model in self._instances() else self._aliases().get(model, model)
+        return model if self._router.find(model) is not None else self._aliases().get(model, model)
 
     def _instances(self) -> list[str]:
         return [entry.name for entry in self._router.snapshot.entries]

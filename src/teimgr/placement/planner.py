@@ -7,52 +7,18 @@ import os
 import re
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import pynvml
 
 from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
+from teimgr.placement.gpus import Gpu, Inventory, only_visible, read_nvml
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
 _FAILURE_AGE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One card. Values that the driver does not report are None, free memory 0.
-
-    `memory_of` is the memory of each process in bytes, by pid; empty where it is not reported, as inside containers.
-    """
-
-    index: int
-    uuid: str
-    memory_free_bytes: int
-    name: str = ""
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    utilization: float | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-    compute_capability: tuple[int, int] | None = None
-    memory_of: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """The cards that workers may use; `reason` is why there are none."""
-
-    gpus: tuple[Gpu, ...] = ()
-    reason: str = ""
-
-    @property
-    def indexes(self) -> list[int]:
-        return [gpu.index for gpu in self.gpus]
 
 
 class GpuInventory:
@@ -74,72 +40,6 @@ class GpuInventory:
         return self._known
 
 
-def read_nvml() -> Inventory:
-    """All cards of the host, regardless of CUDA_VISIBLE_DEVICES."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return Inventory(reason=f"no NVIDIA driver: {error}")
-    try:
-        return _inventory(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
-    except pynvml.NVMLError as error:
-        return Inventory(reason=f"NVML failed: {error}")
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
-    """The cards in `visible`, the daemon's CUDA_VISIBLE_DEVICES, by index or by the start of their UUID."""
-    if visible is None or not inventory.gpus:
-        return inventory
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    shown = [gpu for gpu in inventory.gpus if any(_is_named(gpu, name) for name in names)]
-    return _inventory(shown, f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the {len(inventory.gpus)} cards")
-
-
-def _inventory(gpus: Iterable[Gpu], reason_for_none: str = "the driver lists no card") -> Inventory:
-    found = tuple(gpus)
-    return Inventory(found, "" if found else reason_for_none)
-
-
-def _is_named(gpu: Gpu, name: str) -> bool:
-    return gpu.index == int(name) if name.isdecimal() else gpu.uuid.startswith(name)
-
-
-def _card(index: int) -> Gpu:
-    device = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _supported(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
-    load = _supported(lambda: pynvml.nvmlDeviceGetUtilizationRates(device))
-    power_mw = _supported(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
-    capability = _supported(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(device))
-    processes = _supported(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(device))
-    return Gpu(
-        index,
-        _text(pynvml.nvmlDeviceGetUUID(device)),
-        int(memory.free) if memory else 0,
-        name=_text(_supported(lambda: pynvml.nvmlDeviceGetName(device)) or ""),
-        memory_total_bytes=int(memory.total) if memory else None,
-        memory_used_bytes=int(memory.used) if memory else None,
-        utilization=load.gpu / 100 if load else None,
-        temperature_c=_supported(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
-        power_w=None if power_mw is None else power_mw / 1000,
-        compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
-        memory_of={each.pid: int(each.usedGpuMemory) for each in processes or () if each.usedGpuMemory is not None},
-    )
-
-
-def _supported(query: Callable[[], Any]) -> Any:
-    """The result of an NVML query; None where it is not supported, as under MIG or with unified memory."""
-    try:
-        return query()
-    except pynvml.NVMLError:
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
 LOADING_BYTES = 2 << 30
 """The memory that a loading worker is assumed to need, on a card as NVML does not show it yet."""
 _LOADS_PER_CARD = 4  # more only compete for the disk and the bus
@@ -154,13 +54,36 @@ _MEMINFO = Path("/proc/meminfo")
 class Others:
     """The workers beside which a new one is placed.
 
-    `alive` has the spec of each worker that shares the cores, the new one included. `loading` counts, by GPU UUID, the
+    `alive` is the number of workers that share the cores, the new one included. `loading` counts, by GPU UUID, the
     workers whose memory NVML cannot show yet, `beside` the other replicas of the instance.
     """
 
-    alive: Sequence[InstanceSpec]
+    alive: int
     loading: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)
+
+
+class FleetCounts:
+    """The number of live workers, and by GPU UUID that of those that load; `set` is called when an instance changes."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+        self.loading: Counter[str] = Counter()
+        self._instances: dict[str, tuple[int, Counter[str]]] = {}  # those with live workers
+
+    @property
+    def instances(self) -> KeysView[str]:
+        """The names of those with live workers."""
+        return self._instances.keys()
+
+    def set(self, name: str, alive: int, loading: Counter[str]) -> None:
+        """Count the workers of an instance anew."""
+        before, were_loading = self._instances.pop(name, (0, Counter[str]()))
+        self.alive += alive - before
+        self.loading.update(loading)
+        self.loading.subtract(were_loading)
+        if alive:
+            self._instances[name] = alive, loading
 
 
 class Planner:
@@ -187,7 +110,7 @@ class Planner:
             InvalidConfig: an extra argument cannot be parsed.
         """
         gpu = place(spec, self.inventory, others.loading, others.beside)
-        threads = spec.threads or self.share(len(others.alive))
+        threads = spec.threads or self.share(others.alive)
         return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica)
 
     def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:

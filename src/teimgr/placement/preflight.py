@@ -10,7 +10,8 @@ from typing import Literal
 from teimgr.errors import InvalidConfig
 from teimgr.launch.nursery import TorchBuild
 from teimgr.launch.process_handle import LaunchFailed
-from teimgr.placement.planner import Gpu, GpuInventory
+from teimgr.placement.gpus import Gpu
+from teimgr.placement.planner import GpuInventory
 
 log = logging.getLogger(__name__)
 

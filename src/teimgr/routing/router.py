@@ -119,6 +119,9 @@ class RouterView(Protocol):
     def snapshot(self) -> RoutingSnapshot:
         """The visible instances."""
 
+    def find(self, name: str) -> RouteEntry | None:
+        """A visible instance by its name."""
+
     def lease(self, target: Target) -> Lease:
         """As `Router.lease`."""
 
@@ -202,6 +205,10 @@ class Router:
         if self._snapshot is None:
             self._snapshot = RoutingSnapshot(tuple(instance.entry for instance in self._by_name.values()))
         return self._snapshot
+
+    def find(self, name: str) -> RouteEntry | None:
+        instance = self._by_name.get(name)
+        return instance.entry if instance else None
 
     def lease(self, target: Target, covers: Callable[[str], bool] = lambda name: True) -> Lease:
         """Lease the replica with the fewest bytes under way, among those that the target allows.
@@ -295,6 +302,9 @@ class _RestrictedRouter:
     def snapshot(self) -> RoutingSnapshot:
         entries = self._router.snapshot.entries
         return RoutingSnapshot(tuple(entry for entry in entries if self._caller.covers(entry.name)))
+
+    def find(self, name: str) -> RouteEntry | None:
+        return self._router.find(name) if self._caller.covers(name) else None
 
     def lease(self, target: Target) -> Lease:
         """As `Router.lease`.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -166,6 +167,11 @@ class ManagedInstance:
     def alive_count(self) -> int:
         """The number of workers that exist or are being started."""
         return sum(each.state in (State.STARTING, State.RUNNING) for each in self.workers)
+
+    @property
+    def loading(self) -> Counter[str]:
+        """The workers that are being started, by the UUID of the card that they are placed on."""
+        return Counter(each.gpu for each in self.workers if each.gpu is not None and each.state is State.STARTING)
 
     def set_threads(self, share: int) -> None:
         """Set the CPU threads of each worker: the key `threads`, else the fair share."""
@@ -364,6 +370,10 @@ class ManagedInstance:
             await asyncio.wait({self._update_task})
 
     # Supervisors
+
+    def siblings_of(self, supervisor: Supervisor) -> list[Supervisor]:
+        """The other replicas with the same part in an update."""
+        return [each for each in self._with_role(supervisor.role) if each is not supervisor]
 
     @property
     def _serving(self) -> list[Supervisor]:

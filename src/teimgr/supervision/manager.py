@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +25,7 @@ from teimgr.launch.launcher import Launcher, WorkerHandle
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import (
+    FleetCounts,
     GpuInventory,
     LoadSlots,
     Planner,
@@ -39,7 +40,7 @@ from teimgr.supervision.crash_reports import CrashReports
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, WantedState
-from teimgr.supervision.supervisor import Supervisor, SupervisorContext
+from teimgr.supervision.supervisor import SupervisorContext
 from teimgr.supervision.validation import InstanceValidator, check_model
 from teimgr.supervision.worker_run import ProbePlan
 
@@ -84,8 +85,7 @@ class Manager:
         self._instances: dict[str, ManagedInstance] = {}
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self._is_restored = False
-        self._alive: dict[str, int] = {}  # live workers by instance
-        self._alive_total = 0
+        self._counts = FleetCounts()
         self._share = self._planner.share(0)
         self._adopting: set[asyncio.Task[None]] = set()
         self._is_shutting_down = False
@@ -104,7 +104,7 @@ class Manager:
             probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
             grace_s=settings.graceful_shutdown_timeout_secs,
             slots=LoadSlots(self._planner.load_limit),
-            fleet=self._workers,
+            fleet=self._counts,
             save_spec=self._state.save_spec,
             routes_confirmed=lambda: self.routes_confirmed(),
             on_instance_changed=self._on_instance_changed,
@@ -354,8 +354,7 @@ class Manager:
                 del self._instances[name]
                 instance.forget()
                 self.on_view_changed(name, None)
-                self._set_alive(name, 0)
-                del self._alive[name]
+                self._count(name, 0, Counter())
         self._metrics.count(catalogue.DELETED, name)
         return view
 
@@ -409,24 +408,20 @@ class Manager:
         except KeyError:
             raise InstanceNotFound(name) from None
 
-    def _workers(self) -> Sequence[Supervisor]:
-        return [worker for instance in self._instances.values() for worker in instance.workers]
-
     def _on_instance_changed(self, name: str) -> None:
-        """The cost does not depend on the number of instances, unless the share of the cores changes."""
+        """Note the view and the number of workers; the cost does not depend on the number of instances."""
         instance = self._instances.get(name)
         if instance is None:
             return
         self.on_view_changed(name, instance.view())
-        if self._set_alive(name, instance.alive_count):
-            for each in self._instances.values():
-                each.set_threads(self._share)
-        elif instance.alive_count:
-            instance.set_threads(self._share)
+        self._count(name, instance.alive_count, instance.loading)
 
-    def _set_alive(self, name: str, count: int) -> bool:
-        """Take the number of live workers of an instance; whether the share of the cores is another one now."""
-        self._alive_total += count - self._alive.pop(name, 0)
-        self._alive[name] = count
-        before, self._share = self._share, self._planner.share(self._alive_total)
-        return before != self._share
+    def _count(self, name: str, alive: int, loading: Counter[str]) -> None:
+        """Count the live workers of an instance, and inform the workers whose share of the cores is another one now.
+
+        More workers than cores have one core each, so that at most as many as there are cores are ever informed.
+        """
+        self._counts.set(name, alive, loading)
+        before, self._share = self._share, self._planner.share(self._counts.alive)
+        for each in (*self._counts.instances,) if before != self._share else (name,) if alive else ():
+            self._instances[each].set_threads(self._share)

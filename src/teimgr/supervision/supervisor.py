@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,7 +22,7 @@ from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.launch.process_handle import Exit
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import LoadSlots, Others, Planner
+from teimgr.placement.planner import FleetCounts, LoadSlots, Others, Planner
 from teimgr.routing.router import Directory
 from teimgr.spec import Incident, InstanceSpec, LoadedModel, State, WorkerEndpoint, WorkerSpec, WorkerView, rfc3339
 from teimgr.supervision.crash_reports import Crash, CrashReports, report_name
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 class SupervisorContext:
     """What all instances and supervisors share. `grace_s` is how long a stopped worker may finish its calls.
 
-    `fleet` lists the supervisors of all instances. `save_spec` writes the wanted state with this spec of its instance
+    `fleet` counts the workers of all instances. `save_spec` writes the wanted state with this spec of its instance
     to disk, or raises `StateNotSaved`. `routes_confirmed` returns when every mux routes by the directory as it is now.
     `on_instance_changed` is called after every change of an instance's state.
     `history` gives the last events of an instance.
@@ -70,7 +70,7 @@ class SupervisorContext:
     probes: ProbePlan
     grace_s: float
     slots: LoadSlots
-    fleet: Callable[[], Sequence[Supervisor]]
+    fleet: FleetCounts
     save_spec: Callable[[InstanceSpec], Awaitable[None]]
     routes_confirmed: Callable[[], Awaitable[None]]
     on_instance_changed: Callable[[str], None]
@@ -81,8 +81,11 @@ class SupervisorContext:
 class Owner(Protocol):
     """The instance of a supervisor; it is called in the event loop."""
 
+    def siblings_of(self, supervisor: Supervisor) -> Sequence[Supervisor]:
+        """The other replicas with the same part in an update."""
+
     def on_state_changed(self) -> None:
-        """After every change of state."""
+        """After every change of the state or the card of a worker."""
 
     def on_incident(self, incident: Incident) -> None:
         """A worker has crashed."""
@@ -371,15 +374,15 @@ class Supervisor:
         """Place the next worker beside those of the whole fleet, and wait for a load slot of its device."""
         planner = self._context.planner
         await planner.refresh()
-        workers = self._context.fleet()
-        siblings = [each for each in workers if each.spec.name == self.spec.name and each.role == self.role]
-        others = Others(
-            alive=alive_specs(workers),
-            loading=_count(each.gpu for each in workers if each.state is State.STARTING and each is not self),
-            beside=_count(each.gpu for each in siblings if each is not self),
-        )
-        spec = planner.plan(self.spec, self.number, others)
-        self.gpu = spec.gpu
+        fleet = self._context.fleet
+        loading = fleet.loading.copy()
+        if self.gpu is not None and self.state is State.STARTING:
+            loading[self.gpu] -= 1  # itself, on the card of its last start
+        beside = Counter(each.gpu for each in self._owner.siblings_of(self) if each.gpu is not None)
+        spec = planner.plan(self.spec, self.number, Others(fleet.alive, loading, beside))
+        if self.gpu != spec.gpu:
+            self.gpu = spec.gpu
+            self._owner.on_state_changed()
         await self._context.slots.take(spec.gpu)
         self._give_back = partial(self._context.slots.give_back, spec.gpu)
         return spec
@@ -416,12 +419,3 @@ class Supervisor:
     def _policy(self) -> RestartPolicy:
         timeout_s = self.spec.startup_timeout_secs or self._context.policy.startup_timeout_s
         return replace(self._context.policy, startup_timeout_s=timeout_s)
-
-
-def alive_specs(workers: Iterable[Supervisor]) -> list[InstanceSpec]:
-    """The spec of each worker that exists or is being started."""
-    return [each.spec for each in workers if each.state in (State.STARTING, State.RUNNING)]
-
-
-def _count(gpus: Iterable[str | None]) -> Counter[str]:
-    return Counter(gpu for gpu in gpus if gpu is not None)
