@@ -123,10 +123,20 @@ async def mux_paused(world: World) -> None:
 
 @fault()
 async def nursery_killed(world: World) -> None:
-    """Then a worker, which needs a new nursery."""
+    """Then a worker, which its standby has to fork."""
     if nursery := world.process("teimgr-nursery"):
         nursery.kill()
     await _moment(world, 0.1)
+    _send(world, await _worker(world), signal.SIGKILL)
+
+
+@fault()
+async def nursery_and_standby_killed(world: World) -> None:
+    """Then a worker, which needs a new nursery."""
+    for name in ("teimgr-nursery", "teimgr-standby"):
+        if process := world.process(name):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     _send(world, await _worker(world), signal.SIGKILL)
 
 

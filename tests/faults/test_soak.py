@@ -8,12 +8,13 @@ import pytest
 
 from tests.faults import soak
 
-# Without those that wait for a new nursery, which imports torch for seconds.
+# Without those that wait for a new nursery, which imports torch for seconds; a standby does not.
 KINDS = (
     "worker_killed",
     "worker_terminated",
     "worker_paused",
     "mux_killed",
+    "nursery_killed",
     "created_and_deleted",
     "model_switched",
     "worker_killed_in_a_switch",

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -85,11 +87,13 @@ async def test_a_nursery_that_dies_and_cannot_be_replaced_fails_the_launch(folde
     launcher = local_launcher(folder)
     await launcher.start()
     await launcher.nursery.ready()
-    log, pid = folder / "run" / "nursery.log", launcher.nursery.pid
-    assert pid is not None
+    await eventually(lambda: launcher.nursery.standby_pid)
+    log, pids = folder / "run" / "nursery.log", (launcher.nursery.pid, launcher.nursery.standby_pid)
     log.unlink()
     log.mkdir()
-    os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
     await eventually(lambda: launcher.nursery.pid is None)
 
     with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
@@ -158,10 +162,8 @@ async def test_a_stopped_nursery_does_not_keep_the_daemon_from_ending(launcher: 
     assert left_over(folder) == set()
 
 
-async def test_a_request_in_the_queue_of_a_stalled_nursery_dies_with_its_daemon(folder: Path) -> None:
-    """The next daemon may have ended its adoption before the nursery runs again."""
-    run = folder / "run"
-    run.mkdir(mode=0o700)
+async def bare_nursery(folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A nursery that is ready, and its control socket, as its daemon has them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     options = [str(theirs.fileno()), "--entry", "tests.support.fakes.worker:main", "--preload", ""]
     with theirs, (folder / "log").open("wb") as output:
@@ -170,6 +172,14 @@ async def test_a_request_in_the_queue_of_a_stalled_nursery_dies_with_its_daemon(
             subprocess.Popen, command, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
         )
     assert b"threads" in await asyncio.to_thread(ours.recv, 1 << 16)
+    return nursery, ours
+
+
+async def test_a_request_in_the_queue_of_a_stalled_nursery_dies_with_its_daemon(folder: Path) -> None:
+    """The next daemon may have ended its adoption before the nursery runs again."""
+    run = folder / "run"
+    run.mkdir(mode=0o700)
+    nursery, ours = await bare_nursery(folder)
     nursery.send_signal(signal.SIGSTOP)
     request = {"id": 1, "incarnation": "0123456789ab", "run_dir": str(run), "spec": spec().to_json(), "ports": []}
     with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as output:
@@ -216,6 +226,7 @@ async def test_a_nursery_with_several_threads_starts_its_workers_afresh(folder: 
     await launcher.start()
 
     handle = await launcher.launch(spec(api_key="a-secret-key"))
+    assert launcher.nursery.standby_pid is None, "its workers would import again as well"
     status = await identify(handle.socket, LIMIT_S)
 
     assert status is not None
@@ -225,3 +236,166 @@ async def test_a_nursery_with_several_threads_starts_its_workers_afresh(folder: 
     assert b"a-secret-key" not in command + Path(f"/proc/{handle.pid}/environ").read_bytes()
     await handle.stop(0)
     await launcher.close()
+
+
+# The standby
+
+
+class Counted:
+    """A launcher whose nursery counts its imports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.launcher = local_launcher(folder, preload=("tests.support.fakes.counted",))
+        self._count = folder / "count"
+
+    @property
+    def imports(self) -> int:
+        return len(self._count.read_text().splitlines())
+
+    async def standby(self, *, other_than: int | None = None) -> int:
+        """The pid of the standby."""
+        await eventually(lambda: self.launcher.nursery.standby_pid not in (None, other_than))
+        assert self.launcher.nursery.standby_pid is not None
+        return self.launcher.nursery.standby_pid
+
+    def kill(self, *pids: int | None) -> None:
+        for pid in pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+    async def works(self) -> None:
+        """A worker can be forked, and its exit status is reported."""
+        handle = await self.launcher.launch(spec())
+        assert await identify(handle.socket, LIMIT_S) is not None
+        assert (await handle.stop(0)).status == -signal.SIGKILL
+
+
+@pytest.fixture
+async def counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counted]:
+    monkeypatch.setenv("COUNTED", str(folder / "count"))
+    made = Counted(folder)
+    await made.launcher.start()
+    yield made
+    await made.launcher.close()
+    assert not children()
+    assert left_over(folder) == set()
+
+
+def comm(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+async def test_the_standby_takes_the_place_of_a_dead_nursery_without_an_import(counted: Counted) -> None:
+    nursery, standby = counted.launcher.nursery.pid, await counted.standby()
+    assert nursery is not None
+
+    for _ in range(3):
+        counted.kill(nursery)
+        await eventually(lambda standby=standby: counted.launcher.nursery.pid == standby)
+        await counted.works()
+        nursery, standby = standby, await counted.standby(other_than=standby)
+
+    await eventually(lambda: (comm(nursery), comm(standby)) == ("teimgr-nursery", "teimgr-standby"))
+    assert counted.imports == 1
+
+
+async def test_a_nursery_killed_in_the_same_moment_as_a_launch_costs_no_import(counted: Counted) -> None:
+    await counted.standby()
+
+    counted.kill(counted.launcher.nursery.pid)
+    await counted.works()
+
+    assert counted.imports == 1
+
+
+async def test_a_dead_nursery_and_a_dead_standby_cost_one_import(counted: Counted) -> None:
+    counted.kill(counted.launcher.nursery.pid, await counted.standby())
+
+    await counted.works()
+    await counted.standby()
+
+    assert counted.imports == 2
+
+
+async def test_a_dead_standby_is_replaced(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teimgr.launch.nursery_link._STANDBY_PAUSE_S", 0.1)
+    nursery, standby = counted.launcher.nursery.pid, await counted.standby()
+
+    counted.kill(standby)
+
+    assert await counted.standby(other_than=standby) != standby
+    assert counted.launcher.nursery.pid == nursery
+    assert counted.imports == 1
+
+
+async def test_a_stopped_standby_is_given_up_when_it_is_needed(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("nursery_link", "nursery_process"):
+        monkeypatch.setattr(f"teimgr.launch.{module}.STANDBY_LIMIT_S", 0.2)
+    standby = await counted.standby()
+    os.kill(standby, signal.SIGSTOP)
+
+    counted.kill(counted.launcher.nursery.pid)
+    await counted.works()
+
+    assert look_up(standby) is None
+    assert counted.imports == 2
+
+
+async def test_a_stopped_standby_ends_with_its_link(counted: Counted) -> None:
+    nursery, standby = counted.launcher.nursery.pid, await counted.standby()
+    assert nursery is not None
+    os.kill(standby, signal.SIGSTOP)
+
+    await counted.launcher.close()
+
+    assert (look_up(nursery), look_up(standby)) == (None, None)
+
+
+async def test_the_standby_of_an_earlier_daemon_is_killed(counted: Counted, folder: Path) -> None:
+    standby = await counted.standby()
+    os.kill(standby, signal.SIGSTOP)
+    counted.launcher._lock = os.close(counted.launcher._lock or -1)  # as at the end of its process
+
+    new = local_launcher(folder)
+    await new.start()
+
+    await eventually(lambda: look_up(standby) is None)
+    await new.close()
+
+
+async def test_a_standby_holds_no_descriptor_of_its_nursery(counted: Counted) -> None:
+    """Else the end of the nursery's socket would not be seen, nor that of a worker's listener."""
+    handle = await counted.launcher.launch(spec())
+    first = await counted.standby()
+    counted.kill(first)
+    standby = await counted.standby(other_than=first)
+
+    def held() -> list[str]:
+        found = {int(path.name): str(path.readlink()) for path in Path(f"/proc/{standby}/fd").iterdir()}
+        return sorted(name.partition(":")[0] for number, name in found.items() if number > 2)
+
+    await eventually(lambda: comm(standby) == "teimgr-standby" and held() == ["anon_inode", "socket"])
+    await handle.stop(0)
+
+
+@pytest.mark.parametrize("serves", [False, True])
+async def test_a_standby_ends_with_its_daemon(folder: Path, serves: bool) -> None:
+    """Its sockets close with the daemon; also where the standby is the nursery by then."""
+    nursery, ours = await bare_nursery(folder)
+    link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(ours, [b'{"id": 1, "standby": true}'], [theirs.fileno()])
+        _, (pidfd,), _, _ = await asyncio.to_thread(socket.recv_fds, ours, 1 << 16, 1)
+    assert b"threads" in await asyncio.to_thread(link.recv, 1 << 16)
+    if serves:
+        nursery.kill()
+    assert not select.select([pidfd], [], [], 0.05)[0]
+
+    ours.close()
+    link.close()
+
+    assert await asyncio.to_thread(select.select, [pidfd], [], [], LIMIT_S) == ([pidfd], [], [])
+    await asyncio.to_thread(nursery.wait, LIMIT_S)
+    os.close(pidfd)

@@ -26,7 +26,7 @@ from teimgr.supervision.store import Store
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0
 # What a daemon may leave in its run directory.
-RESIDENT = {"nursery.log", "nursery.run", "daemon.lock"}
+RESIDENT = {"nursery.log", "nursery.run", "standby.run", "daemon.lock"}
 
 
 _others: set[int] = set()

@@ -9,14 +9,19 @@ per message:
     in    {"id", "incarnation", "run_dir", "spec", "ports"}
                                                      with descriptors: the worker's listener, its log, the socket of
                                                      each of `ports` that another worker shares
+          {"id", "standby"}                          with one descriptor: the control socket of the standby to fork
     out   {"threads", "missing", "torch"}            once, when the imports are done; a TorchBuild
-          {"id", "pid"}                              with one descriptor: a pidfd of the new worker
+          {"id", "pid"}                              with one descriptor: a pidfd of the new process
           {"id", "error"}
-          {"pid", "status"}                          a worker ended; negative: by that signal
+          {"pid", "status"}                          a child ended; negative: by that signal
 
 A worker's run file is written before the answer and before the child continues, so that no worker is lost whenever the
 daemon or the nursery dies. None continues for a daemon that is gone by then: the next one may have ended its adoption.
 The nursery ends when the control socket closes. The workers, each in a session of its own, continue.
+
+A standby is a fork of the nursery with the same imports, whose memory it shares, and with a control socket of its own.
+It serves that socket as its parent does the first: so it is the nursery from its first request on, when its parent is
+dead, and no import is repeated. It holds no descriptor of its parent, whose end the daemon would else not see.
 """
 
 from __future__ import annotations
@@ -43,6 +48,8 @@ from typing import Any, NoReturn, cast
 from teimgr.launch.process_handle import WorkerPaths, WorkerRunFile
 from teimgr.spec import WorkerSpec
 
+NAME, STANDBY_NAME = "teimgr-nursery", "teimgr-standby"
+"""Of the process, as in /proc/PID/comm."""
 MESSAGE_LIMIT_BYTES = 128 * 1024
 PORTS_LIMIT = 8
 ENTRY = "teimgr.worker.process:main"
@@ -96,13 +103,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--preload", default=",".join(PRELOAD))
     options = parser.parse_args(arguments)
     os.environ.update(ONE_THREAD | NO_DRIVER)
-    _name_process("teimgr-nursery")
+    _name_process(NAME)
     missing = preload(filter(None, options.preload.split(",")))
-    nursery = Nursery(socket.socket(fileno=options.control_fd), find_entry(options.entry))
+    entry = find_entry(options.entry)
     gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
     gc.disable()
     gc.freeze()  # a collection in a child would write to, and so copy, every page with objects of the nursery
-    nursery.serve(missing)
+    control: socket.socket | None = socket.socket(fileno=options.control_fd)
+    while control is not None:  # once more in each standby
+        control = Nursery(control, entry).serve(missing)
+        missing = []  # reported already
     return 0
 
 
@@ -123,7 +133,7 @@ def find_entry(path: str) -> Entry:
 
 
 class Nursery:
-    """Serves the control socket and reaps the workers."""
+    """Serves the control socket and reaps its children."""
 
     def __init__(self, control: socket.socket, entry: Entry) -> None:
         self._control = control
@@ -132,13 +142,18 @@ class Nursery:
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}  # pidfd → pid
+        self._own_control: socket.socket | None = None  # in a child that is a standby
 
-    def serve(self, missing: list[str]) -> None:
-        """Answer requests and report exits until the daemon closes the control socket or is gone."""
+    def serve(self, missing: list[str]) -> socket.socket | None:
+        """Answer requests and report exits until the daemon closes the control socket or is gone.
+
+        Also returns in each standby that is forked meanwhile, with its control socket.
+        """
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})
-            while self._serve_ready():
+            while self._own_control is None and self._serve_ready():
                 pass
+        return self._own_control
 
     def _serve_ready(self) -> bool:
         for key, _ in self._selector.select():
@@ -153,15 +168,20 @@ class Nursery:
         if not message or self._is_orphaned():
             return False
         request = json.loads(message)
+        _name_process(NAME)  # no standby any more, if it was one
         try:
-            listener, log, *ports = descriptors
-            self._fork(request, listener, log, dict(zip(request["ports"], ports, strict=True)))
+            if "standby" in request:
+                (control,) = descriptors
+                self._fork_standby(request, control)
+            else:
+                listener, log, *ports = descriptors
+                self._fork(request, listener, log, dict(zip(request["ports"], ports, strict=True)))
         except (OSError, ValueError) as error:
             self._send({"id": request["id"], "error": f"fork: {error}"})
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return True
+        return self._own_control is None
 
     def _is_orphaned(self) -> bool:
         """Whether the daemon has closed its end; its last requests may still be in the queue."""
@@ -181,8 +201,20 @@ class Nursery:
             os.close(go_ahead)
             os.close(give_go_ahead)
 
-    def _keep(self, request: dict[str, Any], pid: int, give_go_ahead: int) -> None:
-        """Watch the child, write its run file and let it continue; kill it if that fails or the daemon is gone."""
+    def _fork_standby(self, request: dict[str, Any], control: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            _name_process(STANDBY_NAME)
+            self._control.close()
+            self._selector.close()
+            self._own_control = socket.socket(fileno=os.dup(control))
+            _close_all_but((self._own_control.fileno(), control))  # the caller closes `control`
+        else:
+            self._send({"id": request["id"], "pid": pid}, self._watch(pid))
+
+    def _watch(self, pid: int) -> int:
+        """A pidfd of the child, whose end is reported; without one it is killed. Raises OSError."""
         # Only `_reap` reaps the child, so its pid is not reused before.
         try:
             pidfd = os.pidfd_open(pid)
@@ -192,6 +224,11 @@ class Nursery:
             raise
         self._pids[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
+        return pidfd
+
+    def _keep(self, request: dict[str, Any], pid: int, give_go_ahead: int) -> None:
+        """Watch the child, write its run file and let it continue; kill it if that fails or the daemon is gone."""
+        pidfd = self._watch(pid)
         try:
             write_run_file(request, pid)
             if self._is_orphaned():

@@ -208,7 +208,7 @@ class ProcessHandle:
 
     async def exit_status(self) -> int | None:
         """The exit status of a process that has ended, None where it is not our child."""
-        return self._child.poll() if self._child is not None else _reap(self.pid)
+        return self._child.poll() if self._child is not None else reap(self.pid)
 
     def describe_exit(self, status: int | None) -> Exit:
         return Exit(status)
@@ -233,8 +233,9 @@ class ProcessHandle:
             self.send_signal(signal.SIGKILL)  # it may be too young to lead a group
 
 
-def _reap(pid: int) -> int | None:
-    """The exit status where an adopted process is our child: the first process of a container inherits all orphans."""
+def reap(pid: int) -> int | None:
+    """The exit status of a process that we did not start, where it is our child: orphans come to the first process of a
+    container, and to one that has declared itself their reaper."""
     try:
         reaped, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -245,7 +246,7 @@ def _reap(pid: int) -> int | None:
 # The kernel's limit on a unix socket's path is 108 bytes with the final zero.
 _SOCKET_PATH_BYTES = 107
 _WORKER_FILE = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
-_OTHER_FILE = re.compile(r"mux-.*|nursery\.(log.*|run)|daemon\.lock")
+_OTHER_FILE = re.compile(r"mux-.*|nursery\.(log.*|run)|standby\.run|daemon\.lock")
 
 
 def new_incarnation() -> str:
