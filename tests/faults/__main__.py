@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 
 from tests.faults import soak
 from tests.faults.catalogue import KINDS
+from tests.support import long_run
 
 
 def main() -> int:
@@ -36,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(long_run.run(main))

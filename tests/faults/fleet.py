@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 
 from bench.machine import cpu_s
 
+from tests.support import long_run
 from tests.support.daemon_process import DaemonProcess
 from tests.support.results import markdown, write
 
@@ -156,4 +157,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(long_run.run(main))

@@ -28,6 +28,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
 
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from tests.support import long_run
 from tests.support.daemon_process import DaemonProcess
 from tests.support.memory import resident_mib
 from tests.support.results import markdown, write
@@ -168,7 +169,11 @@ async def _from_outside(daemon: DaemonProcess, port: int, seconds: float, caller
     arguments = [daemon.api, daemon.grpc_port, port, seconds, callers, rate]
     command = (sys.executable, "-m", "tests.faults.overload", "--offer", json.dumps(arguments))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    output, _ = await process.communicate()
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     raw = json.loads(output)
     return Load(
         Counter(raw["outcomes"]),
@@ -300,4 +305,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(long_run.run(main))

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 
 from tests.faults.callers import Ask, surfaces_of
 from tests.faults.world import CALL_LIMIT_S, World
+from tests.support import long_run
 from tests.support.memory import resident_mib
 from tests.support.results import markdown, write
 
@@ -175,4 +176,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(long_run.run(main))

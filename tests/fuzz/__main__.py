@@ -20,6 +20,7 @@ sys.path.insert(0, str(TESTS.parent))  # as pytest's `pythonpath` has it
 
 from tests.fuzz import flooding, http1, http2, link_frames, rest, target, toml_files  # noqa: E402
 from tests.fuzz.surface import Report  # noqa: E402
+from tests.support import long_run  # noqa: E402
 from tests.support.memory import resident_mib  # noqa: E402
 from tests.support.results import markdown, write  # noqa: E402
 
@@ -119,4 +120,4 @@ def _table(reports: list[Report]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(long_run.run(main))

@@ -317,22 +317,19 @@ async def test_a_missed_probe_ends_the_routes_to_a_worker_that_has_a_healthy_sib
     assert (await fleet.until(lambda entry: len(entry.endpoints) == 2)).endpoints == both
 
 
-@pytest.mark.parametrize(("missed", "is_lost"), [(1, False), (2, True)])
-async def test_the_only_worker_stays_in_the_routes_until_the_second_missed_probe_in_a_row(
-    fleet: Fleet, missed: int, is_lost: bool
-) -> None:
-    await fleet.create(f"hang-probes={missed}")
+async def test_the_only_worker_stays_in_the_routes_at_its_first_missed_probe(fleet: Fleet) -> None:
+    """At the second in a row it leaves them: see the stopped worker below."""
+    await fleet.create("hang-probes=1")
     (endpoint,) = (await fleet.until(lambda entry: bool(entry.endpoints))).endpoints
     seen: list[tuple[WorkerEndpoint, ...]] = [(endpoint,)]
     fleet.directory.subscribe(lambda name, entry: seen.append(entry.endpoints if entry else ()))
 
     await eventually(lambda: fleet.manager.get("a").last_health_check)
 
-    assert set(seen) == ({(endpoint,), ()} if is_lost else {(endpoint,)})
-    assert seen[-1] == (endpoint,)
+    assert set(seen) == {(endpoint,)}
     view = fleet.manager.get("a")
     assert (view.restarts, view.health_check_failures) == (0, 0)
-    assert f'health_check_failures_total{{instance="a"}} {missed}' in text(await fleet.metrics.page())
+    assert 'health_check_failures_total{instance="a"} 1' in text(await fleet.metrics.page())
 
 
 @pytest.mark.clause("M5.4-restart")

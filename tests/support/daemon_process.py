@@ -29,6 +29,15 @@ FIRST_PORT = 15_000
 PORTS_OF_A_PROCESS = 4_000
 
 
+_open: set[DaemonProcess] = set()
+
+
+def close_all() -> None:
+    """Close the daemons of this process that are started and not closed yet."""
+    for daemon in tuple(_open):
+        daemon.close()
+
+
 class DaemonProcess:
     """`teimgr serve` with a state folder of its own. Started by `start`, or as a context manager.
 
@@ -60,6 +69,7 @@ class DaemonProcess:
 
     def start(self, environ: Mapping[str, str] | None = None) -> Self:
         """Launch it and return once REST answers."""
+        _open.add(self)
         config = self.folder / "teimgr.toml"
         config.write_text(toml(self.settings))
         with (self.folder / "daemon.log").open("ab") as output:
@@ -100,6 +110,7 @@ class DaemonProcess:
         for process in self.processes():
             process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+        _open.discard(self)
 
     def __enter__(self) -> Self:
         return self.start()

@@ -190,9 +190,12 @@ class ManagedInstance:
 
     def close(self) -> list[asyncio.Task[None]]:
         """Cancel supervision, which leaves the workers running; the result is the cancelled tasks."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values()]
+        if self._recycling is not None and not self._recycling.done():
+            tasks.append(self._recycling)
+        for task in tasks:
             task.cancel()
-        return [*self._tasks.values()]
+        return tasks
 
     async def ended(self) -> None:
         """Return when the last supervisor of a deleted instance has ended."""
@@ -432,7 +435,8 @@ class ManagedInstance:
         if verdict is Verdict.TOO_LARGE:
             self._on_over_memory(self._memory.problems([number])[0])
         elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else with the next reading
-            self._recycling = asyncio.create_task(self._recycle(supervisor, self._memory, resident_bytes))
+            recycling = self._recycle(supervisor, self._memory, resident_bytes)
+            self._recycling = asyncio.create_task(recycling, name=f"recycling of {self.spec.name}")
 
     async def _recycle(self, old: Supervisor, memory: MemoryLimit, resident_bytes: int) -> None:
         async with self._one_command:

@@ -1,0 +1,32 @@
+"""The frame of commands that run for minutes: a signal ends them in order, with every daemon that they have started."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+from tests.support.daemon_process import close_all
+
+INTERRUPTED = 130
+"""The exit status after SIGINT or SIGTERM."""
+
+
+def run(main: Callable[[], int]) -> int:
+    """The exit status of `main`; at its end, however it comes, no daemon of this process is left.
+
+    SIGTERM does once what SIGINT does: it cancels what `asyncio.run` runs, and is a KeyboardInterrupt elsewhere.
+    """
+    signal.signal(signal.SIGTERM, _interrupt_once)
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        return INTERRUPTED
+    finally:
+        close_all()
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
