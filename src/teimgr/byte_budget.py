@@ -105,13 +105,20 @@ class Charge:
         Raises:
             Overloaded: the budget stayed exhausted.
         """
-        if not self._budget.try_take(count):
+        if not self.try_take(count):
             try:
                 async with asyncio.timeout(wait_s):
                     await self._budget.take(count)
             except TimeoutError:
                 raise Overloaded from None
+            self.bytes += count
+
+    def try_take(self, count: int) -> bool:
+        """Take `count` bytes more if they fit now and nothing waits."""
+        if not self._budget.try_take(count):
+            return False
         self.bytes += count
+        return True
 
     def add(self, count: int) -> None:
         """Take `count` bytes that are in memory already."""

@@ -26,9 +26,9 @@ from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
-from teimgr.spec import RouteEntry, State
+from teimgr.spec import RouteEntry, RoutingSnapshot, State
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.status import STATUS
+from teimgr.wire.status import PUSHBACK_KEY, STATUS
 
 Status = grpc.StatusCode
 STOPPED = RouteEntry("off", "quiet-model", State.STOPPED)
@@ -472,13 +472,15 @@ LIMIT_S = 20
 class Server:
     """The handlers of a mux on a port of this process."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *entries: RouteEntry) -> None:
         self._policy = PolicyInForce(policy)
+        self._router = Router(LinkLimits())
+        self._router.update(RoutingSnapshot(entries))
 
     async def __aenter__(self) -> int:
         self._server = grpc.aio.server()
         options: dict[str, Any] = {"request_timeout_s": 0, "window": 8, "policy": self._policy}
-        mux = MuxHandlers(Router(LinkLimits()), CallCounters(()), **options)
+        mux = MuxHandlers(self._router, CallCounters(()), **options)
         health = MuxHealth(self._policy).generic_handler()
         self._server.add_generic_rpc_handlers((*mux.generic_handlers(), health, *reflection_handlers()))
         port = self._server.add_insecure_port("127.0.0.1:0")
@@ -487,6 +489,7 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(None)
+        await self._router.close()
 
 
 @contextlib.asynccontextmanager
@@ -553,3 +556,29 @@ async def test_a_call_that_ends_without_a_message_is_invalid(monkeypatch: pytest
         call = channel.stream_unary(EMBED)(iter(()))
 
         assert (await call.code(), await call.details()) == (grpc.StatusCode.INVALID_ARGUMENT, "Missing message")
+
+
+async def test_client_streams_of_one_connection_hold_a_part_of_the_budget(
+    start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_COLLECTED_BYTES", 8000)
+    request = mux_pb2.RerankStreamRequest(
+        target=to("a"), request=tei_pb2.RerankStreamRequest(query="q", text="x" * 1500)
+    )
+
+    async with Server(Policy(), running("a", await start_worker(Request.reply))) as port, asyncio.timeout(LIMIT_S):
+        options = (("grpc.use_local_subchannel_pool", 1),)  # a connection for each channel
+        one, other = (grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) for _ in range(2))
+        async with one, other:
+            calls = [stub(channel, "RerankStream")() for channel in (one, one, other)]
+            for call in calls:
+                await call.write(request)
+            await calls[2].done_writing()
+            ended = [asyncio.ensure_future(call.code()) for call in calls[:2]]
+            [refused], _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+
+            assert refused.result() is Status.RESOURCE_EXHAUSTED
+            assert dict(await calls[ended.index(refused)].trailing_metadata())[PUSHBACK_KEY] == "1000"
+            assert await calls[2].code() is Status.OK
+            for call in calls:
+                call.cancel()

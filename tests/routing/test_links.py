@@ -30,7 +30,7 @@ from teimgr.wire.frames import Flag, Method
 from teimgr.wire.protobuf import Target
 
 A = Target(instance_name="a")
-LIMITS = LinkLimits(max_message_bytes=1_000_000, max_inflight_bytes=100_000)
+LIMITS = LinkLimits(max_message_bytes=1_000_000, max_inflight_bytes=100_000, max_waiting_bytes=1_200_000)
 
 
 @pytest.fixture
@@ -349,6 +349,33 @@ async def test_calls_beyond_the_bytes_in_flight_are_overloaded_and_those_that_ma
     assert ((await first).payload, (await waiting).payload) == (b"1", b"2")
 
 
+async def test_calls_that_wait_are_bounded_in_bytes_by_replica_and_in_time(
+    route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, idle = await start_worker(hold), await start_worker()
+    router = route(running("a", busy), running("b", idle))
+    first = start(router, b"x" * 90_000)
+    held: Request = await busy.requests.get()
+    waiting = [start(router, b"y" * 90_000, flags=Flag.WAIT) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    with pytest.raises(Overloaded, match=r"^Instance 'a' is overloaded: too many bytes wait for it$"):
+        await call(router, b"z" * 90_000, flags=Flag.WAIT)
+    with router.lease(Target(instance_name="b")) as lease:
+        await lease.call(Method.EMBED, b"x" * 90_000, flags=Flag.WAIT)
+
+    given_up = waiting.pop()
+    given_up.cancel()
+    await asyncio.wait({given_up})
+    monkeypatch.setattr(links, "_WAIT_LIMIT_S", 0.01)
+    with pytest.raises(DeadlineExceeded):
+        await call(router, b"z" * 90_000, flags=Flag.WAIT)
+    held.reply()
+    for _ in waiting:
+        (await busy.requests.get()).reply()
+    await asyncio.gather(first, *waiting)
+
+
 async def test_waiting_calls_fail_when_the_link_is_lost(route: Any, start_worker: Any) -> None:
     worker: FrameWorker = await start_worker(hold)
     router = route(running("a", worker))
@@ -426,8 +453,8 @@ async def test_a_replica_that_fails_several_calls_in_a_row_is_avoided_until_it_p
     route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """One that hangs has nothing under way after its calls timed out, and looks the least busy."""
-    monkeypatch.setattr(links, "_TELLING_TIMEOUT_S", 0.0, raising=False)
-    monkeypatch.setattr(links, "_PROOF_FIRST_PAUSE_S", 0.001, raising=False)
+    monkeypatch.setattr(links, "_LEAST_FAILURE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(links, "_CHECK_FIRST_PAUSE_S", 0.001)
     healed = asyncio.Event()
     embeds: list[str] = []
 

@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from typing import Any
 
-from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
+from teimgr.byte_budget import Charge
+from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core.rpc_table import SERVICE, Rpc
 from teimgr.grpc_core.streams import PairCollector, StreamPump
 from teimgr.routing.links import PendingCall, WorkerReply
@@ -66,15 +67,18 @@ async def forward_collected(
     *,
     message_timeout_s: float | None,
     timeout_s: float | None,
+    charge: Charge,
     record: CallRecord,
 ) -> WorkerReply:
     """Collect a client stream into one request and forward it to the target of the first message, or to `named`.
 
-    `message_timeout_s` bounds the wait for each message, `timeout_s` the whole call.
+    `message_timeout_s` bounds the wait for each message, `timeout_s` the whole call. `charge` takes the bytes of the
+    messages, which wait here for the end of the stream.
 
     Raises:
         InvalidInput: no messages, no target in the first one, or none has a request.
         TooLarge: the stream exceeds the router's message limit.
+        Overloaded: the budget of `charge` is used up.
         DeadlineExceeded: a bound has passed.
         TeimgrError: as `Router.lease` and `Lease.call`.
     """
@@ -82,7 +86,10 @@ async def forward_collected(
     target = named
 
     async def receive() -> bytes | None:
-        return await anext(messages, None)
+        message = await anext(messages, None)
+        if message is not None and not charge.try_take(len(message)):
+            raise Overloaded("Too many bytes of streams wait for their end; try again later")
+        return message
 
     def request_of(message: bytes) -> Slice | None:
         nonlocal target

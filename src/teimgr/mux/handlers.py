@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from teimgr.auth.policy import PolicyInForce, Right, authenticate_call, key_in
+from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -50,8 +52,11 @@ _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it. Fewer of the calls that need no key.
 _OPEN_CALLS = 4096
 # Calls that a unary handler will get may wait for their message without a time limit; further ones get the other kind.
-_MAX_UNRECEIVED = 256
+_MAX_UNRECEIVED = 64
 _MESSAGE_S = 120.0
+# Bytes of client streams that are collected into one request, and the part of them that one connection may hold.
+_COLLECTED_BYTES = 512 * 2**20
+_CONNECTION_SHARE = 4
 _OPEN_STANDARD_CALLS = 64
 _STANDARD_MESSAGE_S = 20.0
 _CONTEXT_KEYS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
@@ -160,6 +165,8 @@ class MuxHandlers:
         self._window = window
         self._messages = MessageReader(_OPEN_CALLS, _MESSAGE_S)
         self._unreceived: set[asyncio.Task[Any] | None] = set()  # calls of unary handlers without their message
+        self._collected = ByteBudget(_COLLECTED_BYTES)
+        self._collected_of: WeakValueDictionary[str, ByteBudget] = WeakValueDictionary()  # by connection
 
     def generic_handlers(self) -> tuple[Any, ...]:
         """For `grpc.aio.Server.add_generic_rpc_handlers`; without serializers, so that handlers get raw bytes."""
@@ -266,16 +273,28 @@ class MuxHandlers:
     async def _client_stream(
         self, rpc: Rpc, router: RouterView, messages: Any, context: Context, record: CallRecord
     ) -> bytes:
-        reply = await forward_collected(
-            rpc,
-            router,
-            aiter(messages),
-            _named_target(rpc, router, context),
-            message_timeout_s=self._request_timeout_s,
-            timeout_s=context.time_remaining(),
-            record=record,
-        )
+        charge = Charge(self._collected_by(context.peer()))
+        try:
+            reply = await forward_collected(
+                rpc,
+                router,
+                aiter(messages),
+                _named_target(rpc, router, context),
+                message_timeout_s=self._request_timeout_s or _MESSAGE_S,
+                timeout_s=context.time_remaining(),
+                charge=charge,
+                record=record,
+            )
+        finally:
+            charge.release()
         return await _reply(rpc, reply, context)
+
+    def _collected_by(self, peer: str) -> ByteBudget:
+        """The budget of one connection's client streams."""
+        budget = self._collected_of.get(peer)
+        if budget is None:
+            budget = self._collected_of[peer] = ByteBudget(_COLLECTED_BYTES // _CONNECTION_SHARE, self._collected)
+        return budget
 
 
 def _named_target(rpc: Rpc, router: RouterView, context: Context) -> Target | None:

@@ -33,12 +33,16 @@ CALL_BYTES = 512
 _BUSY_CALLS = 8
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
-# After so many failures in a row a replica is avoided until it passes a self-test. Deadlines shorter than a second are
-# no sign of a failure.
+# After so many failures in a row a replica is avoided until it passes a health check. A timeout shorter than a second
+# counts as no failure.
 _MAX_FAILURES = 3
-_TELLING_TIMEOUT_S = 1.0
-_PROOF_LIMIT_S = 5.0
-_PROOF_FIRST_PAUSE_S = 0.2
+_LEAST_FAILURE_TIMEOUT_S = 1.0
+_CHECK_TIMEOUT_S = 5.0
+_CHECK_FIRST_PAUSE_S = 0.2
+# Limit on the wait for a connection and for room in the byte budget, also of calls without a deadline.
+_WAIT_LIMIT_S = 300.0
+# The calls that wait for one replica may hold this part of the bytes that may wait.
+_REPLICA_SHARE = 4
 # No process listens there. Other errors, such as a full backlog or too many open files, do not mean a dead worker.
 _GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
@@ -60,11 +64,14 @@ class LinkLimits:
     """Bounds of every link of one router.
 
     `max_message_bytes` bounds a payload in either direction; `max_reply_bytes` overrides it for replies.
+    `max_inflight_bytes` are those of one link, `max_waiting_bytes` those of all requests that wait for a connection or
+    for room on their link.
     """
 
     max_message_bytes: int = 40 * 1024 * 1024
     max_reply_bytes: int | None = None
     max_inflight_bytes: int = 256 * 1024 * 1024
+    max_waiting_bytes: int = 1024 * 1024 * 1024
     connect_timeout_s: float = 5.0
 
 
@@ -117,7 +124,7 @@ class PendingCall:
         if self.link.forget(self):
             self.link.send(FrameType.CANCEL, self.method, self.id)
             self.link.stats.expired += 1
-            if (self._timeout_s or 0.0) >= _TELLING_TIMEOUT_S:
+            if (self._timeout_s or 0.0) >= _LEAST_FAILURE_TIMEOUT_S:
                 self.link.owner.call_failed()
             self.finish(DeadlineExceeded())
 
@@ -231,12 +238,17 @@ class Replica:
     The links connect on first use. Losing one closes both, and the replica takes no calls until a reconnect succeeds.
     A socket belongs to one incarnation, so a reconnect never reaches another one.
 
-    `suspended`: it failed several calls in a row and has not passed a self-test since. It gets calls only where no
+    `suspended`: it failed several calls in a row and has not passed a health check since. It gets calls only where no
     other replica can take them.
     """
 
     def __init__(
-        self, instance: str, endpoint: WorkerEndpoint, limits: LinkLimits, stats: LinkStats | None = None
+        self,
+        instance: str,
+        endpoint: WorkerEndpoint,
+        limits: LinkLimits,
+        stats: LinkStats | None = None,
+        waiting: ByteBudget | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.stats = stats or LinkStats()
@@ -250,11 +262,12 @@ class Replica:
         self.retired = False
         self.instance = instance
         self._limits = limits
+        self._waiting = ByteBudget(limits.max_waiting_bytes // _REPLICA_SHARE, parent=waiting)
         self._links: list[WorkerLink | None] = [None, None]
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
         self._reconnecting: asyncio.Task[None] | None = None
-        self._proving: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         self._reconnect_pause_s = RECONNECT_FIRST_S
 
     @property
@@ -271,9 +284,9 @@ class Replica:
 
         Raises:
             TooLarge: the payload exceeds the message limit.
-            Overloaded: the byte budget is used up and the call may not wait.
+            Overloaded: the byte budget is used up and the call may not wait, or too many bytes wait already.
             Unavailable: the worker cannot be reached.
-            DeadlineExceeded: `timeout_s` passed while waiting.
+            DeadlineExceeded: `timeout_s`, or else the limit on waits, passed while waiting.
         """
         size = len(payload)
         if size > self._limits.max_message_bytes:
@@ -295,7 +308,7 @@ class Replica:
     def retire(self) -> None:
         """Take no new leases; close once those that are held and the calls in flight have ended."""
         self.retired = True
-        for task in (self._reconnecting, self._proving):
+        for task in (self._reconnecting, self._checking):
             if task is not None:
                 task.cancel()
         self._close_when_idle()
@@ -330,14 +343,14 @@ class Replica:
         self.failures += 1
         if self.failures >= _MAX_FAILURES and self.usable and not self.suspended:
             self.suspended = True
-            self._proving = asyncio.create_task(self._prove(), name=f"self-test of {self.instance}")
+            self._checking = asyncio.create_task(self._check_health(), name=f"health check of {self.instance}")
 
-    async def _prove(self) -> None:
-        """Have the worker run its self-test until it passes."""
-        pause_s = _PROOF_FIRST_PAUSE_S
+    async def _check_health(self) -> None:
+        """Send PROBE, at growing intervals, until the worker passes its self-test."""
+        pause_s = _CHECK_FIRST_PAUSE_S
         while True:
             try:
-                call = await self.start(Method.PROBE, b"", Flag.NONE, _PROOF_LIMIT_S)
+                call = await self.start(Method.PROBE, b"", Flag.NONE, _CHECK_TIMEOUT_S)
                 try:
                     await call.answer
                 finally:
@@ -376,11 +389,13 @@ class Replica:
     async def _when_ready(
         self, bulk: bool, cost: int, flags: Flag, timeout_s: float | None
     ) -> tuple[WorkerLink, float | None]:
-        """The connected link with `cost` taken from its budget, and the remaining time."""
+        """The connected link with `cost` taken from its budget, and the remaining time. Raises as `start`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
+        if not self._waiting.try_take(cost):
+            raise Overloaded(f"Instance '{self.instance}' is overloaded: too many bytes wait for it")
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_WAIT_LIMIT_S if timeout_s is None else timeout_s):
                 link = self._links[bulk] or await self._connect(bulk)
                 if flags & Flag.WAIT:
                     await link.budget.take(cost)
@@ -389,6 +404,8 @@ class Replica:
                     raise Overloaded(f"Instance '{self.instance}' is overloaded: {in_flight} calls in flight")
         except TimeoutError:
             raise DeadlineExceeded from None
+        finally:
+            self._waiting.give_back(cost)
         return link, None if timeout_s is None else timeout_s - (loop.time() - began)
 
     async def _connect(self, bulk: bool) -> WorkerLink:

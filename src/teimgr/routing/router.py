@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from teimgr.auth.policy import Caller
+from teimgr.byte_budget import ByteBudget
 from teimgr.errors import (
     AmbiguousInstance,
     Code,
@@ -167,6 +168,7 @@ class Router:
         self._by_name: dict[str, _Instance] = {}
         self._stats: dict[str, LinkStats] = {}
         self._retired: set[Replica] = set()
+        self._waiting = ByteBudget(self.limits.max_waiting_bytes)
 
     def update(self, snapshot: RoutingSnapshot) -> None:
         """Route by `snapshot` from now on. Workers missing in it finish the calls in flight, then lose their links."""
@@ -285,7 +287,9 @@ class Router:
         """The entry's replicas; those already there are taken out of `present`."""
         stats = self._stats.setdefault(entry.name, LinkStats())
         return tuple(
-            present.pop(endpoint) if endpoint in present else Replica(entry.name, endpoint, self.limits, stats)
+            present.pop(endpoint)
+            if endpoint in present
+            else Replica(entry.name, endpoint, self.limits, stats, self._waiting)
             for endpoint in entry.endpoints
         )
 
