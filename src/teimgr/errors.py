@@ -65,6 +65,7 @@ class TeimgrError(Exception):
     """An error with a code and a message for the caller."""
 
     code: ClassVar[Code] = Code.INTERNAL_ERROR
+    retry_after_s: float | None = None  # when to try again, where that was estimated
 
     def __init_subclass__(cls, code: Code | None = None) -> None:
         if code is not None:
@@ -239,10 +240,11 @@ class PortAllocationFailed(TryLater, code=Code.PORT_ALLOCATION_FAILED):
 
 
 class Overloaded(TryLater, code=Code.OVERLOADED):
-    """A bounded queue is full."""
+    """A bounded queue is full, or the call would wait in it for longer than its caller does."""
 
-    def __init__(self, message: str = "Model is overloaded") -> None:
+    def __init__(self, message: str = "Model is overloaded", retry_after_s: float | None = None) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class TooLarge(TryLater, code=Code.MESSAGE_TOO_LARGE):

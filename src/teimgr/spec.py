@@ -26,6 +26,7 @@ I64 = 2**63 - 1  # what TOML can express
 # TEI's spelling, and "auto".
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
+_MAX_QUEUE_WAIT_SECS = 3
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
@@ -207,6 +208,13 @@ class InstanceSpec:
     max_concurrent_requests: int = _key(
         512, "calls inside a worker; four times as many wait before one is refused", 1, U32, change=_REPLACE, flag=True
     )
+    max_queue_wait_secs: int = _key(
+        _MAX_QUEUE_WAIT_SECS,
+        "a call without a deadline (HTTP has none) that would wait for longer is refused; 0: none is",
+        0,
+        U32,
+        change=_REPLACE,
+    )
     pooling: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=POOLINGS, flag=True)
     gpu_id: int | None = _key(None, "index of the GPU; absent: the most free one, or the CPU", 0, U32, change=_REPLACE)
     prometheus_port: int | None = _key(
@@ -268,6 +276,7 @@ class WorkerSpec:
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
     max_concurrent_requests: int = 512
+    max_queue_wait_secs: int = _MAX_QUEUE_WAIT_SECS
     max_client_batch_size: int = 32
     max_message_bytes: int = 40 * 1024 * 1024
     payload_limit_bytes: int = 2_000_000
@@ -302,6 +311,8 @@ class WorkerSpec:
         facts = {key: value for key, value in asdict(self).items() if key != "threads"}
         if not self.safetensors_only:
             del facts["safetensors_only"]
+        if self.max_queue_wait_secs == _MAX_QUEUE_WAIT_SECS:
+            del facts["max_queue_wait_secs"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -85,12 +86,16 @@ class FakeEngine:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self.broken = False
+        self.expected: float | None = None
 
     def stats(self) -> Any:
         raise NotImplementedError
 
     def check(self, options: InferOptions) -> None:
         pass
+
+    def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
+        return self.expected
 
     def submit(self, job: Job) -> None:
         if self.broken:

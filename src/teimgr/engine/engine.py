@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -120,6 +120,19 @@ class Engine:
         self.check(job.options)
         job.allocate_results(self.info.dimension, len(self.info.labels))
         self._intake.put(job, self._prompts.tokenize_options(job.options))
+
+    def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
+        """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the throughput of late.
+
+        0 where nothing waits; None where the lane had no backlog of late, so that its throughput is unknown.
+        """
+        ahead = self._queue.tokens(lane) + self._intake.waiting(lane)
+        if not ahead:
+            return 0.0
+        if (rate := self._queue.tokens_per_s(lane)) is None:
+            return None
+        own = sum(self._intake.estimate(job, self._prompts.tokenize_options(job.options)) for job in jobs)
+        return (ahead + self._runner.running_tokens + own) / rate
 
     def check(self, options: InferOptions) -> None:
         """Check that the model supports `options`.

@@ -70,6 +70,7 @@ class Intake:
         self._closed = False
         self._abandoned = False
         queue.on_taken = self._room_was_made
+        queue.waiting_before = self.waiting
 
     def put(self, job: Job, options: TokenizeOptions, bounded: bool = True) -> None:
         """Accept `job` without waiting. An empty lane accepts a job of any size.
@@ -78,9 +79,7 @@ class Intake:
             Overloaded: too much waits in the job's lane.
             Unavailable: the engine is closing.
         """
-        texts = len(job.inputs)
-        chars = job.chars + texts * len(options.prompt)
-        estimate = min(chars // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
+        estimate = self.estimate(job, options)
         with self._changed:
             if self._closed:
                 raise Unavailable("the engine is closing")
@@ -99,6 +98,12 @@ class Intake:
                 for pending, row in chunk.rows:
                     if row == len(pending.job.inputs) - 1:
                         self._estimates[pending.job.lane] -= pending.estimate
+
+    def estimate(self, job: Job, options: TokenizeOptions) -> int:
+        """Tokens of a job, before it is tokenized."""
+        texts = len(job.inputs)
+        chars = job.chars + texts * len(options.prompt)
+        return min(chars // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
 
     def waiting(self, lane: Lane) -> int:
         """Estimated tokens of the jobs in `lane` that are not yet fully tokenized."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Job, Lane
+from teimgr.engine.throughput import LaneThroughput
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +184,9 @@ class EntryQueue:
         self._interactive_seen = -float("inf")
         self._closed = False
         self._abandoned = False
+        self._throughput = LaneThroughput()
         self.on_taken: Callable[[], None] = lambda: None  # called when entries have left, without the lock
+        self.waiting_before: Callable[[Lane], int] = lambda lane: 0  # tokens of a lane on their way to the queue
 
     def put(self, entries: Iterable[QueueEntry]) -> None:
         with self._changed:
@@ -200,8 +203,12 @@ class EntryQueue:
             if self._abandoned or (self._closed and not len(self)):
                 return None
             lane = self._next_lane()
-            draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, self._clock())
+            now = self._clock()
+            draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, now)
             self._settle(lane, draft.tokens)
+            if draft.entries:
+                left = [one for one in Lane if self._lanes[one].texts or self.waiting_before(one)]
+                self._throughput.took(now, lane, draft.tokens, left)
         self.on_taken()
         return draft
 
@@ -210,6 +217,11 @@ class EntryQueue:
 
     def texts(self, lane: Lane) -> int:
         return self._lanes[lane].texts
+
+    def tokens_per_s(self, lane: Lane) -> float | None:
+        """Throughput of a lane that has a backlog; None where it had none of late."""
+        with self._changed:
+            return self._throughput.tokens_per_s(lane, self._clock())
 
     def has_room(self, lane: Lane) -> bool:
         """Whether more of `lane` should be tokenized; else enough waits for full batches of equal lengths."""

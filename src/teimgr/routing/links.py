@@ -207,7 +207,7 @@ class WorkerLink(FrameProtocol):
 
     def _outcome(self, header: Header, payload: bytes) -> WorkerReply | TeimgrError:
         if header.type == FrameType.ERROR:
-            return unpack_error(payload)
+            return unpack_error(payload, header.deadline_ms)
         timings = None
         if header.flags & Flag.TIMINGS:
             timings, payload = split_timings(payload)

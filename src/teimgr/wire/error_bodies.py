@@ -13,7 +13,7 @@ import orjson
 
 from teimgr.errors import Code, TeimgrError
 from teimgr.wire.frames import HttpReply
-from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
+from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
 VLLM, INFINITY, SIE = "vllm", "infinity", "sie"
@@ -39,13 +39,14 @@ class ErrorDetails(NamedTuple):
     message: str
     code: Code
     param: str | None = None
+    retry_after_s: int = RETRY_AFTER_S
 
 
 def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpReply:
     status = _status(dialect, error.code)
     if param is None and error.code in (*_UNKNOWN, Code.AMBIGUOUS_INSTANCE):
         param = "model"
-    return _reply(dialect, ErrorDetails(status, error.message, error.code, param))
+    return _reply(dialect, ErrorDetails(status, error.message, error.code, param, retry_after_s(error)))
 
 
 def refusal(dialect: str, status: int, message: str, param: str | None = None) -> HttpReply:
@@ -78,7 +79,7 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
     if details.status not in TRY_AGAIN:
         return {}
     loading = dialect == SIE and details.status == 503
-    return {"retry-after": str(_SIE_LOADING_S if loading else RETRY_AFTER_S)}
+    return {"retry-after": str(_SIE_LOADING_S if loading else details.retry_after_s)}
 
 
 def _openai(details: ErrorDetails) -> object:

@@ -153,13 +153,20 @@ def split_timings(payload: bytes) -> tuple[Timings, bytes]:
     return Timings._make(TIMINGS.unpack_from(payload)), payload[TIMINGS.size :]
 
 
+def retry_after_ms(error: TeimgrError) -> int:
+    """The `deadline_ms` of an ERROR frame: when to try again, 0 where nobody has estimated it."""
+    return int((error.retry_after_s or 0) * 1000)
+
+
 def pack_error(error: TeimgrError) -> bytes:
     return bytes((error.code,)) + error.message.encode("utf-8", "replace")
 
 
-def unpack_error(payload: bytes) -> TeimgrError:
+def unpack_error(payload: bytes, retry_after_ms: int = 0) -> TeimgrError:
     code = payload[0] if payload else 0
-    return error_from_code(code, payload[1:].decode("utf-8", "replace"))
+    error = error_from_code(code, payload[1:].decode("utf-8", "replace"))
+    error.retry_after_s = retry_after_ms / 1000 or None
+    return error
 
 
 Payload = bytes | bytearray | memoryview

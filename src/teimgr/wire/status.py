@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from teimgr.errors import Code, TeimgrError
@@ -11,6 +12,8 @@ CODE_KEY = "x-teimgr-code"
 # Trailing metadata by which gRPC's clients with a retry policy wait before they try again; HTTP's is Retry-After.
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 RETRY_AFTER_S = 1
+# Bound of an estimate: after that long others may have stopped calling.
+_MOST_RETRY_AFTER_S = 30
 TRY_AGAIN = (429, 503)
 # Status messages travel in trailers, which clients bound at a few kilobytes.
 MAX_MESSAGE_CHARS = 2000
@@ -82,6 +85,12 @@ STATUS: dict[Code, StatusMapping] = {
 }
 
 
+def retry_after_s(error: TeimgrError) -> int:
+    """Whole seconds, 1 to 30, after which a caller may try again."""
+    estimate = error.retry_after_s or RETRY_AFTER_S
+    return math.ceil(min(max(estimate, RETRY_AFTER_S), _MOST_RETRY_AFTER_S))
+
+
 class GrpcStatus(NamedTuple):
     """Status that ends a gRPC call: its number, its message, and metadata for the trailers."""
 
@@ -94,5 +103,5 @@ class GrpcStatus(NamedTuple):
         mapping = STATUS[error.code]
         metadata: tuple[tuple[str, str], ...] = ((CODE_KEY, error.code.name),)
         if mapping.http in TRY_AGAIN:
-            metadata = (*metadata, (PUSHBACK_KEY, str(RETRY_AFTER_S * 1000)))
+            metadata = (*metadata, (PUSHBACK_KEY, str(retry_after_s(error) * 1000)))
         return cls(mapping.grpc, error.message[:MAX_MESSAGE_CHARS], metadata)

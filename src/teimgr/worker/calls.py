@@ -15,7 +15,7 @@ from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Timings, pack_error
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Timings, pack_error, retry_after_ms
 
 # Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
 MAX_CALL_S = 3600.0
@@ -43,16 +43,20 @@ class WorkerCall:
     """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
     `deadline` is a `time.monotonic` value, `MAX_CALL_S` away where None is given; `size_bytes` is the size of the
-    request. `may_wait`: queue it when the worker is full instead of refusing it. `streamed`: a message of a stream,
-    which TEI does not count as a request.
+    request. `has_deadline`: the caller has set one. `may_wait`: queue it when the worker is full instead of refusing it.
+    `streamed`: a message of a stream, which TEI does not count as a request.
     """
 
-    __slots__ = ("context", "deadline", "lane", "may_wait", "output_dtype", "received", "size_bytes", "streamed")
+    __slots__ = (
+        *("context", "deadline", "has_deadline", "lane", "may_wait", "output_dtype", "received"),
+        *("size_bytes", "streamed"),
+    )
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None, may_wait: bool = False) -> None:
         self.received = time.monotonic()
         self.size_bytes = size_bytes
         self.lane = lane
+        self.has_deadline = deadline is not None
         self.deadline = deadline if deadline is not None else self.received + MAX_CALL_S
         self.may_wait = self.streamed = may_wait
         self.context = CURRENT.get()
@@ -156,7 +160,8 @@ class LinkCall(MethodCall):
 
     def fail(self, error: TeimgrError) -> None:
         self.unanswered.pop(self.header.id, None)
-        self.link.send(FrameType.ERROR, self.header.method, self.header.id, pack_error(error))
+        retry_ms = retry_after_ms(error)
+        self.link.send(FrameType.ERROR, self.header.method, self.header.id, pack_error(error), deadline_ms=retry_ms)
 
 
 def raise_first(job: Job) -> None:

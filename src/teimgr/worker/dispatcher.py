@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,7 +15,7 @@ import numpy as np
 from teimgr.byte_budget import ByteBudget
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
-from teimgr.errors import Cancelled, Internal, TeimgrError, Unavailable
+from teimgr.errors import Cancelled, Internal, Overloaded, TeimgrError, Unavailable
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
@@ -27,6 +28,12 @@ log = logging.getLogger(__name__)
 _QUEUED_PER_RUNNING = 4
 _MAX_PAYLOADS = 8
 _MAX_WAITING = 65536
+# A call is refused at once where its answer is expected after this part of the time that its deadline leaves: an
+# estimate may be wrong by a quarter, and an answer that comes just too late has cost as much as one in time.
+_PART_OF_DEADLINE = 0.75
+# With fewer calls in the worker none without a deadline is refused for its wait: that few are one patient client with
+# large batches rather than an overload.
+_PATIENT_CALLS = 16
 
 ResultT = TypeVar("ResultT")
 Encode = Callable[[Job], CallReply | DeferredReply]
@@ -175,11 +182,36 @@ class Dispatcher:
         try:
             if self._closed:
                 raise Unavailable(f"Instance '{self.spec.name}' is stopping")
+            self._check_wait(call)
             self._call_limiter.enter(call, call.size_bytes, proceed, call.may_wait)
         except TeimgrError as error:
+            if isinstance(error, Overloaded) and self._engine is not None:
+                error.retry_after_s = self._engine.expected_s(call.lane)
             self.metrics.failed(error)
             call.fail(error)
             self._check_idle()
+
+    def _check_wait(self, call: WorkerCall, jobs: Sequence[Job] = ()) -> None:
+        """Refuse a call that would be answered too late; `jobs` are its own where they are known.
+
+        With a deadline, where it will probably pass. Without one, where a call that may not wait would have to wait for
+        longer than `max_queue_wait_secs`: most such callers come over HTTP and hang up unheard. Messages of streams have
+        back-pressure instead.
+
+        Raises:
+            Overloaded: with the time after which the work ahead is expected to be done.
+        """
+        if self._engine is None or call.streamed:
+            return
+        if call.has_deadline:
+            limit_s = (call.deadline - time.monotonic()) * _PART_OF_DEADLINE
+        elif call.may_wait or jobs or not self.spec.max_queue_wait_secs or self.calls < _PATIENT_CALLS:
+            return
+        else:
+            limit_s = self.spec.max_queue_wait_secs
+        expected_s = self._engine.expected_s(call.lane, jobs)
+        if expected_s and expected_s > limit_s:
+            raise Overloaded(retry_after_s=expected_s)
 
     def admit_async(self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """As `admit`, for a coroutine, which ends with `submit` or `answer`."""
@@ -221,7 +253,9 @@ class Dispatcher:
         """
         if call not in self._call_limiter:
             return
-        submission = self._submissions[call] = Submission(call, parts, encode)
+        submission = Submission(call, parts, encode)
+        self._check_wait(call, submission.jobs)
+        self._submissions[call] = submission
         info = self.engine.info
         if size_bytes := sum(max_token_bytes(info, part.options.outputs, part.inputs) for part in parts):
             self._result_budget.enter(call, size_bytes, partial(self._start, submission))

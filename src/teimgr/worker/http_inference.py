@@ -273,6 +273,7 @@ class HttpCall(AwaitedReply, WorkerCall):
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None) -> None:
         super().__init__(size_bytes, lane, deadline)
+        self.has_deadline = False  # HTTP has none: `deadline` is the gateway's limit
         self.answer = asyncio.get_running_loop().create_future()
         self.job: Job | None = None
 
