@@ -41,7 +41,7 @@ def sample(name: str) -> Any:
         kind for kind in (bool, int, str) if kind in (hint := HINTS[name], *get_args(hint))
     )
     values = {dict: {"team": "search"}, list: ["--auto-truncate"], bool: not default, str: "sample"}
-    return values[kind] if kind in values else int(max(key.low or 0, 1024 if "port" in name else 3))
+    return values[kind] if kind in values else int(max(key.low or 0, 1024 if "port" in name else 2))
 
 
 HINTS = get_type_hints(InstanceSpec)

@@ -158,6 +158,28 @@ def test_a_job_past_its_deadline_fails_and_its_texts_are_not_run(bert: Served, g
     assert bert.wait(held).errors == {}
 
 
+def test_the_expected_time_is_that_of_what_waits(bert: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Model.run
+
+    def slow(model: Model, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+        time.sleep(0.1)  # a device that takes so long: several batches are needed for an estimate
+        return original(model, batch, outputs)
+
+    monkeypatch.setattr(Model, "run", slow)
+    assert bert.engine.expected_s(Lane.BULK) == 0.0
+    before = bert.engine.stats().batches
+    jobs = [bert.send([LONG] * 20, Lane.BULK) for _ in range(14)]
+    until(lambda: bert.engine.stats().batches >= before + 7)
+    expected_s, began = bert.engine.expected_s(Lane.BULK), time.monotonic()
+    for job in jobs:
+        bert.wait(job)
+    took_s = time.monotonic() - began
+
+    assert bert.engine.expected_s(Lane.BULK) == 0.0
+    assert expected_s is not None
+    assert took_s / 2 < expected_s < took_s * 2
+
+
 def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
     model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate
 ) -> None:

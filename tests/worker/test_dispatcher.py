@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -13,7 +14,7 @@ from tests.support.memory_fleet import MODEL
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
-from teimgr.errors import Code, InvalidInput, TeimgrError
+from teimgr.errors import Code, InvalidInput, Overloaded, TeimgrError
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
 from teimgr.worker.dispatcher import Dispatcher, Part, Submission, parts_of
@@ -106,8 +107,8 @@ class FakeEngine:
 class Asked(WorkerCall):
     """A call that records its replies."""
 
-    def __init__(self, may_wait: bool = False) -> None:
-        super().__init__(1, Lane.BULK, may_wait=may_wait)
+    def __init__(self, may_wait: bool = False, deadline: float | None = None) -> None:
+        super().__init__(1, Lane.BULK, deadline, may_wait)
         self.replies: list[CallReply | TeimgrError] = []
 
     def reply(self, reply: CallReply) -> None:
@@ -166,6 +167,57 @@ async def test_calls_beyond_the_limit_are_overloaded_or_wait() -> None:
     assert engine.jobs[0].cancelled
     assert [job.inputs for job in engine.jobs[5:]] == [["later"]]
     assert not waiting.replies
+    dispatcher.close()
+
+
+def asked(dispatcher: Dispatcher, within_s: float | None, *, may_wait: bool = False, streamed: bool = False) -> Asked:
+    call = Asked(may_wait, None if within_s is None else time.monotonic() + within_s)
+    call.streamed = streamed
+    dispatcher.infer(call, ["fog"], InferOptions(), lambda job: CallReply(b""))
+    return call
+
+
+async def test_a_call_that_would_be_answered_too_late_is_refused_and_told_when_to_come_back() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=100)
+    for engine.expected in (0.0, None, 3.5):
+        assert not asked(dispatcher, within_s=5).replies
+    engine.expected = 4.0
+
+    for call in (asked(dispatcher, within_s=5), asked(dispatcher, within_s=5, may_wait=True)):
+        [refused] = call.replies
+        assert isinstance(refused, Overloaded)
+        assert refused.retry_after_s == 4.0
+    assert not asked(dispatcher, within_s=6).replies
+    assert not asked(dispatcher, within_s=5, may_wait=True, streamed=True).replies  # it has back-pressure
+    dispatcher.close()
+
+
+async def test_the_limit_for_calls_without_a_deadline_spares_those_that_may_wait_and_few_calls() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=100)
+    engine.expected = dispatcher.spec.max_queue_wait_secs + 0.5
+    for _ in range(16):  # few large calls of a patient client
+        assert not asked(dispatcher, within_s=None).replies
+
+    assert asked(dispatcher, within_s=None).code is Code.OVERLOADED
+    assert not asked(dispatcher, within_s=None, may_wait=True).replies
+    engine.expected = dispatcher.spec.max_queue_wait_secs - 0.5
+    assert not asked(dispatcher, within_s=None).replies
+    dispatcher.close()
+
+
+async def test_a_full_worker_says_how_long_its_queue_will_take() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=1)
+    for _ in range(5):
+        ask(dispatcher)
+    engine.expected = 2.5
+
+    [refused] = ask(dispatcher).replies
+
+    assert isinstance(refused, Overloaded)
+    assert refused.retry_after_s == 2.5
     dispatcher.close()
 
 

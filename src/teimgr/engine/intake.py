@@ -30,7 +30,7 @@ _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have sho
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A job and the next of its rows to tokenize."""
+    """A job, the next of its rows to tokenize, and the estimated tokens of those that are not tokenized."""
 
     job: Job
     options: TokenizeOptions
@@ -94,10 +94,11 @@ class Intake:
     def run(self) -> None:
         while (chunk := self._next_chunk()) is not None:
             self._tokenize(chunk)
-            with self._changed:  # the queue counts the tokens of completed jobs now
+            with self._changed:  # the queue counts the tokens of these rows now
                 for pending, row in chunk.rows:
-                    if row == len(pending.job.inputs) - 1:
-                        self._estimates[pending.job.lane] -= pending.estimate
+                    tokenized = pending.estimate // (len(pending.job.inputs) - row)
+                    pending.estimate -= tokenized
+                    self._estimates[pending.job.lane] -= tokenized
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
         """Tokens of a job, before it is tokenized."""
@@ -106,7 +107,7 @@ class Intake:
         return min(chars // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
 
     def waiting(self, lane: Lane) -> int:
-        """Estimated tokens of the jobs in `lane` that are not yet fully tokenized."""
+        """Estimated tokens of the rows in `lane` that are not yet tokenized."""
         return self._estimates[lane]
 
     def close(self) -> None:
