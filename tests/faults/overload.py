@@ -1,12 +1,12 @@
 """Overload: `python -m tests.faults.overload --minutes 5 [--times 10] [--report FOLDER]`.
 
 First the capacity of one instance: the best of several numbers of callers, each of which calls again when answered, or
-a second after it was refused.
-Then calls come at ten times that rate from a process of its own, whether or not earlier ones were answered, over gRPC,
-the instance's port and the OpenAI endpoint. The model is the real all-MiniLM-L6-v2 where its package is installed: the
-client shares the processors, and a call to a tiny model costs it more than the fleet. Goodput are the right answers within the deadline. A refusal must have a
-type and a time after which to call again, and come at once. The exit status is 0 when the goodput is at least 90 % of
-the best, no process grows beyond its bound, and the latency is back soon after.
+a second after it was refused. Then calls come at ten times that rate from a process of its own, whether or not earlier
+ones were answered, over gRPC, the instance's port and the OpenAI endpoint. The model is the real all-MiniLM-L6-v2 where
+its package is installed: the client shares the processors, and a call to a tiny model costs it more than the fleet.
+Goodput are the right answers within the deadline. A refusal must have a type and a time after which to call again, and
+come at once. The exit status is 0 when the goodput is at least 90 % of the best, no process grows beyond its bound, and
+the latency is back soon after.
 """
 
 from __future__ import annotations
@@ -289,7 +289,8 @@ def _lines(facts: dict[str, Any], short: list[str], times: float) -> list[str]:
     heads = ("", "goodput, calls/s", "answered", "refused", "late", "answer p50, ms", "p99", "refusal p99, ms")
     memory = [(name, *pair) for name, pair in facts["memory_mib"].items()]
     return [
-        f"{times:g} times the best rate, {facts['offered_per_s']} calls/s of {TEXTS} texts to {facts['model']}, deadline {DEADLINE_S:g} s; "
+        f"{times:g} times the best rate, {facts['offered_per_s']} calls/s of {TEXTS} texts to {facts['model']}, "
+        f"deadline {DEADLINE_S:g} s; "
         f"normal again after {facts['normal_after_s']} s.",
         "",
         *markdown(heads, rows),
