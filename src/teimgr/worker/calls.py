@@ -43,7 +43,7 @@ class WorkerCall:
     """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
     `deadline` is a `time.monotonic` value, `MAX_CALL_S` away where None is given; `size_bytes` is the size of the
-    request. `has_deadline`: the caller has set one. `may_wait`: queue it when the worker is full instead of refusing it.
+    request. `has_deadline`: the caller has set one. `may_wait`: queue it when the worker is full, else it is refused.
     `streamed`: a message of a stream, which TEI does not count as a request.
     """
 

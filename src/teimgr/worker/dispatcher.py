@@ -194,8 +194,8 @@ class Dispatcher:
     def _check_wait(self, call: WorkerCall, jobs: Sequence[Job] = ()) -> None:
         """Refuse a call that would be answered too late; `jobs` are its own where they are known.
 
-        With a deadline, where it will probably pass. Without one, where a call that may not wait would have to wait for
-        longer than `max_queue_wait_secs`: most such callers come over HTTP and hang up unheard. Messages of streams have
+        With a deadline, where it will probably pass. Without one, where a call that may not wait would wait for longer
+        than `max_queue_wait_secs`: most such callers come over HTTP and hang up unheard. Messages of streams have
         back-pressure instead.
 
         Raises:
