@@ -98,7 +98,7 @@ class ServerConnections(ServerState):
 
 
 def _detach(transport: asyncio.Transport) -> socket.socket:
-    """The connection as a socket; the transport is gone, of which the client notices nothing."""
+    """The connection as a socket; the transport is closed, the connection is not."""
     transport.pause_reading()
     connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     transport.abort()

@@ -168,7 +168,7 @@ class Engine:
             raise Unavailable(self._fault)
 
     def watch(self, passed_s: float) -> None:
-        """Notice a forward that hangs. Called at regular intervals by the event loop, with the length of one.
+        """Detect a forward that hangs. Called at regular intervals by the event loop, with the length of one.
 
         The intervals count, not the clock: time in which the whole process was stopped, or had no processor, does not.
         """

@@ -1,4 +1,8 @@
-"""Control link to one worker: its status as it changes, and the calls of supervision, over the worker's unix socket."""
+"""Control links of the daemon, over unix sockets: to one worker, and to one mux process.
+
+A worker sends its status as it changes, in frames, and answers the calls of supervision. A mux gets routes and access
+policy as lines of JSON and answers with its counters; `mux/process.py` has the messages.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,9 @@ from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, unpack_
 CONNECT_LIMIT_S = 5.0
 _FRAME_LIMIT_BYTES = 1 << 20
 _WATCH_ID = 0
+# Far above what counters of ten thousand instances take; beyond it it is not a message of this protocol.
+_LINE_LIMIT_BYTES = 64 << 20
+_CONNECT_RETRY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class WorkerStatus:
 
 
 class ControlLink(FrameProtocol):
-    """One connection. `on_status` is called in the event loop for every status, `on_lost` once, after the last."""
+    """A worker's connection. `on_status` is called in the event loop with each status, `on_lost` once, at the end."""
 
     def __init__(self, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> None:
         super().__init__(_FRAME_LIMIT_BYTES)
@@ -156,3 +163,97 @@ async def identify(socket: Path, timeout_s: float) -> WorkerStatus | None:
         return None
     finally:
         link.close()
+
+
+class MuxLost(Exception):
+    """The mux cannot be reached or does not answer; the text is the reason."""
+
+
+class MuxStopping(MuxLost):
+    """The mux was stopped by another process; it finishes its calls within `grace_s`, and its port is free."""
+
+    def __init__(self, grace_s: float) -> None:
+        super().__init__("it was stopped by another process")
+        self.grace_s = grace_s
+
+
+class MuxLink:
+    """The daemon's connection to the control socket of a mux. One read is always pending, to see its end at once."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._reading = asyncio.ensure_future(reader.readline())
+
+    @classmethod
+    async def open(cls, path: str, limit_s: float) -> MuxLink:
+        """Connect to the socket, which appears once the gRPC port is bound.
+
+        Raises:
+            MuxLost: it does not appear.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        return cls(*await asyncio.open_unix_connection(path, limit=_LINE_LIMIT_BYTES))
+                    except (FileNotFoundError, ConnectionRefusedError):
+                        await asyncio.sleep(_CONNECT_RETRY_S)
+        except OSError as error:  # TimeoutError is one of them
+            raise MuxLost(f"its control socket cannot be reached: {str(error) or 'it does not come up'}") from error
+
+    def send(self, **values: str) -> None:
+        """Send a message of values that are JSON already."""
+        members = ", ".join(f'"{key}": {value}' for key, value in values.items())
+        self._writer.write(f"{{{members}}}\n".encode())
+
+    async def ask(self, request: str, limit_s: float) -> dict[str, Any]:
+        """The answer to `stats`, or to `ack`, which confirms what was sent before.
+
+        Raises:
+            MuxLost: it does not answer.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                self.send(**{request: "true"})
+                await self._writer.drain()
+                await asyncio.wait((self._reading,))
+        except TimeoutError as error:
+            raise MuxLost(f"it gave no answer for {limit_s:g} s") from error
+        except OSError as error:
+            raise MuxLost(f"its control connection broke: {error}") from error
+        return self._message()
+
+    async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
+        """Whether there is a change within `limit_s`.
+
+        Raises:
+            MuxLost: the mux ends.
+        """
+        waiting = asyncio.ensure_future(changed.wait())
+        await asyncio.wait((waiting, self._reading), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._reading.done():
+            self._message()
+        return changed.is_set()
+
+    def close(self) -> None:
+        self._reading.cancel()
+        self._writer.close()
+
+    def _message(self) -> dict[str, Any]:
+        try:
+            line = self._reading.result()
+            message = json.loads(line) if line else None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise MuxLost(f"its answer cannot be read: {error}") from error
+        except (OSError, ValueError) as error:  # a ValueError is a line without an end
+            raise MuxLost(f"its control connection broke: {error}") from error
+        if not line:
+            raise MuxLost("it closed its control connection")
+        if not isinstance(message, dict):
+            raise MuxLost("its answer is no JSON object")
+        if "stopping" in message:
+            raise MuxStopping(float(message["stopping"]))
+        self._reading = asyncio.ensure_future(self._reader.readline())
+        return message

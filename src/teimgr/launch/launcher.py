@@ -110,7 +110,7 @@ class Launcher(Protocol):
         """The live workers of an earlier daemon. The files of dead ones are removed.
 
         Raises:
-            Unavailable: a run file cannot be read now, for want of descriptors or by a failing disk.
+            Unavailable: a run file cannot be read now, for lack of descriptors or by a failing disk.
         """
 
     async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
@@ -301,12 +301,12 @@ class LocalLauncher:
             Adopted(worker, status) for worker, status in zip(wanted, statuses, strict=True) if status
         )
         kept = {each.handle for each in adopted}
-        deaf = {worker for worker, status in zip(wanted, statuses, strict=True) if status is None}
+        unresponsive = {worker for worker, status in zip(wanted, statuses, strict=True) if status is None}
         succeeded = {worker.spec.name for worker in kept}
         leftovers = [worker for worker in workers if worker not in kept]
         await asyncio.gather(
             *(
-                self._end(each, 0.0 if each in deaf else LEFTOVER_GRACE_S, each.spec.name in succeeded)
+                self._end(each, 0.0 if each in unresponsive else LEFTOVER_GRACE_S, each.spec.name in succeeded)
                 for each in leftovers
             )
         )

@@ -146,26 +146,26 @@ async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:
 
 
 async def _health(view: InstanceView, prober: FleetProber | None) -> dict[str, Any]:
-    proofs = None
+    results = None
     if prober is not None:
-        proofs = [
+        results = [
             {
-                "incarnation": proof.incarnation,
-                "ok": proof.problem is None,
-                "seconds": round(proof.seconds, 6),
-                "problem": proof.problem,
+                "incarnation": result.incarnation,
+                "ok": result.problem is None,
+                "seconds": round(result.seconds, 6),
+                "problem": result.problem,
             }
-            for proof in await prober.probe(view.spec.name)
+            for result in await prober.probe(view.spec.name)
         ]
     return {
         "name": view.spec.name,
         "status": view.state.value,
         "healthy": view.state is State.RUNNING
         and not view.health_check_failures
-        and all(proof["ok"] for proof in proofs or ()),
+        and all(result["ok"] for result in results or ()),
         "last_proof": view.last_health_check,
         "health_check_failures": view.health_check_failures,
         "restarts": view.restarts,
         "reason": view.reason,
-        "proofs": proofs,
+        "proofs": results,
     }

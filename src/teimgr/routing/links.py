@@ -104,8 +104,7 @@ class PendingCall:
 
     def cancel(self) -> None:
         """Send CANCEL to the worker; no effect once the call is answered."""
-        if self.link.forget(self):
-            self.link.send(FrameType.CANCEL, self.method, self.id)
+        if self.link.cancel(self):
             self.answer.cancel()
 
     def finish(self, outcome: WorkerReply | TeimgrError) -> None:
@@ -121,8 +120,7 @@ class PendingCall:
             self.answer.set_result(outcome)
 
     def _expire(self) -> None:
-        if self.link.forget(self):
-            self.link.send(FrameType.CANCEL, self.method, self.id)
+        if self.link.cancel(self):
             self.link.stats.expired += 1
             if (self._timeout_s or 0.0) >= _LEAST_FAILURE_TIMEOUT_S:
                 self.link.owner.call_failed()
@@ -185,6 +183,13 @@ class WorkerLink(FrameProtocol):
         self.owner.call_ended(call.cost_bytes)
         return True
 
+    def cancel(self, call: PendingCall) -> bool:
+        """As `forget`, and send CANCEL to the worker."""
+        is_in_flight = self.forget(call)
+        if is_in_flight:
+            self.send(FrameType.CANCEL, call.method, call.id)
+        return is_in_flight
+
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
@@ -219,10 +224,8 @@ class WorkerLink(FrameProtocol):
     def link_lost(self, error: Exception | None) -> None:
         """Fail every call in flight."""
         self.owner.link_lost()
-        calls, self._calls = tuple(self._calls.values()), {}
-        for call in calls:
-            self.budget.give_back(call.cost_bytes)
-            self.owner.call_ended(call.cost_bytes)
+        for call in tuple(self._calls.values()):
+            self.forget(call)
             call.finish(ConnectionLost(self.owner.unavailable().message))
         if not self.closed.done():
             self.closed.set_result(None)

@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from teimgr import __version__
 from teimgr.auth.policy import Policy, PolicyInForce
@@ -26,6 +25,7 @@ from teimgr.config.settings import Settings
 from teimgr.durable_files import write_atomically
 from teimgr.errors import Unavailable
 from teimgr.http_server import bind
+from teimgr.launch.control_link import MuxLink, MuxLost, MuxStopping
 from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
 from teimgr.observability.logs import STACKS_SIGNAL, LogSpan, log_size, open_log, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
@@ -46,9 +46,6 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-# Far above what counters of ten thousand instances take; beyond it it is not a message of this protocol.
-_LINE_LIMIT_BYTES = 64 << 20
-_CONNECT_RETRY_S = 0.02
 _FORCED_S = 1.0
 
 
@@ -61,18 +58,6 @@ class MuxTimeouts:
     alarm_after_s: float = 2.0
     answer_limit_s: float = 10.0
     interval_s: float = 5.0
-
-
-class MuxLost(Exception):
-    """The mux cannot be reached or does not answer; the text is the reason."""
-
-
-class MuxStopping(MuxLost):
-    """The mux was stopped by another process; it finishes its calls within `grace_s`, and its port is free."""
-
-    def __init__(self, grace_s: float) -> None:
-        super().__init__("it was stopped by another process")
-        self.grace_s = grace_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +109,7 @@ class MuxSupervisor:
         """Take over the live mux of an earlier daemon; one with another configuration is stopped.
 
         Raises:
-            Unavailable: its run file cannot be read now, as for want of descriptors; the mux serves on.
+            Unavailable: its run file cannot be read now, as for lack of descriptors; the mux serves on.
         """
         try:
             found = MuxRunFile.read(self._run_file)
@@ -313,88 +298,6 @@ class MuxSupervisor:
         except LaunchFailed as error:
             log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
             return None
-
-
-class MuxLink:
-    """The daemon's connection to the control socket of a mux. One read is always pending, to see its end at once."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._reading = asyncio.ensure_future(reader.readline())
-
-    @classmethod
-    async def open(cls, path: str, limit_s: float) -> MuxLink:
-        """Connect to the socket, which appears once the gRPC port is bound.
-
-        Raises:
-            MuxLost: it does not appear.
-        """
-        try:
-            async with asyncio.timeout(limit_s):
-                while True:
-                    try:
-                        return cls(*await asyncio.open_unix_connection(path, limit=_LINE_LIMIT_BYTES))
-                    except (FileNotFoundError, ConnectionRefusedError):
-                        await asyncio.sleep(_CONNECT_RETRY_S)
-        except OSError as error:  # TimeoutError is one of them
-            raise MuxLost(f"its control socket cannot be reached: {str(error) or 'it does not come up'}") from error
-
-    def send(self, **values: str) -> None:
-        """Send a message of values that are JSON already."""
-        members = ", ".join(f'"{key}": {value}' for key, value in values.items())
-        self._writer.write(f"{{{members}}}\n".encode())
-
-    async def ask(self, request: str, limit_s: float) -> dict[str, Any]:
-        """The answer to `stats`, or to `ack`, which confirms what was sent before.
-
-        Raises:
-            MuxLost: it does not answer.
-        """
-        try:
-            async with asyncio.timeout(limit_s):
-                self.send(**{request: "true"})
-                await self._writer.drain()
-                await asyncio.wait((self._reading,))
-        except TimeoutError as error:
-            raise MuxLost(f"it gave no answer for {limit_s:g} s") from error
-        except OSError as error:
-            raise MuxLost(f"its control connection broke: {error}") from error
-        return self._message()
-
-    async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
-        """Whether there is a change within `limit_s`.
-
-        Raises:
-            MuxLost: the mux ends.
-        """
-        waiting = asyncio.ensure_future(changed.wait())
-        await asyncio.wait((waiting, self._reading), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if self._reading.done():
-            self._message()
-        return changed.is_set()
-
-    def close(self) -> None:
-        self._reading.cancel()
-        self._writer.close()
-
-    def _message(self) -> dict[str, Any]:
-        try:
-            line = self._reading.result()
-            message = json.loads(line) if line else None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise MuxLost(f"its answer cannot be read: {error}") from error
-        except (OSError, ValueError) as error:  # a ValueError is a line without an end
-            raise MuxLost(f"its control connection broke: {error}") from error
-        if not line:
-            raise MuxLost("it closed its control connection")
-        if not isinstance(message, dict):
-            raise MuxLost("its answer is no JSON object")
-        if "stopping" in message:
-            raise MuxStopping(float(message["stopping"]))
-        self._reading = asyncio.ensure_future(self._reader.readline())
-        return message
 
 
 def mux_config(number: int, settings: Settings) -> MuxConfig:

@@ -295,7 +295,7 @@ class WantedState:
 
     @property
     def alarms(self) -> str | None:
-        """What operators should know of the state file, in one line."""
+        """The problems of the state file, in one line."""
         return "; ".join([*self._load_alarms, *filter(None, [self._save_alarm])]) or None
 
     def alarm(self, text: str) -> None:
