@@ -197,7 +197,7 @@ async def test_the_limit_for_calls_without_a_deadline_spares_those_that_may_wait
     engine = FakeEngine()
     dispatcher = dispatching(engine, calls=100)
     engine.expected = dispatcher.spec.max_queue_wait_secs + 0.5
-    for _ in range(16):  # few large calls of a patient client
+    for _ in range(8):  # few large calls of a patient client
         assert not asked(dispatcher, within_s=None).replies
 
     assert asked(dispatcher, within_s=None).code is Code.OVERLOADED

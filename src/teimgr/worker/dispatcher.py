@@ -33,7 +33,7 @@ _MAX_WAITING = 65536
 _PART_OF_DEADLINE = 0.75
 # With fewer calls in the worker none without a deadline is refused for its wait: that few are one patient client with
 # large batches rather than an overload.
-_PATIENT_CALLS = 16
+_PATIENT_CALLS = 8
 
 ResultT = TypeVar("ResultT")
 Encode = Callable[[Job], CallReply | DeferredReply]
@@ -205,7 +205,7 @@ class Dispatcher:
             return
         if call.has_deadline:
             limit_s = (call.deadline - time.monotonic()) * _PART_OF_DEADLINE
-        elif call.may_wait or jobs or not self.spec.max_queue_wait_secs or self.calls < _PATIENT_CALLS:
+        elif call.may_wait or jobs or not self.spec.max_queue_wait_secs or len(self._call_limiter) < _PATIENT_CALLS:
             return
         else:
             limit_s = self.spec.max_queue_wait_secs
