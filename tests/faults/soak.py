@@ -65,6 +65,7 @@ async def run(folder: Path, seed: int, faults: int, kinds: Iterable[str] = KINDS
     began = time.monotonic()
     try:
         await world.populate()
+        began = time.monotonic()  # a loaded machine may need a minute until here
         callers = Callers(world)
         names = [kind for kind in kinds for _ in range(KINDS[kind].weight)]
         async with callers.calling(list(world.wanted)):
