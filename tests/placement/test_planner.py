@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections import Counter
@@ -14,16 +13,17 @@ import pytest
 
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId
-from teimgr.placement.gpus import Gpu, Inventory, only_visible
 from teimgr.placement.planner import (
     CPU_TOKENS,
     LOADING_BYTES,
+    Gpu,
     GpuInventory,
-    LoadSlots,
+    Inventory,
     Others,
     Planner,
     cgroup_free_bytes,
     fair_share,
+    only_visible,
     place,
     replica_count,
     usable_cores,
@@ -238,29 +238,6 @@ def test_tokens_go_by_what_is_free(keys: dict[str, object], inventory: Inventory
 def test_a_card_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidGpuId):
         with_batch_tokens(InstanceSpec(**AUTO, gpu_id=5), SIZED, 2048)  # type: ignore[arg-type]
-
-
-async def test_workers_load_one_after_the_other_where_the_device_has_no_more_room() -> None:
-    limits: dict[str | None, int] = {None: 2, "card": 0}
-    slots = LoadSlots(lambda gpu: limits[gpu])
-    await slots.take(None)
-    await slots.take(None)
-    await slots.take("card")
-    waiting = [asyncio.create_task(slots.take(None)) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert not any(task.done() for task in waiting)
-
-    waiting[0].cancel()
-    slots.give_back(None)
-    await asyncio.wait(waiting[:2])
-
-    assert waiting[0].cancelled()
-    assert (waiting[1].done(), waiting[2].done()) == (True, False)
-    limits[None] = 1
-    slots.give_back(None)
-    assert not waiting[2].done(), "one loads, and there is no memory for two"
-    slots.give_back(None)
-    await waiting[2]
 
 
 async def test_the_number_of_load_slots_follows_cores_and_free_memory() -> None:

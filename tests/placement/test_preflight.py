@@ -7,8 +7,7 @@ import pytest
 from teimgr.errors import InvalidConfig
 from teimgr.launch.nursery import TorchBuild
 from teimgr.launch.process_handle import LaunchFailed
-from teimgr.placement.gpus import Gpu, Inventory
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.placement.preflight import Preflight, problems, runs_on
 
 CUDA_13 = TorchBuild("2.13.0+cu130", "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"))

@@ -15,8 +15,7 @@ from tests.support.hub_server import SHA, Hub, etag
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelBusy, ModelDownloadFailed, ModelGated, ModelNotFound, Unavailable, ValidationError
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import Inventory
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.download import Rate
 from teimgr.registry.records import DownloadProgress, ModelStatus

@@ -13,8 +13,7 @@ from tests.support.polling import eventually
 
 from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import Gpu, Inventory
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.records import ModelStatus, ModelView
 from teimgr.registry.registry import Registry, TrialOptions

@@ -18,8 +18,7 @@ from tests.support.rest_listener import Front, listening
 from teimgr.config.settings import Settings
 from teimgr.observability.exposition import text
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import Inventory
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.registry import Registry
 from teimgr.rest.models import ModelInfo

@@ -16,8 +16,7 @@ from teimgr.config.settings import Settings
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.launch.process_handle import look_up
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import Inventory
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import GpuInventory, Inventory
 from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec, InstanceView, RouteEntry
 from teimgr.supervision.manager import Manager

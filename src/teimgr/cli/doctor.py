@@ -163,7 +163,7 @@ def _clock(settings: Settings) -> Iterator[Finding]:
 def _devices(settings: Settings) -> Iterator[Finding]:
     """Driver and torch, each asked in its own way, agree on the GPUs, and torch has code for them."""
     from teimgr.launch.nursery import TorchBuild
-    from teimgr.placement.gpus import only_visible, read_nvml
+    from teimgr.placement.planner import only_visible, read_nvml
     from teimgr.placement.preflight import problems
 
     inventory = only_visible(read_nvml(), os.environ.get("CUDA_VISIBLE_DEVICES"))

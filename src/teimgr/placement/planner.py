@@ -6,19 +6,53 @@ import asyncio
 import os
 import re
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, KeysView, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import pynvml
 
 from teimgr.config.extra_args import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
-from teimgr.placement.gpus import Gpu, Inventory, only_visible, read_nvml
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
 _FAILURE_AGE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One card. Values that the driver does not report are None, free memory 0.
+
+    `memory_of` is the memory of each process in bytes, by pid; empty where it is not reported, as inside containers.
+    """
+
+    index: int
+    uuid: str
+    memory_free_bytes: int
+    name: str = ""
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    utilization: float | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    compute_capability: tuple[int, int] | None = None
+    memory_of: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The cards that workers may use; `reason` is why there are none."""
+
+    gpus: tuple[Gpu, ...] = ()
+    reason: str = ""
+
+    @property
+    def indexes(self) -> list[int]:
+        return [gpu.index for gpu in self.gpus]
 
 
 class GpuInventory:
@@ -38,6 +72,72 @@ class GpuInventory:
             self._known = only_visible(everything, self._visible)
             self._read_at = time.monotonic()
         return self._known
+
+
+def read_nvml() -> Inventory:
+    """All cards of the host, regardless of CUDA_VISIBLE_DEVICES."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Inventory(reason=f"no NVIDIA driver: {error}")
+    try:
+        return _inventory(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError as error:
+        return Inventory(reason=f"NVML failed: {error}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
+    """The cards in `visible`, the daemon's CUDA_VISIBLE_DEVICES, by index or by the start of their UUID."""
+    if visible is None or not inventory.gpus:
+        return inventory
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    shown = [gpu for gpu in inventory.gpus if any(_is_named(gpu, name) for name in names)]
+    return _inventory(shown, f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the {len(inventory.gpus)} cards")
+
+
+def _inventory(gpus: Iterable[Gpu], reason_for_none: str = "the driver lists no card") -> Inventory:
+    found = tuple(gpus)
+    return Inventory(found, "" if found else reason_for_none)
+
+
+def _is_named(gpu: Gpu, name: str) -> bool:
+    return gpu.index == int(name) if name.isdecimal() else gpu.uuid.startswith(name)
+
+
+def _card(index: int) -> Gpu:
+    device = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _supported(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
+    load = _supported(lambda: pynvml.nvmlDeviceGetUtilizationRates(device))
+    power_mw = _supported(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
+    capability = _supported(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(device))
+    processes = _supported(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(device))
+    return Gpu(
+        index,
+        _text(pynvml.nvmlDeviceGetUUID(device)),
+        int(memory.free) if memory else 0,
+        name=_text(_supported(lambda: pynvml.nvmlDeviceGetName(device)) or ""),
+        memory_total_bytes=int(memory.total) if memory else None,
+        memory_used_bytes=int(memory.used) if memory else None,
+        utilization=load.gpu / 100 if load else None,
+        temperature_c=_supported(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
+        power_w=None if power_mw is None else power_mw / 1000,
+        compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
+        memory_of={each.pid: int(each.usedGpuMemory) for each in processes or () if each.usedGpuMemory is not None},
+    )
+
+
+def _supported(query: Callable[[], Any]) -> Any:
+    """The result of an NVML query; None where it is not supported, as under MIG or with unified memory."""
+    try:
+        return query()
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 LOADING_BYTES = 2 << 30
@@ -205,49 +305,6 @@ def _free_in(group: Path, limit: str, use: str, cache: str) -> int | None:
         return max(0, int(most) - int((group / use).read_text()) + int(stat.get(cache, 0)))
     except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
         return None
-
-
-class LoadSlots:
-    """Bounds the workers that load at the same time on a device, first come first served; one always may.
-
-    After a reboot all would else start at once, run out of memory, and out of time. `limit` gives the number for the
-    UUID of a card, or for None, the CPU.
-    """
-
-    def __init__(self, limit: Callable[[str | None], int]) -> None:
-        self._limit = limit
-        self._loading: Counter[str | None] = Counter()
-        self._waiting: defaultdict[str | None, deque[asyncio.Future[None]]] = defaultdict(deque)
-
-    async def take(self, gpu: str | None) -> None:
-        """Return when a worker may load; `give_back` must follow."""
-        waiting = self._waiting[gpu]
-        if not waiting and self._fits(gpu):
-            self._loading[gpu] += 1
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.append(granted)
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if not granted.cancelled():
-                self.give_back(gpu)
-            elif granted in waiting:
-                waiting.remove(granted)
-            raise
-
-    def give_back(self, gpu: str | None) -> None:
-        """Return a slot, which the next may have."""
-        self._loading[gpu] -= 1
-        waiting = self._waiting[gpu]
-        while waiting and self._fits(gpu):
-            granted = waiting.popleft()
-            if not granted.done():  # else its taker was cancelled just now
-                self._loading[gpu] += 1
-                granted.set_result(None)
-
-    def _fits(self, gpu: str | None) -> bool:
-        return self._loading[gpu] < max(1, self._limit(gpu))
 
 
 def worker_spec(

@@ -10,8 +10,7 @@ from typing import Literal
 from teimgr.errors import InvalidConfig
 from teimgr.launch.nursery import TorchBuild
 from teimgr.launch.process_handle import LaunchFailed
-from teimgr.placement.gpus import Gpu
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import Gpu, GpuInventory
 
 log = logging.getLogger(__name__)
 

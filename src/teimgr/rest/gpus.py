@@ -12,8 +12,7 @@ from starlette.responses import Response
 from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, add
-from teimgr.placement.gpus import Gpu
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import Gpu, GpuInventory
 from teimgr.rest.schemas import ANY_FAILURE, Card, answer
 from teimgr.spec import InstanceView
 

@@ -265,7 +265,8 @@ class Replica:
         self.retired = False
         self.instance = instance
         self._limits = limits
-        self._waiting = ByteBudget(limits.max_waiting_bytes // _REPLICA_SHARE, parent=waiting)
+        self._waiting = waiting or ByteBudget(limits.max_waiting_bytes)  # of all replicas of a router
+        self._waiting_bytes = 0
         self._links: list[WorkerLink | None] = [None, None]
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
@@ -395,8 +396,10 @@ class Replica:
         """The connected link with `cost` taken from its budget, and the remaining time. Raises as `start`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        if not self._waiting.try_take(cost):
+        is_over = self._waiting_bytes and self._waiting_bytes + cost > self._waiting.limit_bytes // _REPLICA_SHARE
+        if is_over or not self._waiting.try_take(cost):
             raise Overloaded(f"Instance '{self.instance}' is overloaded: too many bytes wait for it")
+        self._waiting_bytes += cost
         try:
             async with asyncio.timeout(_WAIT_LIMIT_S if timeout_s is None else timeout_s):
                 link = self._links[bulk] or await self._connect(bulk)
@@ -408,6 +411,7 @@ class Replica:
         except TimeoutError:
             raise DeadlineExceeded from None
         finally:
+            self._waiting_bytes -= cost
             self._waiting.give_back(cost)
         return link, None if timeout_s is None else timeout_s - (loop.time() - began)
 
@@ -415,15 +419,13 @@ class Replica:
         limit_s = self._limits.connect_timeout_s
         try:
             async with asyncio.timeout(limit_s), self._connecting:
-                return self._links[bulk] or await self._open(bulk)
+                if (link := self._links[bulk]) is not None:
+                    return link
+                if self.lost:
+                    raise self.unavailable()
+                link = self._links[bulk] = await self._new_link()
         except TimeoutError:
             raise Unavailable(f"Failed to connect to backend: no answer within {limit_s:g} s") from None
-
-    async def _open(self, bulk: bool) -> WorkerLink:
-        if self.lost:
-            raise self.unavailable()
-        try:
-            link = self._links[bulk] = await self._new_link()
         except OSError as error:
             if isinstance(error, _GONE):
                 self.link_lost()

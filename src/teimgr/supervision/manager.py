@@ -27,7 +27,6 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import (
     FleetCounts,
     GpuInventory,
-    LoadSlots,
     Planner,
     place,
     usable_cores,
@@ -42,7 +41,7 @@ from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, WantedState
 from teimgr.supervision.supervisor import SupervisorContext
 from teimgr.supervision.validation import InstanceValidator, check_model
-from teimgr.supervision.worker_run import ProbePlan
+from teimgr.supervision.worker_run import LoadSlots, ProbePlan
 
 log = logging.getLogger(__name__)
 

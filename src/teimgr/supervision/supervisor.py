@@ -22,7 +22,7 @@ from teimgr.launch.launcher import Adopted, Launcher
 from teimgr.launch.process_handle import Exit
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import FleetCounts, LoadSlots, Others, Planner
+from teimgr.placement.planner import FleetCounts, Others, Planner
 from teimgr.routing.router import Directory
 from teimgr.spec import Incident, InstanceSpec, LoadedModel, State, WorkerEndpoint, WorkerSpec, WorkerView, rfc3339
 from teimgr.supervision.crash_reports import Crash, CrashReports, report_name
@@ -44,7 +44,7 @@ from teimgr.supervision.lifecycle import (
     WorkerReady,
     explain,
 )
-from teimgr.supervision.worker_run import ProbePlan, WorkerRun
+from teimgr.supervision.worker_run import LoadSlots, ProbePlan, WorkerRun
 
 LAST_EVENTS = 20
 """How many events of its instance a crash report has."""

@@ -16,8 +16,7 @@ from pathlib import Path
 from teimgr.config.settings import Settings
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.gpus import Inventory
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import GpuInventory, Inventory
 from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec
 from teimgr.supervision.manager import Manager
