@@ -19,8 +19,10 @@ from teimgr.spec import WorkerSpec
 
 @pytest.mark.slow
 async def test_it_and_its_standbys_have_one_thread_and_their_children_run_parallel_tensor_ops(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")  # the OpenMP runtime prints its settings when it is loaded
+    monkeypatch.delenv("OMP_WAIT_POLICY")
     # The production entry's module is imported too, for what it drags in counts.
     launcher = local_launcher(
         folder, entry="tests.support.fakes.matmul:main", preload=(*nursery.PRELOAD, "teimgr.worker.process")
@@ -44,6 +46,7 @@ async def test_it_and_its_standbys_have_one_thread_and_their_children_run_parall
             await eventually(lambda: launcher.nursery.standby_pid)
             os.kill(nursery_pid, signal.SIGKILL)
             await eventually(lambda pid=nursery_pid: launcher.nursery.pid != pid)
+    assert "GOMP_SPINCOUNT = '0'" in (folder / "run" / "nursery.log").read_text()
     await launcher.close()
 
 
