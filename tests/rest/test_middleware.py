@@ -21,7 +21,8 @@ from teimgr.auth.policy import NO_CERTIFICATE, Policy, PolicyInForce, digest
 from teimgr.config.auth import Auth, policy_of
 from teimgr.config.settings import Settings
 from teimgr.errors import Unauthenticated
-from teimgr.gateway.gateway import Gateway, paths
+from teimgr.gateway.gateway import Gateway
+from teimgr.gateway.routes import paths
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app

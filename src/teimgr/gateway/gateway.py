@@ -1,21 +1,20 @@
 """The inference gateway: each HTTP request is forwarded to a worker of the model it names, its reply passed back.
 
-`paths()` lists the routes with their dialect; bodies are parsed and answers written by the workers
-(`worker/dialects/`). Where several products share a path, the default is the first dialect listed. The header
-`x-teimgr-dialect` selects another one, as does a prefix of the path: `/infinity/classify` is Infinity's.
+`gateway/routes.py` lists the routes; bodies are parsed and answers written by the workers (`worker/dialects/`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -25,15 +24,26 @@ from starlette.routing import Route
 from teimgr.auth.policy import caller_of
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.config.settings import Settings
-from teimgr.errors import Cancelled, Internal, ModelNotFound, Overloaded, TeimgrError, TooLarge
-from teimgr.gateway.model_names import ModelNames
+from teimgr.errors import (
+    AmbiguousInstance,
+    Cancelled,
+    Forbidden,
+    InstanceNotFound,
+    Internal,
+    ModelNotFound,
+    Overloaded,
+    TeimgrError,
+    TooLarge,
+    Unavailable,
+)
+from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, paths
 from teimgr.http_protocol import HeldResponse, SlowClient, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
-from teimgr.routing.router import Directory, Lease, Router, router_view
+from teimgr.routing.router import Directory, Lease, Router, RouterView, router_view
 from teimgr.wire import error_bodies
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, JSON_TYPE, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
+from teimgr.wire.error_bodies import JSON_TYPE, OPENAI
 from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
     Buffer,
@@ -45,65 +55,14 @@ from teimgr.wire.frames import (
     read_reply,
     request_head,
 )
+from teimgr.wire.protobuf import Target
 
 log = logging.getLogger(__name__)
 
-DIALECT_HEADER = "x-teimgr-dialect"
 # The request headers that a dialect may read.
 _HEADERS = ("content-type", "accept", DIALECT_HEADER)
 # Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20
-
-
-class DialectPath(NamedTuple):
-    """A route: `path` is Starlette's template, `inner` the path in the worker.
-
-    `{model}` or `{name}` in the template names the model or the instance, else the body has it. `others` are the
-    dialects that may be chosen instead of `dialect`.
-    """
-
-    path: str
-    dialect: str
-    inner: str
-    method: str = "POST"
-    others: tuple[str, ...] = ()
-
-
-_DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
-    "/v1/embeddings": (OPENAI, VLLM),
-    "/v1/embed": (COHERE,),
-    "/v2/embed": (COHERE,),
-    "/v1/rerank": (COHERE, JINA, VLLM),
-    "/v2/rerank": (COHERE, VLLM),
-    "/rerank": (INFINITY, VLLM),
-    "/embeddings": (INFINITY,),
-    "/classify": (VLLM, INFINITY),
-    "/pooling": (VLLM,),
-    "/score": (VLLM,),
-    "/v1/score": (VLLM,),
-}
-_INSTANCE = "/instances/{name}"
-_TEI = (
-    *("/embed", "/embed_all", "/embed_sparse", "/predict", "/rerank", "/similarity", "/tokenize", "/decode"),
-    *("/vertex", "/invocations", "/"),
-)
-
-
-def paths() -> Iterator[DialectPath]:
-    """Every route: shared paths, dialect-prefixed paths, SIE, TEI under /instances/{name}."""
-    for path, (first, *others) in _DIALECTS_OF_PATH.items():
-        yield DialectPath(path, first, path, others=tuple(others))
-        for dialect in (first, *others):
-            if dialect in (JINA, VLLM, INFINITY):
-                yield DialectPath(f"/{dialect}{path}", dialect, path)
-    for inner in ("/v1/encode", "/v1/score"):
-        yield DialectPath(inner + "/{model:path}", SIE, inner)
-    for inner in _TEI:
-        yield DialectPath(_INSTANCE + inner, TEI, inner)
-    yield DialectPath(_INSTANCE, TEI, "/")
-    yield DialectPath(_INSTANCE + "/info", TEI, "/info", "GET")
-    for inner in ("/v1/embeddings", "/embeddings"):
-        yield DialectPath(_INSTANCE + inner, TEI_OPENAI, inner)
 
 
 class Gateway:
@@ -322,3 +281,102 @@ class Bodies:
             self._held[key] -= body.charged
             if not self._held[key]:
                 del self._held[key]
+
+
+_NEAREST = 3
+# Bounds the cost of finding similar names, and the length of the error text, for absurdly long names.
+_COMPARED_CHARS = 256
+
+
+class ModelNames:
+    """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id."""
+
+    def __init__(self, router: RouterView, aliases: Callable[[], Mapping[str, str]]) -> None:
+        self._router = router
+        self._aliases = aliases
+
+    def restricted(self, router: RouterView) -> ModelNames:
+        return self if router is self._router else ModelNames(router, self._aliases)
+
+    def lease(self, model: str | None) -> Lease:
+        """A lease on the least busy worker of `model`; where it is None, of the only running instance.
+
+        Raises:
+            ModelNotFound: the name is unknown; the text lists similar ones.
+            AmbiguousInstance: no model is given and there is not exactly one to choose.
+            Unavailable: the instance does not run.
+        """
+        if not model:
+            try:
+                return self._router.lease(self._router.only_running())
+            except AmbiguousInstance as error:
+                raise AmbiguousInstance(f"Say which model: {error.message}") from None
+        self.check(model)
+        target = self._resolved(model)
+        if self._router.find(target) is not None:
+            return self._router.lease(Target(instance_name=target))
+        try:
+            return self._router.lease(Target(model_id=target))
+        except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
+            entries = (entry for entry in self._router.snapshot.entries if entry.model_id == target)
+            states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in entries)
+            raise Unavailable(f"No instance of the model '{target}' takes calls now: {states}") from None
+
+    def lease_instance(self, name: str) -> Lease:
+        """A lease on the instance of that name.
+
+        Raises:
+            InstanceNotFound: with the nearest names.
+            Unavailable: it does not run.
+        """
+        try:
+            return self._router.lease(Target(instance_name=name))
+        except InstanceNotFound as error:
+            error.message += _nearest(name, self._instances())
+            raise error from None
+
+    def names(self) -> list[str]:
+        """All names that `model` may have, sorted: instances, aliases and model ids."""
+        aliases = (alias for alias in self._aliases() if self.model_id(alias) is not None)
+        return sorted({*self._instances(), *(entry.model_id for entry in self._router.snapshot.entries), *aliases})
+
+    def check(self, model: str) -> None:
+        """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
+        if self.model_id(model) is None:
+            shown = model if len(model) <= _COMPARED_CHARS else model[:_COMPARED_CHARS] + "…"
+            raise ModelNotFound(f"The model '{shown}' does not exist{_nearest(model, self.names())}")
+
+    def model_id(self, model: str) -> str | None:
+        """The id of the model behind a name; None for an unknown name."""
+        target = self._resolved(model)
+        if (entry := self._router.find(target)) is not None:
+            return entry.model_id
+        return next((target for each in self._router.snapshot.entries if each.model_id == target), None)
+
+    def card(self, name: str, created: int) -> dict[str, Any]:
+        """OpenAI's model object; `root` is the id of the model behind the name, as in vLLM's."""
+        return {"id": name, "object": "model", "created": created, "owned_by": "teimgr", "root": self.model_id(name)}
+
+    def _resolved(self, model: str) -> str:
+        return model if self._router.find(model) is not None else self._aliases().get(model, model)
+
+    def _instances(self) -> list[str]:
+        return [entry.name for entry in self._router.snapshot.entries]
+
+
+def _nearest(name: str, candidates: list[str]) -> str:
+    by_spelling: dict[str, list[str]] = {}
+    for each in candidates:
+        for spelling in {
+            each.casefold(),
+            each.casefold().rpartition("/")[2],
+        }:  # a model's id, or that without its owner
+            by_spelling.setdefault(spelling, []).append(each)
+    given = name[:_COMPARED_CHARS].casefold()
+    similar = difflib.get_close_matches(given, by_spelling, _NEAREST, 0.5) or [
+        key for key in by_spelling if given in key
+    ]
+    nearest = list(dict.fromkeys(one for key in similar for one in sorted(by_spelling[key], key=len)))[:_NEAREST]
+    if nearest:
+        return f"; did you mean {' or '.join(map(repr, nearest))}?"
+    return f"; there are {', '.join(map(repr, candidates[:_NEAREST]))}" if candidates else "; there are none"

@@ -25,7 +25,7 @@ from teimgr.config.settings import Settings
 from teimgr.docs_page import HEADERS, page
 from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
-from teimgr.gateway.openapi import describe
+from teimgr.gateway.routes import describe
 from teimgr.http_protocol import HttpProtocol
 from teimgr.http_server import AsgiApp, Listener, serving
 from teimgr.observability.metrics import DaemonMetrics

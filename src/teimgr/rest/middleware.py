@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.auth.policy import CALLER, Caller, Policy, PolicyInForce, Right, authenticate_request
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
-from teimgr.gateway.gateway import paths
+from teimgr.gateway.routes import paths
 from teimgr.http_protocol import foreign_page
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics

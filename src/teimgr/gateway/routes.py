@@ -1,18 +1,77 @@
-"""OpenAPI of the inference routes, for the daemon's document.
+"""The inference routes with their dialects, and their OpenAPI for the daemon's document.
 
-Requests and schemas come from `openapi.json`, which `worker/dialects/openapi.py` generates from the request classes.
+Where several products share a path, the default is the first dialect listed. The header `x-teimgr-dialect` selects
+another one, as does a prefix of the path: `/infinity/classify` is Infinity's. Requests and schemas of OpenAPI come from
+`openapi.json`, which `worker/dialects/openapi.py` generates from the request classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-from fastapi import FastAPI
 
-from teimgr.gateway.gateway import DIALECT_HEADER, DialectPath, paths
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+DIALECT_HEADER = "x-teimgr-dialect"
+
+
+class DialectPath(NamedTuple):
+    """A route: `path` is Starlette's template, `inner` the path in the worker.
+
+    `{model}` or `{name}` in the template names the model or the instance, else the body has it. `others` are the
+    dialects that may be chosen instead of `dialect`.
+    """
+
+    path: str
+    dialect: str
+    inner: str
+    method: str = "POST"
+    others: tuple[str, ...] = ()
+
+
+_DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
+    "/v1/embeddings": (OPENAI, VLLM),
+    "/v1/embed": (COHERE,),
+    "/v2/embed": (COHERE,),
+    "/v1/rerank": (COHERE, JINA, VLLM),
+    "/v2/rerank": (COHERE, VLLM),
+    "/rerank": (INFINITY, VLLM),
+    "/embeddings": (INFINITY,),
+    "/classify": (VLLM, INFINITY),
+    "/pooling": (VLLM,),
+    "/score": (VLLM,),
+    "/v1/score": (VLLM,),
+}
+_INSTANCE = "/instances/{name}"
+_TEI = (
+    *("/embed", "/embed_all", "/embed_sparse", "/predict", "/rerank", "/similarity", "/tokenize", "/decode"),
+    *("/vertex", "/invocations", "/"),
+)
+
+
+def paths() -> Iterator[DialectPath]:
+    """Every route: shared paths, dialect-prefixed paths, SIE, TEI under /instances/{name}."""
+    for path, (first, *others) in _DIALECTS_OF_PATH.items():
+        yield DialectPath(path, first, path, others=tuple(others))
+        for dialect in (first, *others):
+            if dialect in (JINA, VLLM, INFINITY):
+                yield DialectPath(f"/{dialect}{path}", dialect, path)
+    for inner in ("/v1/encode", "/v1/score"):
+        yield DialectPath(inner + "/{model:path}", SIE, inner)
+    for inner in _TEI:
+        yield DialectPath(_INSTANCE + inner, TEI, inner)
+    yield DialectPath(_INSTANCE, TEI, "/")
+    yield DialectPath(_INSTANCE + "/info", TEI, "/info", "GET")
+    for inner in ("/v1/embeddings", "/embeddings"):
+        yield DialectPath(_INSTANCE + inner, TEI_OPENAI, inner)
+
 
 _TAG = "inference"
 _NOTES = {

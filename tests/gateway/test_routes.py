@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from teimgr.gateway.gateway import paths
-from teimgr.gateway.openapi import describe
+from teimgr.gateway.routes import describe, paths
 from teimgr.worker.dialects import ROUTES
 from teimgr.worker.dialects.openapi import daemon_document
 
