@@ -331,8 +331,7 @@ async def test_a_dead_standby_is_replaced(counted: Counted, monkeypatch: pytest.
 async def test_a_stopped_standby_is_given_up_when_it_is_needed(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("nursery_link", "nursery_process"):
-        monkeypatch.setattr(f"teimgr.launch.{module}.STANDBY_LIMIT_S", 0.2)
+    monkeypatch.setattr("teimgr.launch.nursery_link.STANDBY_LIMIT_S", 0.2)
     standby = await counted.standby()
     os.kill(standby, signal.SIGSTOP)
 

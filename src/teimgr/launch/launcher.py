@@ -25,8 +25,7 @@ from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.launch import nursery
 from teimgr.launch.control_link import ControlLink, WorkerStatus, identify
 from teimgr.launch.nursery import PORTS_LIMIT
-from teimgr.launch.nursery_link import NurseryLink
-from teimgr.launch.nursery_process import NurseryDied
+from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.process_handle import (
     Exit,
     LaunchFailed,
