@@ -22,6 +22,7 @@ from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Lane, Output
 from teimgr.engine.model import Model
+from teimgr.engine.queue import EntryQueue
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import (
     DeadlineExceeded,
@@ -158,26 +159,26 @@ def test_a_job_past_its_deadline_fails_and_its_texts_are_not_run(bert: Served, g
     assert bert.wait(held).errors == {}
 
 
-def test_the_expected_time_is_that_of_what_waits(bert: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Model.run
-
-    def slow(model: Model, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
-        time.sleep(0.1)  # a device that takes so long: several batches are needed for an estimate
-        return original(model, batch, outputs)
-
-    monkeypatch.setattr(Model, "run", slow)
-    assert bert.engine.expected_s(Lane.BULK) == 0.0
-    before = bert.engine.stats().batches
-    jobs = [bert.send([LONG] * 20, Lane.BULK) for _ in range(14)]
-    until(lambda: bert.engine.stats().batches >= before + 7)
-    expected_s, began = bert.engine.expected_s(Lane.BULK), time.monotonic()
+def test_the_expected_time_is_that_of_what_waits(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(model_dir("bert"))
+    engine = served.engine
+    monkeypatch.setattr(EntryQueue, "tokens_per_s", lambda queue, lane: 1000.0)
+    assert engine.expected_s(Lane.BULK) == 0.0
+    gate.hold()
+    jobs = [served.send(["rain"], Lane.BULK)]
+    assert gate.held.wait(WAIT_S)
+    jobs += [served.send([LONG] * 20, Lane.BULK) for _ in range(14)]
+    until(lambda: engine.stats().queued_tokens > 0)  # some rows are tokenized, the others only estimated
+    expected_s = engine.expected_s(Lane.BULK)
+    gate.open.set()
     for job in jobs:
-        bert.wait(job)
-    took_s = time.monotonic() - began
+        served.wait(job)
 
-    assert bert.engine.expected_s(Lane.BULK) == 0.0
-    assert expected_s is not None
-    assert took_s / 2 < expected_s < took_s * 2
+    tokens = sum(job.tokens for job in jobs)
+    assert expected_s == pytest.approx(tokens / 1000, rel=0.2)
+    assert engine.expected_s(Lane.BULK) == 0.0
 
 
 def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
