@@ -26,7 +26,8 @@ I64 = 2**63 - 1  # what TOML can express
 # TEI's spelling, and "auto".
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
-_MAX_QUEUE_WAIT_SECS = 3
+# As long as common proxies wait for an answer (60 s in nginx and most load balancers): no caller that waits is refused.
+_MAX_QUEUE_WAIT_SECS = 60
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
