@@ -9,7 +9,7 @@ import pytest
 
 from tests.conformance.fleet import MODELS, create
 from tests.conformance.surfaces import Surfaces
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import WarmDaemonProcess
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def surfaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Surfaces]:
-    with DaemonProcess(max_instances=len(MODELS)) as daemon:
+    with WarmDaemonProcess(max_instances=len(MODELS)) as daemon:
         create(daemon, tmp_path_factory.mktemp("models"))
         surfaces = Surfaces(daemon)
         yield surfaces

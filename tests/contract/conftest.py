@@ -8,14 +8,14 @@ import grpc
 import pytest
 
 from tests.support import models
-from tests.support.daemon_process import MINILM, DaemonProcess
+from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 
 
 @pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """`mini` is MiniLM, `prompted` a tiny model whose prompt `query` changes vectors; Arrow answers in float16."""
     folder = models.build("bert", tmp_path_factory.mktemp("model"), prompts={"query": "query: "})
-    with DaemonProcess(arrow_output_dtype="f16", grpc_request_timeout_secs=0) as daemon:
+    with WarmDaemonProcess(arrow_output_dtype="f16", grpc_request_timeout_secs=0) as daemon:
         with daemon.client() as client:
             client.create("mini", MINILM, dtype="float32")
             client.create("prompted", str(folder), dtype="float32")

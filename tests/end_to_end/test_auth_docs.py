@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(bash|python|toml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -89,7 +89,7 @@ def blocks_of(name: str) -> list[tuple[str, str]]:
 def daemon(config: str, folder: Path) -> DaemonProcess:
     """A daemon with this configuration, whose paths are taken from `folder`."""
     auth = tomllib.loads(config.replace('"certs/', f'"{folder}/certs/'))["auth"]
-    return DaemonProcess(auth=auth)
+    return WarmDaemonProcess(auth=auth)
 
 
 def without_hashes(config: str) -> dict[str, Any]:

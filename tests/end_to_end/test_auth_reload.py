@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.authority import Authority, needs_openssl
-from tests.support.daemon_process import DaemonProcess, toml
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, toml
 
 from teimgr.client import Client
 from teimgr.errors import Forbidden, TeimgrError, Unauthenticated
@@ -34,7 +34,7 @@ def ending(daemon: DaemonProcess, key: str | None) -> type[Exception]:
 
 
 def test_keys_change_with_a_reload() -> None:
-    with DaemonProcess(auth=auth(OLD)) as daemon:
+    with WarmDaemonProcess(auth=auth(OLD)) as daemon:
         daemon.await_grpc()
         with daemon.client(api_key=ADMIN) as client:
             assert client.list() == []
@@ -59,7 +59,7 @@ def test_keys_change_with_a_reload() -> None:
 def test_mutual_tls_that_a_reload_asks_for_opens_nothing(tmp_path: Path) -> None:
     files = Authority(tmp_path / "ours").server()
     mtls = {"ca_cert": str(files.ca), "server_cert": str(files.cert), "server_key": str(files.key)}
-    with DaemonProcess(auth=auth(OLD)) as daemon:
+    with WarmDaemonProcess(auth=auth(OLD)) as daemon:
         reload(daemon, {"enabled": True, "providers": ["mtls"], "mtls": mtls})
         with daemon.client() as client, pytest.raises(Unauthenticated):
             client.list()

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support.authority import Authority, needs_openssl
-from tests.support.daemon_process import MINILM, DaemonProcess
+from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 from tests.support.models import build_splade
 from tests.support.polling import until
 
@@ -67,7 +67,7 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     splade = build_splade("distilbert", tmp_path / "splade", layout="plain")
-    with DaemonProcess() as daemon:
+    with WarmDaemonProcess() as daemon:
         yield Shell(daemon, splade)
 
 
@@ -200,7 +200,7 @@ def test_the_grpcurl_commands_with_certificates(tmp_path: Path) -> None:
     folder = authority.folder
     files = {"ca_cert": "ca.pem", "server_cert": "server.pem", "server_key": "server.key"}
     mtls = {key: str(folder / name) for key, name in files.items()}
-    with DaemonProcess(auth={"enabled": True, "providers": ["mtls"], "mtls": mtls}) as daemon:
+    with WarmDaemonProcess(auth={"enabled": True, "providers": ["mtls"], "mtls": mtls}) as daemon:
         shell = Shell(daemon, tmp_path)
         call = f"grpcurl -cacert {folder / 'ca.pem'} -cert {folder / 'client.pem'} -key {folder / 'client.key'}"
         wait_for_port(daemon.grpc_port)

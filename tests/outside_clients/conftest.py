@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support import models
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 
 TEXTS = ["fog", "the quick brown fox", "Rain fell on the harbour all night; 东京 and Zürich."]
 QUERY = "how long does a query wait"
@@ -42,7 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         "reranker": models.build_cross_encoder("bert", tmp_path_factory.mktemp("m")),
         "classifier": models.build_classifier("bert", tmp_path_factory.mktemp("m")),
     }
-    with DaemonProcess() as daemon:
+    with WarmDaemonProcess() as daemon:
         with daemon.client() as client:
             for name, folder in folders.items():
                 key = ["--api-key", KEY] if name == "locked" else []

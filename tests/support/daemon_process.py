@@ -183,6 +183,21 @@ class DaemonProcess:
         until(listens, f"a listener on port {port}", LISTEN_LIMIT_S)
 
 
+class WarmDaemonProcess(DaemonProcess):
+    """A daemon whose fork server has nothing to import, for tests that are not about starts and left-over processes.
+
+    Its fork server has the environment of the tests, and is not among `processes`.
+    """
+
+    program = "tests.support.warm_daemon"
+
+    def start(self, environ: Mapping[str, str] | None = None) -> Self:
+        from tests.support.fork_server import nursery_service
+        from tests.support.warm_daemon import SERVICE
+
+        return super().start({SERVICE: nursery_service()} | dict(environ or {}))
+
+
 def free_ports(count: int) -> list[int]:
     """Ports on which no process listens now, ascending; below those the system gives to clients, never the same twice.
 

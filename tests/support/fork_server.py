@@ -1,4 +1,8 @@
-"""Worker processes forked from the product's own fork server, one per test process: torch is imported once."""
+"""The product's own fork server, one per test process, so that torch is imported once.
+
+It forks workers for tests of a worker, and fork servers for the daemons of tests that are not about their start
+(`warm_daemon`).
+"""
 
 from __future__ import annotations
 
@@ -75,15 +79,14 @@ class ForkServer:
 
     def fork(self, listener: int, log: int, incarnation: str, run_dir: str, spec: str) -> ForkedProcess:
         """A new worker on the listening socket `listener`, with its output in `log`."""
-        with self._lock:
-            self._requests += 1
-            request = {"id": self._requests, "incarnation": incarnation, "run_dir": run_dir, "spec": spec, "ports": []}
-            socket.send_fds(self._control, [json.dumps(request).encode()], [listener, log])
-            while True:
-                message, descriptors = self._receive()
-                if message.get("id") == self._requests:
-                    assert "error" not in message, message
-                    return ForkedProcess(self, message["pid"], descriptors[0])
+        request = {"incarnation": incarnation, "run_dir": run_dir, "spec": spec, "ports": []}
+        message, descriptors = self._request(request, [listener, log])
+        return ForkedProcess(self, message["pid"], descriptors[0])
+
+    def fork_nursery(self, control: int) -> tuple[int, int]:
+        """A copy of the fork server that serves the socket `control`; the result is its pid and a pidfd."""
+        message, descriptors = self._request({"standby": True}, [control])
+        return message["pid"], descriptors[0]
 
     def status_of(self, pid: int) -> int:
         """The exit status of a process that has ended."""
@@ -98,6 +101,16 @@ class ForkServer:
         self._process.wait(_START_LIMIT_S)
         self._log.unlink()
 
+    def _request(self, request: dict[str, Any], sent: list[int]) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            self._requests += 1
+            socket.send_fds(self._control, [json.dumps(request | {"id": self._requests}).encode()], sent)
+            while True:
+                message, descriptors = self._receive()
+                if message.get("id") == self._requests:
+                    assert "error" not in message, message
+                    return message, descriptors
+
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
         payload, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
         assert payload, self._log.read_text()
@@ -111,3 +124,26 @@ class ForkServer:
 def fork_server() -> ForkServer:
     """The fork server of this test process."""
     return ForkServer()
+
+
+@cache
+def nursery_service() -> str:
+    """Path of a unix socket where daemons send the control socket of their fork server, and get its pid and pidfd."""
+    server = fork_server()
+    path = f"{tempfile.mkdtemp(prefix='t')}/nurseries"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+
+    def serve() -> None:
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                _, (control,), _, _ = socket.recv_fds(connection, 1, 1)
+                pid, pidfd = server.fork_nursery(control)
+                socket.send_fds(connection, [str(pid).encode()], [pidfd])
+                os.close(control)
+                os.close(pidfd)
+
+    threading.Thread(target=serve, name="nurseries", daemon=True).start()
+    return path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.dialect_client import LIMIT_S, Asking
 from tests.support.models import (
     build,
@@ -45,7 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def served(fleet: dict[str, Path]) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
     """The daemon, and the port of each instance."""
     aliases = {"text-embedding-3-small": "dense", "ada": str(fleet["dense"]), "dead": "nobody"}
-    with DaemonProcess(aliases=aliases, inference_max_body_mb=4) as daemon, daemon.client() as client:
+    with WarmDaemonProcess(aliases=aliases, inference_max_body_mb=4) as daemon, daemon.client() as client:
         for name, model in fleet.items():
             client.create(name, str(model), dtype="float32")
         client.create("idle", str(fleet["splade"]))
