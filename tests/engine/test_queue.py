@@ -235,3 +235,17 @@ def test_an_old_throughput_is_forgotten() -> None:
 
     assert throughput.tokens_per_s(Lane.BULK, now) == 800
     assert throughput.tokens_per_s(Lane.BULK, now + 40) is None
+
+
+def test_time_without_work_is_no_backlog_though_rows_of_the_last_batch_still_counted_as_waiting() -> None:
+    clock = Clock()
+    queue = EntryQueue(LIMITS, clock)
+    for _ in range(2 * 4):
+        queue.waiting_before = lambda lane: 5  # the tokenizer counts its rows until it has put them all
+        queue.put([entry(5)])
+        assert queue.next_batch(0) is not None
+        queue.waiting_before = lambda lane: 0
+        queue.next_batch(0)  # the device is free, nothing is there
+        clock.now += 0.5
+
+    assert queue.tokens_per_s(Lane.BULK) is None

@@ -390,7 +390,7 @@ async def test_a_crash_in_the_midst_of_a_change_keeps_the_old_worker_and_ends_th
     view = fleet.manager.get("a")
     assert (view.state, view.spec.model_id, view.restarts) == (State.RUNNING, "fake:first-only", 0)
     assert [worker.incarnation for worker in view.workers if worker.role == "serving"] == before[:1]
-    assert before[1] not in {path.stem for path in fleet.settings.run_dir.glob("*.json")}
+    await eventually(lambda: before[1] not in {path.stem for path in fleet.settings.run_dir.glob("*.json")})
 
 
 async def test_a_change_in_whose_midst_the_daemon_died_is_completed_by_the_next(

@@ -200,6 +200,10 @@ class LaneThroughput:
                 self._add(one, began, now, last_tokens if one is last_lane else 0)
         self._last = now, lane, tokens, waiting
 
+    def idle(self) -> None:
+        """Nothing waits in any lane: the time until the next batch does not count."""
+        self._last = None
+
     def tokens_per_s(self, lane: Lane, now: float) -> float | None:
         """None where the lane had no backlog of late. The slowest sample does not count."""
         recent = [one for one in self._samples[lane] if one.seconds >= _SAMPLE_S and now - one.at < _MOST_AGE_S]
@@ -248,6 +252,8 @@ class EntryQueue:
     def next_batch(self, timeout_s: float) -> BatchDraft | None:
         """The next batch; an empty one after `timeout_s` without entries; None once closed and empty."""
         with self._changed:
+            if not len(self) and not any(map(self.waiting_before, Lane)):
+                self._throughput.idle()  # what seemed to wait at the last batch was in it, or was cancelled since
             self._changed.wait_for(lambda: self._closed or len(self), timeout_s)
             if self._abandoned or (self._closed and not len(self)):
                 return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -14,6 +15,8 @@ from .texts import CORPUS, INSTRUCTIONS
 
 Wrapped = transformers.PreTrainedTokenizerFast
 
+# Trained on the paragraph once: the trainer breaks ties at random, so that each run would cut words differently.
+_PIECES = Path(__file__).with_name("word_pieces.txt")
 _BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 _QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -23,14 +26,14 @@ def word_piece(typed: bool = True, unused: int = 0) -> Callable[[], Wrapped]:
     """BERT's, lower-casing; `typed` as tokenizers of models with two token types are, `unused` as [unused0], …"""
 
     def make() -> Wrapped:
-        tokenizer = Tokenizer(token_models.WordPiece(unk_token="[UNK]"))
+        # [unused0] and its like are ordinary entries of BERT's vocabulary: text never becomes one of them.
+        entries = [*_BERT, *(f"[unused{index}]" for index in range(unused)), *_PIECES.read_text().splitlines()]
+        vocabulary = {entry: index for index, entry in enumerate(entries)}
+        tokenizer = Tokenizer(token_models.WordPiece(vocabulary, unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
-        # [unused0] and its like are ordinary entries of BERT's vocabulary: text never becomes one of them.
-        unused_tokens = [f"[unused{index}]" for index in range(unused)]
-        trainer = trainers.WordPieceTrainer(vocab_size=300 + unused, special_tokens=_BERT + unused_tokens)
-        tokenizer.train_from_iterator(CORPUS, trainer)
+        tokenizer.add_special_tokens(_BERT)
         _frame(tokenizer, "[CLS]", "[SEP]", "[SEP]")
         return _wrapped(tokenizer, _BERT, typed)
 
