@@ -21,7 +21,6 @@ from teimgr.supervision.lifecycle import (
     Event,
     Exited,
     FailureCause,
-    Health,
     LoadBegan,
     Observation,
     Phase,
@@ -33,6 +32,7 @@ from teimgr.supervision.lifecycle import (
     WorkerDownloading,
     WorkerDraining,
     WorkerFailed,
+    WorkerHealth,
     WorkerReady,
     explain,
     is_routable,
@@ -291,16 +291,16 @@ def test_one_good_probe_clears_the_count() -> None:
 def test_a_missed_probe_raises_a_doubt_and_a_second_or_a_failed_self_test_confirms_it() -> None:
     missed = ProbeFailed("late", missed=True)
 
-    assert after(missed, life=RUNNING)[0].health is Health.DOUBTFUL
-    assert after(missed, missed, life=RUNNING)[0].health is Health.BAD
-    assert after(ProbeFailed("NaN"), life=RUNNING)[0].health is Health.BAD
-    assert after(missed, ProbeFailed("NaN"), life=RUNNING)[0].health is Health.BAD
-    assert after(ProbeFailed("NaN"), missed, life=RUNNING)[0].health is Health.BAD
-    assert after(missed, ProbeOk(), missed, life=RUNNING)[0].health is Health.DOUBTFUL
+    assert after(missed, life=RUNNING)[0].health is WorkerHealth.DOUBTFUL
+    assert after(missed, missed, life=RUNNING)[0].health is WorkerHealth.BAD
+    assert after(ProbeFailed("NaN"), life=RUNNING)[0].health is WorkerHealth.BAD
+    assert after(missed, ProbeFailed("NaN"), life=RUNNING)[0].health is WorkerHealth.BAD
+    assert after(ProbeFailed("NaN"), missed, life=RUNNING)[0].health is WorkerHealth.BAD
+    assert after(missed, ProbeOk(), missed, life=RUNNING)[0].health is WorkerHealth.DOUBTFUL
 
 
 def test_a_doubtful_worker_gets_calls_only_where_no_sibling_is_in_good_health() -> None:
-    good, doubtful, bad = Health
+    good, doubtful, bad = WorkerHealth
 
     assert is_routable(good, [good, bad])
     assert not is_routable(doubtful, [doubtful, good, bad])

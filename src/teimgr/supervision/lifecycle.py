@@ -176,7 +176,7 @@ class Phase(Enum):
         return self.value if isinstance(self.value, State) else self.value[0]
 
 
-class Health(IntEnum):
+class WorkerHealth(IntEnum):
     """What the last probes of a running worker showed."""
 
     GOOD = 0
@@ -184,13 +184,13 @@ class Health(IntEnum):
     BAD = 2  # several in a row were, or the worker answered that its self-test failed
 
 
-def is_routable(health: Health, siblings: Iterable[Health]) -> bool:
+def is_routable(health: WorkerHealth, siblings: Iterable[WorkerHealth]) -> bool:
     """Whether a worker gets calls beside the running `siblings` of its instance.
 
     At its first missed probe it leaves the routes to those in good health. Where there are none it stays: one late
     answer on a loaded machine is more likely than a worker that hangs, and without routes every call fails.
     """
-    return health is Health.GOOD or (health is Health.DOUBTFUL and Health.GOOD not in siblings)
+    return health is WorkerHealth.GOOD or (health is WorkerHealth.DOUBTFUL and WorkerHealth.GOOD not in siblings)
 
 
 class CommandRefused(Exception):
@@ -239,7 +239,7 @@ class ReplicaState:
     restarts: int = 0
     streak: int = 0
     probe_failures: int = 0
-    health: Health = Health.GOOD
+    health: WorkerHealth = WorkerHealth.GOOD
     ready_at: float | None = None
     wake_at: float | None = None
 
@@ -363,12 +363,12 @@ class ReplicaState:
         return replace(self, wake_at=now + self.policy.startup_timeout_s)
 
     def _without_probe_failures(self) -> ReplicaState:
-        return replace(self, probe_failures=0, health=Health.GOOD)
+        return replace(self, probe_failures=0, health=WorkerHealth.GOOD)
 
     def _probe_failed(self, reason: str, missed: bool) -> tuple[ReplicaState, list[Effect]]:
         if self.phase is not Phase.RUNNING:
             return self, []
-        health = Health.DOUBTFUL if missed and not self.probe_failures else Health.BAD
+        health = WorkerHealth.DOUBTFUL if missed and not self.probe_failures else WorkerHealth.BAD
         life = replace(self, probe_failures=self.probe_failures + 1, health=health)
         if not 0 < self.policy.max_probe_failures <= life.probe_failures:
             return life, []

@@ -32,7 +32,6 @@ from teimgr.supervision.lifecycle import (
     Effect,
     Event,
     Exited,
-    Health,
     Observation,
     Phase,
     ProbeFailed,
@@ -41,6 +40,7 @@ from teimgr.supervision.lifecycle import (
     RestartPolicy,
     Tick,
     WorkerDownloading,
+    WorkerHealth,
     WorkerReady,
     explain,
 )
@@ -206,7 +206,7 @@ class Supervisor:
         return self._threads if self._worker and self._worker.handle else None
 
     @property
-    def health(self) -> Health | None:
+    def health(self) -> WorkerHealth | None:
         """That of the present worker, while it runs."""
         return self._life.health if self._life.phase is Phase.RUNNING else None
 
