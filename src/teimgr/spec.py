@@ -26,7 +26,7 @@ I64 = 2**63 - 1  # what TOML can express
 # TEI's spelling, and "auto".
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
-# As long as common proxies wait for an answer (60 s in nginx and most load balancers): no caller that waits is refused.
+# The time that nginx and most load balancers wait for an answer; after a longer one their callers are cut off anyway.
 _MAX_QUEUE_WAIT_SECS = 60
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
@@ -309,11 +309,9 @@ class WorkerSpec:
     def hash(self) -> str:
         """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place."""
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
-        facts = {key: value for key, value in asdict(self).items() if key != "threads"}
-        if not self.safetensors_only:
-            del facts["safetensors_only"]
-        if self.max_queue_wait_secs == _MAX_QUEUE_WAIT_SECS:
-            del facts["max_queue_wait_secs"]
+        unset = {"safetensors_only": False, "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS}
+        facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
+        del facts["threads"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

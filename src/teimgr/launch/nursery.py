@@ -156,7 +156,7 @@ class Nursery:
         """
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})
-            while self._own_control is None and self._serve_ready():
+            while self._serve_ready():
                 pass
         return self._own_control
 

@@ -265,8 +265,8 @@ class Replica:
         self.retired = False
         self.instance = instance
         self._limits = limits
-        self._waiting = waiting or ByteBudget(limits.max_waiting_bytes)  # of all replicas of a router
-        self._waiting_bytes = 0
+        waiting = waiting or ByteBudget(limits.max_waiting_bytes)  # of all replicas of a router
+        self._waiting = ByteBudget(waiting.limit_bytes // _REPLICA_SHARE, waiting)
         self._links: list[WorkerLink | None] = [None, None]
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
@@ -396,10 +396,8 @@ class Replica:
         """The connected link with `cost` taken from its budget, and the remaining time. Raises as `start`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        is_over = self._waiting_bytes and self._waiting_bytes + cost > self._waiting.limit_bytes // _REPLICA_SHARE
-        if is_over or not self._waiting.try_take(cost):
+        if not self._waiting.try_take(cost):
             raise Overloaded(f"Instance '{self.instance}' is overloaded: too many bytes wait for it")
-        self._waiting_bytes += cost
         try:
             async with asyncio.timeout(_WAIT_LIMIT_S if timeout_s is None else timeout_s):
                 link = self._links[bulk] or await self._connect(bulk)
@@ -411,7 +409,6 @@ class Replica:
         except TimeoutError:
             raise DeadlineExceeded from None
         finally:
-            self._waiting_bytes -= cost
             self._waiting.give_back(cost)
         return link, None if timeout_s is None else timeout_s - (loop.time() - began)
 

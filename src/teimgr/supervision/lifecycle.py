@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum, auto
+from enum import Enum, auto
 from typing import assert_never
 
 from teimgr.errors import Code
@@ -176,12 +176,12 @@ class Phase(Enum):
         return self.value if isinstance(self.value, State) else self.value[0]
 
 
-class WorkerHealth(IntEnum):
+class WorkerHealth(Enum):
     """What the last probes of a running worker showed."""
 
-    GOOD = 0
-    DOUBTFUL = 1  # one probe was missed
-    BAD = 2  # several in a row were, or the worker answered that its self-test failed
+    GOOD = auto()
+    DOUBTFUL = auto()  # one probe was missed
+    BAD = auto()  # several in a row were, or the worker answered that its self-test failed
 
 
 def is_routable(health: WorkerHealth, siblings: Iterable[WorkerHealth]) -> bool:

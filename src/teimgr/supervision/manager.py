@@ -416,11 +416,14 @@ class Manager:
         self._count(name, instance.alive_count, instance.loading)
 
     def _count(self, name: str, alive: int, loading: Counter[str]) -> None:
-        """Count the live workers of an instance, and inform the workers whose share of the cores is another one now.
+        """Count the live workers of an instance, and send the workers their share of the cores where it has changed.
 
-        More workers than cores have one core each, so that at most as many as there are cores are ever informed.
+        More workers than cores have one core each, so that at most as many as there are cores get a message.
         """
         self._counts.set(name, alive, loading)
         before, self._share = self._share, self._planner.share(self._counts.alive)
-        for each in (*self._counts.instances,) if before != self._share else (name,) if alive else ():
-            self._instances[each].set_threads(self._share)
+        if before != self._share:
+            for each in tuple(self._counts.instances):
+                self._instances[each].set_threads(self._share)
+        elif alive:
+            self._instances[name].set_threads(self._share)

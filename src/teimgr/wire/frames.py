@@ -154,7 +154,7 @@ def split_timings(payload: bytes) -> tuple[Timings, bytes]:
 
 
 def retry_after_ms(error: TeimgrError) -> int:
-    """The `deadline_ms` of an ERROR frame: when to try again, 0 where nobody has estimated it."""
+    """The `deadline_ms` of an ERROR frame: when to try again; 0 without an estimate."""
     return int((error.retry_after_s or 0) * 1000)
 
 

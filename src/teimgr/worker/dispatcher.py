@@ -185,7 +185,7 @@ class Dispatcher:
             self._check_wait(call)
             self._call_limiter.enter(call, call.size_bytes, proceed, call.may_wait)
         except TeimgrError as error:
-            if isinstance(error, Overloaded) and self._engine is not None:
+            if isinstance(error, Overloaded) and error.retry_after_s is None and self._engine is not None:
                 error.retry_after_s = self._engine.expected_s(call.lane)
             self.metrics.failed(error)
             call.fail(error)
@@ -195,8 +195,8 @@ class Dispatcher:
         """Refuse a call that would be answered too late; `jobs` are its own where they are known.
 
         With a deadline, where it will probably pass. Without one, where a call that may not wait would wait for longer
-        than `max_queue_wait_secs`: most such callers come over HTTP and hang up unheard. Messages of streams have
-        back-pressure instead.
+        than `max_queue_wait_secs`: HTTP callers send no deadline, and disconnect when theirs has passed. Messages of
+        streams have back-pressure instead.
 
         Raises:
             Overloaded: with the time after which the work ahead is expected to be done.
