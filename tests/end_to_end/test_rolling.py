@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from tests.support.daemon_process import DaemonProcess, free_ports
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, free_ports
 from tests.support.models import build
 from tests.support.polling import until
 from tests.support.rolling_load import SteadyLoad
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DaemonProcess]:
-    with DaemonProcess(orphan_grace_secs=30, health_check_interval_secs=5) as running:
+    with WarmDaemonProcess(orphan_grace_secs=30, health_check_interval_secs=5) as running:
         yield running
 
 

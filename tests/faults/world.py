@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 import psutil
+from bench import weights
 from numpy.typing import NDArray
 
 from teimgr.client import AsyncClient
@@ -24,6 +25,8 @@ from tests.support.models import build
 
 # Two models of one shape and other weights, so that a reply of the wrong model is a wrong vector and not an error.
 MODELS = {"red": 0, "blue": 1}
+MINILM = "minilm"
+"""The real all-MiniLM-L6-v2, and the instance that has it: its recovery is that of a model in use."""
 # The float32 of a worker and of sentence-transformers differ by less than 1e-6; the two models by more than a tenth.
 MIN_COSINE = 0.9999
 TEXTS = 64
@@ -80,14 +83,16 @@ class World:
 
     @classmethod
     def make(cls, folder: Path, seed: int) -> Self:
-        """Models, references and a started daemon with three instances that run."""
+        """Models, references and a started daemon without instances."""
         from sentence_transformers import SentenceTransformer
 
         chance = random.Random(seed)
         texts = [" ".join(chance.choices(_WORDS, k=chance.randint(1, 40))) for _ in range(TEXTS)]
         references = {}
-        for name, weights in MODELS.items():
-            build("bert", folder / name, seed=weights)
+        for name, seed_of_weights in MODELS.items():
+            build("bert", folder / name, seed=seed_of_weights)
+        (folder / MINILM).symlink_to(weights.minilm())
+        for name in (*MODELS, MINILM):
             model = SentenceTransformer(str(folder / name), device="cpu")
             references[name] = np.asarray(model.encode(texts, normalize_embeddings=True), np.float32)
         daemon = DaemonProcess(
@@ -101,7 +106,8 @@ class World:
 
     async def populate(self) -> None:
         """The instances of the run: `pair` has two replicas, no fault is aimed at `neighbour`."""
-        for name, model, replicas in (("pair", "red", 2), ("single", "blue", 1), ("neighbour", "red", 1)):
+        fleet = (("pair", "red", 2), ("single", "blue", 1), ("neighbour", "red", 1), (MINILM, MINILM, 1))
+        for name, model, replicas in fleet:
             await self.create(name, model, replicas=replicas)
         await self.converged(180.0)  # the nursery imports torch, on a machine that may be loaded
 

