@@ -76,7 +76,7 @@ class GrpcCall(AwaitedReply, MethodCall):
         self._held.release()
 
 
-class WorkerHealth(HealthService):
+class PortHealth(HealthService):
     """Health by service: what the model's kind serves, while the device gives right results."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -104,7 +104,7 @@ class GrpcPort:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._health = WorkerHealth(dispatcher)
+        self._health = PortHealth(dispatcher)
         self._reflection = Reflection((tei_pb2.DESCRIPTOR,))
         self._standard: dict[str, Callable[[RpcStream], Awaitable[None]]] = {
             f"/{health_reflection.HEALTH_SERVICE}/Check": self._check_health,
