@@ -18,8 +18,8 @@ from tests.faults.world import CALL_LIMIT_S, World
 
 # After its deadline, a call without any outcome is silence.
 _SILENCE_S = CALL_LIMIT_S + 10.0
-# About half of two cores: beyond that the time of a recovery is that of the queue for a processor.
-_PAUSE_S = (0.02, 0.2)
+# Less than half of two cores: beyond that the time of a recovery is that of the queue for a processor.
+_PAUSE_S = (0.05, 0.5)
 
 Ask = Callable[[str, Sequence[str]], Awaitable[Any]]
 

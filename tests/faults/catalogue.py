@@ -99,13 +99,13 @@ async def worker_hung(world: World) -> None:
     await eventually(lambda: look_up(pid) is None)
 
 
-@fault(weight=4)
+@fault(weight=8)
 async def minilm_worker_killed(world: World) -> None:
     for pid in await world.worker_pids(MINILM):
         _send(world, pid, signal.SIGKILL)
 
 
-@fault(weight=3)
+@fault(weight=6)
 async def minilm_worker_hung(world: World) -> None:
     """Its healing is counted from the moment it hangs, and so has the time until it is noticed."""
     for pid in await world.worker_pids(MINILM):

@@ -158,7 +158,17 @@ def report(found: Run) -> tuple[list[str], dict[str, Any]]:
     return lines, facts | {
         "latency_ms": [dict(zip(heads, row, strict=True)) for row in rows],
         "memory_mib": {name: pair for name, *pair in memory},
+        "memory_mib_by_minute": _by_minute(found),
     }
+
+
+def _by_minute(found: Run) -> dict[str, list[float]]:
+    """The first sample of each minute of each process."""
+    minutes: dict[str, dict[int, float]] = defaultdict(dict)
+    for at, mib in found.memory:
+        for name, value in mib.items():
+            minutes[name].setdefault(int(at // 60), round(value, 1))
+    return {name: list(values.values()) for name, values in minutes.items()}
 
 
 def main() -> int:

@@ -55,3 +55,14 @@ def test_the_daemons_side_imports_neither_torch_nor_transformers() -> None:
     code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
 
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_the_table_of_weight_names_is_made_before_the_first_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import conversion_mapping
+    from transformers.models.bert import modeling_bert  # noqa: F401  which the nursery imports
+
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
+
+    nursery.make_table_of_weight_names()
+
+    assert conversion_mapping._checkpoint_conversion_mapping_cache is not None

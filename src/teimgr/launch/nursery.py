@@ -110,6 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     _name_process(NAME)
     missing = preload(filter(None, options.preload.split(",")))
+    make_table_of_weight_names()
     entry = find_entry(options.entry)
     gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
     gc.disable()
@@ -130,6 +131,14 @@ def preload(modules: Sequence[str] | filter[str]) -> list[str]:
         except ImportError as error:
             missing.append(f"{name}: {error}")
     return missing
+
+
+def make_table_of_weight_names() -> None:
+    """Have transformers make the table that every load needs: 50 ms, mostly a thousand regular expressions."""
+    module = sys.modules.get("transformers.conversion_mapping")
+    make = getattr(module, "get_checkpoint_conversion_mapping", None)
+    if make is not None:  # a detail of transformers, which may go: then each worker makes what it needs
+        make("")
 
 
 def find_entry(path: str) -> Entry:
