@@ -66,3 +66,25 @@ def test_the_table_of_weight_names_is_made_before_the_first_fork(monkeypatch: py
     nursery.make_table_of_weight_names()
 
     assert conversion_mapping._checkpoint_conversion_mapping_cache is not None
+
+
+SHAPES = """
+import psutil, torch
+from teimgr.engine.backbone import PackedLinear
+
+layers = [PackedLinear(torch.nn.Linear(32, width), torch.float32) for width in (32, 64)]
+before = psutil.Process().memory_info().rss
+with torch.inference_mode():
+    for rows in range(1, 301):
+        for layer in layers:
+            layer(torch.zeros(rows, 32))
+print((psutil.Process().memory_info().rss - before) >> 20)
+"""
+
+
+def test_the_generated_code_of_many_shapes_takes_little_memory() -> None:
+    """340 MiB with the libraries' own settings, on a CPU with AVX-512."""
+    environ = os.environ | nursery.LIBRARY_SETTINGS
+    grown_mib = int(subprocess.check_output([sys.executable, "-c", SHAPES], env=environ, text=True))
+
+    assert grown_mib < 200

@@ -33,6 +33,7 @@ from teimgr.launch.process_handle import (
     WorkerPaths,
     WorkerRunFile,
     all_worker_paths,
+    boot_id,
     make_private,
     new_incarnation,
     open_pidfd,
@@ -81,6 +82,17 @@ class WorkerHandle(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class EndedWorker:
+    """A worker that was killed or failed while no daemon ran. `started_at` is seconds since the epoch."""
+
+    instance: str
+    spec: WorkerSpec | None
+    pid: int
+    started_at: float
+    exit: Exit
+
+
+@dataclass(frozen=True, slots=True)
 class Adopted:
     """A live worker of an earlier daemon, with the status it has just answered."""
 
@@ -89,7 +101,12 @@ class Adopted:
 
 
 class Launcher(Protocol):
-    """Starts workers, and finds those of an earlier daemon."""
+    """Starts workers, and finds those of an earlier daemon.
+
+    `ended` are those that `find` found to have ended since that daemon did.
+    """
+
+    ended: Sequence[EndedWorker]
 
     async def start(self) -> None:
         """Prepare, once; returns before slow preparations end.
@@ -186,6 +203,7 @@ class LocalLauncher:
         self._log_dir = options.log_dir.absolute()
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
+        self.ended: list[EndedWorker] = []
         self._workers: set[LocalWorker] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -282,7 +300,9 @@ class LocalLauncher:
             found = {paths: self._find(paths) for paths in all_worker_paths(self._run_dir)}
         except OSError as error:
             raise Unavailable(f"the workers of an earlier daemon cannot be looked for: {error}") from error
-        for paths in [paths for paths, worker in found.items() if not worker]:
+        dead = [paths for paths, worker in found.items() if not worker]
+        self.ended = [ended for paths in dead if (ended := self._ended(paths))]
+        for paths in dead:
             paths.remove()
         alive: list[WorkerHandle] = [worker for worker in found.values() if worker]
         recorded = {worker.incarnation for worker in alive}
@@ -351,6 +371,15 @@ class LocalLauncher:
         spec = found.worker_spec() or WorkerSpec(name=found.instance, model_id="")
         log_path = self.log_path(found.instance)
         return self._keep(LocalWorker(spec, paths, found.pid, pidfd, found.process.started_at, log_path, None))
+
+    def _ended(self, paths: WorkerPaths) -> EndedWorker | None:
+        """How the worker of a run file ended; None when it has none, as after an orderly end, or the host did."""
+        found = WorkerRunFile.read(paths.run_file)
+        if found is None or found.boot_id != boot_id():
+            return None
+        log_path = self.log_path(found.instance)
+        exit = Exit(None, paths.read_exit_report(), last_warning(log_path), LogSpan(log_path, 0, log_size(log_path)))
+        return EndedWorker(found.instance, found.worker_spec(), found.pid, found.process.started_at, exit)
 
     def _keep(self, worker: LocalWorker) -> LocalWorker:
         self._workers.add(worker)

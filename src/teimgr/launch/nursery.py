@@ -66,9 +66,17 @@ ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator inside pyarrow
 }
-# Threads of OpenMP that have nothing to do sleep. By default they spin between parallel regions, on cores that other
-# workers and the tokenizer need: beside other load, a query after a pause took four times the CPU, a bulk batch twice.
-SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+LIBRARY_SETTINGS = {
+    # Threads of OpenMP that have nothing to do sleep. By default they spin between parallel regions, on cores that
+    # others need: beside other load, a query after a pause took four times the CPU, a bulk batch twice.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # oneDNN generates code, some 0.3 MiB, for each shape of a matrix product, which is each number of tokens in a batch;
+    # it and ideep, torch's layer over it, keep the last 1,024 of these, to the sum of 700 MiB. 256 are those of the last
+    # 64 batches: no product takes longer, and the cache of ideep adds nothing to the other.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    "LRU_CACHE_CAPACITY": "1",
+}
+"""Environment of workers, where it has no other value; the libraries read it when they are loaded."""
 # Keeps libraries that look for a card at import from initialising the driver, which does not survive a fork.
 NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # When memory runs out, the kernel should kill a worker, which is restarted, not the daemon or the mux.
@@ -106,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--preload", default=",".join(PRELOAD))
     options = parser.parse_args(arguments)
     os.environ.update(ONE_THREAD | NO_DRIVER)
-    for name, value in SLEEPING_THREADS.items():
+    for name, value in LIBRARY_SETTINGS.items():
         os.environ.setdefault(name, value)
     _name_process(NAME)
     missing = preload(filter(None, options.preload.split(",")))
