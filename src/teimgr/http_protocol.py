@@ -363,9 +363,17 @@ async def read_body(request: Request, limit_bytes: int, charge: Charge, start: b
 
 
 async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
-    """A request's whole body; None when it is larger than `limit_bytes`."""
+    """A request's whole body; None when it is larger than `limit_bytes`.
+
+    Raises:
+        SlowClient: it did not come within `BODY_TIMEOUT_S`.
+    """
     body = bytearray()
-    return bytes(body) if await _read_into(body, chunks, limit_bytes) else None
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return bytes(body) if await _read_into(body, chunks, limit_bytes) else None
+    except TimeoutError:
+        raise SlowClient from None
 
 
 async def _read_into(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.rest_listener import Front, failed
 
+from teimgr import http_protocol
 from teimgr.rest.schemas import BODY_LIMIT_BYTES
 
 GOOD = {"name": "a", "model_id": "tiny"}
@@ -98,6 +100,17 @@ async def test_an_undeclared_size_over_the_limit_is_413(front: Front) -> None:
 async def test_a_body_at_the_limit_is_read(front: Front) -> None:
     text = io.BytesIO(json.dumps(GOOD).encode().ljust(BODY_LIMIT_BYTES))
     await front.call("POST", "/instances", 201, data=text, headers=JSON)
+
+
+async def test_a_body_that_does_not_come_is_408(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.2)
+
+    async def unfinished() -> Any:
+        yield b"{"
+        await asyncio.sleep(20)
+
+    failure = await front.call("POST", "/instances", 408, data=unfinished(), headers=JSON)
+    assert "did not come in time" in failed(failure, "TIMEOUT")
 
 
 @pytest.mark.clause("M2.4-name")

@@ -195,6 +195,40 @@ async def test_instances_that_cannot_be_had_are_shown_as_failed_not_lost(fleets:
     assert view.spec.wanted_running
 
 
+async def test_a_worker_that_was_killed_while_no_daemon_ran_leaves_a_report(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: look_up(pid) is None)
+    fleet, events = fleets(), EventLog()
+    await fleet.manager.restore()
+    events.note(fleet.manager.list())
+    fleet.manager.on_view_changed, fleet.manager.history = events.note_one, events.history
+
+    await fleet.manager.boot()
+    (crashed,) = [event for event in events.history("a") if event.event == "crashed"]
+    report = fleet.settings.log_dir / "crashes" / str(crashed.crash_report)
+    await eventually(report.exists)
+
+    assert crashed.reason.startswith("while no daemon ran the worker ended")
+    assert (json.loads(report.read_text())["pid"], look_up(pid)) == (pid, None)
+    await fleet.running("a", not_pid=pid)
+
+
+async def test_a_worker_that_ended_in_order_while_no_daemon_ran_leaves_none(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a=exit-when-alone")["a"]
+    await eventually(lambda: look_up(pid) is None)
+    fleet = fleets()
+
+    await fleet.manager.boot()
+
+    assert list(fleet.launcher.ended) == []
+    await fleet.running("a", not_pid=pid)
+
+
 async def test_the_nursery_ends_with_its_daemon(crash: Callable[..., dict[str, int]], folder: Path) -> None:
     pid = crash("a")["a"]
     log = str(folder / "run" / "nursery.log")

@@ -187,6 +187,7 @@ async def test_without_a_daemon_for_too_long_it_ends_by_itself(tiny: Path) -> No
     with WorkerProcess(tiny, orphan_grace_s=0.05) as worker:
         assert await worker.exit() == 0
         assert "no daemon for 0.05 s" in worker.log
+        assert not (worker.folder / "inc-1.json").exists()
 
 
 async def test_the_last_watcher_to_go_starts_the_grace(tiny: Path) -> None:

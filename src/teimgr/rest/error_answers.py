@@ -31,6 +31,7 @@ _HTTP_CODES = {
     403: Code.FORBIDDEN.name,
     404: "NOT_FOUND",
     405: "METHOD_NOT_ALLOWED",
+    408: Code.TIMEOUT.name,
     413: Code.MESSAGE_TOO_LARGE.name,
     415: "UNSUPPORTED_MEDIA_TYPE",
     422: Code.VALIDATION_ERROR.name,

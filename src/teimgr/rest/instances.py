@@ -139,7 +139,10 @@ async def stop_instance(name: str, manager: ManagerDep) -> Response:
 async def restart_instance(
     request: Request, name: str, manager: ManagerDep, rolling: bool = False, wait: bool = False
 ) -> Response:
-    """Restart an instance; rolling: new workers start beside the old ones, without a gap."""
+    """Restart an instance; rolling: new workers start beside the old ones, without a gap.
+
+    A rolling restart that has not ended when the daemon dies is not begun again; the old workers go on.
+    """
     if has_body(request):
         rolling |= (await read_json(request, RestartInstance)).rolling
     return _progress(await manager.restart(name, rolling=rolling, wait=wait), rolling)

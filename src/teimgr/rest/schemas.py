@@ -34,7 +34,7 @@ from teimgr.config.extra_args import shown_args
 from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import TooLarge, ValidationError
-from teimgr.http_protocol import is_json, read_limited
+from teimgr.http_protocol import SlowClient, is_json, read_limited
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]
@@ -57,12 +57,16 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
 
     Raises:
         TooLarge: more than `limit_bytes`.
-        HTTPException: 415 for another content type, 400 for invalid JSON, 422 for another shape.
+        HTTPException: 415 for another content type, 408 for a body that does not come in time, 400 for invalid JSON,
+            422 for another shape.
     """
     content_type = request.headers.get("content-type", "")
     if not is_json(content_type):
         raise HTTPException(415, f"Expected request with `Content-Type: application/json` (got {quoted(content_type)})")
-    text = await read_limited(request.stream(), limit_bytes)
+    try:
+        text = await read_limited(request.stream(), limit_bytes)
+    except SlowClient:
+        raise HTTPException(408, "The request body did not come in time") from None
     if text is None:
         raise TooLarge(f"Failed to buffer the request body: the limit is {limit_bytes} bytes")
     try:

@@ -6,24 +6,27 @@ They are in `crashes/` beside the logs, JSON, readable by their owner alone: `<i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import platform
 import re
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from teimgr import __version__
 from teimgr.durable_files import write_atomically
+from teimgr.launch.launcher import EndedWorker
 from teimgr.observability.logs import LogSpan
-from teimgr.spec import WorkerSpec, rfc3339
+from teimgr.spec import Incident, WorkerSpec, rfc3339
+from teimgr.supervision.lifecycle import explain
 
 KEPT_PER_INSTANCE = 20
 KEPT = 1000
@@ -59,6 +62,20 @@ class Crash:
     spec: WorkerSpec | None = None
     events: Sequence[Mapping[str, Any]] = ()
 
+    @classmethod
+    def unseen(cls, ended: EndedWorker) -> Self:
+        """Of a worker that ended while no daemon ran."""
+        return cls(
+            instance=ended.instance,
+            replica=ended.spec.replica if ended.spec else 0,
+            pid=ended.pid,
+            started_at=ended.started_at,
+            status=None,
+            reason=f"while no daemon ran {explain(ended.exit).message}",
+            log=ended.exit.log,
+            spec=ended.spec,
+        )
+
 
 class CrashReports:
     """Writes the reports into `folder`, and removes those that are too many."""
@@ -66,6 +83,15 @@ class CrashReports:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._one_write = threading.Lock()
+
+    def of_worker(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
+        """What the instance's events have of it, and the writing of its report, on a thread."""
+        now = datetime.now(UTC)
+        name = report_name(crash.instance, crash.replica, now)
+        facts = {"instance": crash.instance, "replica": crash.replica, "pid": crash.pid, "crash_report": name}
+        log.error("worker crashed: %s", crash.reason, extra=facts)
+        incident = Incident(event="crashed", reason=crash.reason, at=rfc3339(now), crash_report=name)
+        return incident, asyncio.to_thread(self.write, crash, now, name)
 
     def write(self, crash: Crash, now: datetime, name: str) -> None:
         """Write the report `name`, from `report_name`. Blocking; a disk that refuses is logged, not raised."""

@@ -35,7 +35,7 @@ from teimgr.placement.planner import (
 )
 from teimgr.routing.router import Directory
 from teimgr.spec import Change, InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
-from teimgr.supervision.crash_reports import CrashReports
+from teimgr.supervision.crash_reports import Crash, CrashReports
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, WantedState
@@ -141,6 +141,11 @@ class Manager:
         found: defaultdict[str, list[WorkerHandle]] = defaultdict(list)
         for worker in await self._launcher.find():
             found[worker.spec.name].append(worker)
+        for ended in self._launcher.ended:
+            if instance := self._instances.get(ended.instance):
+                incident, writing = self._context.crash_reports.of_worker(Crash.unseen(ended))
+                self._in_background(writing, f"crash report of {ended.instance}")
+                instance.on_incident(incident)
         names = {**self._instances, **found}
         self._adopting = {asyncio.create_task(self._take_over(name, found[name])) for name in names}
         if self._adopting:  # a worker that does not answer must not keep the others

@@ -25,7 +25,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import FleetCounts, Others, Planner
 from teimgr.routing.router import Directory
 from teimgr.spec import Incident, InstanceSpec, LoadedModel, State, WorkerEndpoint, WorkerSpec, WorkerView, rfc3339
-from teimgr.supervision.crash_reports import Crash, CrashReports, report_name
+from teimgr.supervision.crash_reports import Crash, CrashReports
 from teimgr.supervision.lifecycle import (
     Command,
     CommandRefused,
@@ -309,8 +309,7 @@ class Supervisor:
         if handle is None or (life.is_ending and life.failure is None):
             return
         assert self._worker_tasks is not None
-        context, name, now = self._context, self.spec.name, datetime.now(UTC)
-        report = report_name(name, self.number, now)
+        context, name = self._context, self.spec.name
         crash = Crash(
             instance=name,
             replica=self.number,
@@ -322,11 +321,9 @@ class Supervisor:
             spec=handle.spec,
             events=[asdict(event) for event in context.history(name)[-LAST_EVENTS:]],
         )
-        facts = {"instance": name, "replica": self.number, "pid": handle.pid, "crash_report": report}
-        log.error("worker crashed: %s", crash.reason, extra=facts)
-        writing = asyncio.to_thread(context.crash_reports.write, crash, now, report)
+        incident, writing = context.crash_reports.of_worker(crash)
         self._worker_tasks.create_task(writing, name=f"crash report of {name}")
-        self._owner.on_incident(Incident(event="crashed", reason=crash.reason, at=rfc3339(now), crash_report=report))
+        self._owner.on_incident(incident)
 
     def _step(self, event: Event) -> None:
         before = self._life

@@ -111,7 +111,9 @@ class Worker:
         self._announce("loading")
         server = await loop.create_unix_server(self._links.protocol, sock=listener)
         try:
-            return await self._load_and_serve()
+            status = await self._load_and_serve()
+            (self.run_dir / f"{self.incarnation}.json").unlink(missing_ok=True)  # ended in order: no crash
+            return status
         except TeimgrError as error:
             return self._give_up(error)
         except Exception as error:

@@ -116,6 +116,8 @@ class FakeWorker:
         status = await self.end
         for link in self.links:
             link.close()
+        if status == 0:
+            self.paths.run_file.unlink(missing_ok=True)
         return status
 
     def started(self) -> None:
