@@ -70,9 +70,9 @@ LIBRARY_SETTINGS = {
     # Threads of OpenMP that have nothing to do sleep. By default they spin between parallel regions, on cores that
     # others need: beside other load, a query after a pause took four times the CPU, a bulk batch twice.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # oneDNN generates code, some 0.3 MiB, for each shape of a matrix product: each number of tokens in a batch is one. It
-    # and ideep, torch's layer over it, each keep the last 1,024. The 256 of the last 64 batches serve as well, and the
-    # cache of ideep adds nothing to the other.
+    # oneDNN generates code, some 0.3 MiB, for each shape of a matrix product, so for each number of tokens in a batch.
+    # It and ideep, torch's layer over it, each keep the last 1,024. The 256 of the last 64 batches serve as well, and
+    # the cache of ideep adds nothing to the other.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "1",
 }
