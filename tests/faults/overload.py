@@ -301,7 +301,7 @@ def main() -> int:
     parser.add_argument("--offer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.offer:
-        os.nice(15)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         print(json.dumps(vars(asyncio.run(_offer(*json.loads(options.offer))))))
         return 0
     facts, short = asyncio.run(run(options.minutes, options.times))
