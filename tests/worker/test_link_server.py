@@ -89,6 +89,17 @@ async def test_the_probe_is_passed(link: WorkerLink) -> None:
     assert (await link.ask(Method.PROBE)).reply == b""
 
 
+async def test_a_worker_that_has_run_batches_since_the_last_probe_passes_without_a_self_test(link: WorkerLink) -> None:
+    known = (await link.ask(Method.PROBE, b'{"batches": null}')).json["batches"]
+    await link.answer(link.embed())
+    before = (await link.ask(Method.STATS)).json["texts"]
+
+    counted = (await link.ask(Method.PROBE, json.dumps({"batches": known}).encode())).json["batches"]
+
+    assert (await link.ask(Method.STATS)).json["texts"] == before
+    assert counted > known
+
+
 async def test_stats_count_what_was_done(link: WorkerLink) -> None:
     before = (await link.ask(Method.STATS)).json
     await link.answer(link.embed())

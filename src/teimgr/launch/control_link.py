@@ -90,17 +90,24 @@ class ControlLink(FrameProtocol):
             Unavailable: the link is or becomes closed.
             TeimgrError: the worker answered with an error.
         """
+        try:
+            return await asyncio.wait_for(self.begin(method, payload, timeout_s=timeout_s), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer to {method.name} within {timeout_s:g} s") from None
+
+    def begin(self, method: Method, payload: bytes = b"", *, timeout_s: float) -> asyncio.Future[bytes]:
+        """Send a request with this deadline; the future, which the caller cancels, gets the payload of its reply.
+
+        Raises:
+            Unavailable: the link is closed. The future's errors are those of `call`, but for the deadline's.
+        """
         if not self.is_open:
             raise Unavailable("the link to the worker is closed")
         id = next(self._ids)
         reply = self._calls[id] = self._loop.create_future()
+        reply.add_done_callback(lambda _: self._calls.pop(id, None))
         self.send(FrameType.REQUEST, method, id, payload, deadline_ms=round(timeout_s * 1000))
-        try:
-            return await asyncio.wait_for(reply, timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"no answer to {method.name} within {timeout_s:g} s") from None
-        finally:
-            del self._calls[id]
+        return reply
 
     async def drain(self, grace_s: float, *, handover: bool, timeout_s: float) -> None:
         """Have the worker finish its calls within `grace_s` and exit; with `handover` it leaves its ports first.

@@ -40,6 +40,7 @@ RECONNECT_MAX_S = 5.0
 # failures, the default limit, take under five seconds.
 ANSWER_LIMIT_S = 1.4
 _RETRY_PAUSE_S = 0.2
+_AT_ONCE_S = 0.3
 # A worker that does not confirm a handover within this time hangs, and is killed.
 _HANDOVER_LIMIT_S = 10.0
 _NEVER_LAUNCHED = "stopped before it was launched"
@@ -346,19 +347,22 @@ class Prober:
         """
         if link is None:
             raise Unavailable("the worker's control link is down")
-        before, self._batches = self._batches, await self._count(link)
-        if before is not None and self._batches > before:
-            return
-        await link.call(Method.PROBE, timeout_s=self._timeout_s)
-        # The probe itself may have been a batch: count again, or the next round would take it for work.
-        self._batches = await self._count(link)
-
-    async def _count(self, link: ControlLink) -> int:
-        reply = await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S))
+        payload = json.dumps({"batches": self._batches}).encode()
+        answer = link.begin(Method.PROBE, payload, timeout_s=self._timeout_s)
         try:
-            return int(json.loads(reply)["batches"])
+            if not (await asyncio.wait((answer,), timeout=_AT_ONCE_S))[0]:
+                # The device may be busy for long; the process, unless it was stopped, answers soon.
+                await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S) - _AT_ONCE_S)
+            reply = await asyncio.wait_for(answer, self._timeout_s - _AT_ONCE_S)
+            # A worker of an earlier version counts nothing here.
+            self._batches = int(json.loads(reply)["batches"]) if reply else None
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer to PROBE within {self._timeout_s:g} s") from None
         except (ValueError, TypeError, KeyError) as error:
-            raise Unavailable(f"the worker's counters cannot be read: {error!r}") from error
+            raise Unavailable(f"the worker's answer to PROBE cannot be read: {error!r}") from error
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # retrieved
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,9 @@ class Method(IntEnum):
     INFER_ARROW = 13  # teimgr.v1.ArrowRequest → teimgr.v1.ArrowResponse
     HTTP = 14  # a request of an HTTP dialect → its response, as `HttpRequest` and `HttpReply` below
     WATCH = 64  # empty → one JSON object per event, its "state": loading, downloading, ready, draining or failed
-    PROBE = 65  # empty → empty, after a self-test with a known text on the device
+    # empty → empty, after a self-test with a known text on the device
+    # JSON {"batches": n or null} → {"batches": m}, without a self-test where more than n batches were run
+    PROBE = 65
     STATS = 66  # empty → JSON object of counters
     THREADS = 67  # JSON {"threads": n} → empty
     DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes its calls and exits 0

@@ -310,9 +310,12 @@ class Worker:
             Method.DRAIN: self._drain,
         }
 
-    async def _probe(self, _: bytes, limit_s: float) -> bytes:
-        await asyncio.to_thread(self._dispatcher.engine.self_test, limit_s)
-        return b""
+    async def _probe(self, payload: bytes, limit_s: float) -> bytes:
+        engine = self._dispatcher.engine
+        known = json.loads(payload)["batches"] if payload else None
+        if known is None or engine.stats().batches <= known:
+            await asyncio.to_thread(engine.self_test, limit_s)
+        return json.dumps({"batches": engine.stats().batches}).encode() if payload else b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:
         stats = asdict(self._engine.stats()) if self._engine else {}

@@ -35,11 +35,11 @@ _FLAGS = {
     "fail-probes": "answer so many PROBEs with an error, then well",
     "hang-probes": "never answer so many PROBEs, then well",
     "hang-embed": "never answer an EMBED",
-    "busy": "count a batch at every STATS",
+    "busy": "count a batch at every PROBE and STATS",
     "drain-itself": "say draining after saying ready, then exit 0",
     "deaf": "accept no connection, answer nothing",
     "exit-when-alone": "exit when the last watcher goes",
-    "grow": "have so many MiB of memory from the first STATS on",
+    "grow": "have so many MiB of memory from the first PROBE on",
     "large": "have so many MiB of memory from the start",
     "grandchild": "start a child of its own that sleeps; its pid goes to <run_dir>/grandchild",
 }
@@ -179,6 +179,13 @@ class FakeWorker:
         self.loop.call_later(max(0.2, self.spec.orphan_grace_s / 100), self.check_orphan)
         return None
 
+    def counted(self) -> bytes:
+        """Its counters, as in answers to PROBE and STATS."""
+        self.batches += "busy" in self.flags
+        if "grow" in self.flags and not self.memory:
+            self.memory = b"x" * (int(self.flags["grow"]) << 20)
+        return json.dumps({"batches": self.batches}).encode()
+
 
 class Link(FrameProtocol):
     """One connection to the fake."""
@@ -199,12 +206,13 @@ class Link(FrameProtocol):
             self.tell(worker.status)
             worker.perhaps_drain()
         elif header.method == Method.PROBE:
-            self.probe(header)
+            counted = worker.counted()
+            if payload and "busy" in worker.flags:
+                self.answer(header, counted)
+            else:
+                self.probe(header, counted if payload else b"")
         elif header.method == Method.STATS:
-            worker.batches += "busy" in worker.flags
-            if "grow" in worker.flags and not worker.memory:
-                worker.memory = b"x" * (int(worker.flags["grow"]) << 20)
-            self.answer(header, json.dumps({"batches": worker.batches}).encode())
+            self.answer(header, worker.counted())
         elif header.method == Method.EMBED and "hang-embed" in worker.flags:
             pass
         elif header.method == Method.EMBED:
@@ -219,7 +227,7 @@ class Link(FrameProtocol):
         else:
             self.send(FrameType.ERROR, header.method, header.id, pack_error(Internal("not scripted")))
 
-    def probe(self, header: Header) -> None:
+    def probe(self, header: Header, counted: bytes) -> None:
         flags = self.worker.flags
         self.worker.probes += 1
         if "hang-probe" in flags or self.worker.probes <= int(flags.get("hang-probes", 0)):
@@ -228,7 +236,7 @@ class Link(FrameProtocol):
             error = Unavailable("the engine does not answer")
             self.send(FrameType.ERROR, header.method, header.id, pack_error(error))
             return
-        self.answer(header)
+        self.answer(header, counted)
 
     def answer(self, header: Header, payload: bytes = b"") -> None:
         self.send(FrameType.REPLY, header.method, header.id, payload)
