@@ -26,6 +26,8 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.results import markdown, write
 
 IDLE_S = 20.0
+SETTLE_S = 15.0
+"""What the starts cause is over by then, such as new numbers of threads and routes."""
 _READS = 5
 _LIMIT_S = 300.0
 _AT_ONCE = 8
@@ -107,6 +109,7 @@ async def _idle(daemon: DaemonProcess) -> dict[str, float]:
         if any("teimgr.mux" in word for word in child.cmdline())
     ]
     pids = {"daemon": daemon.process.pid, "mux": muxes[0].pid}
+    await asyncio.sleep(SETTLE_S)
     before = {name: cpu_s(pid) for name, pid in pids.items()}
     await asyncio.sleep(IDLE_S)
     found = {}

@@ -202,7 +202,7 @@ async def run(minutes: float, times: float) -> tuple[dict[str, Any], list[str]]:
             made = await client.create(INSTANCE, str(model), dtype="float32", max_queue_wait_secs=int(DEADLINE_S - 2))
             await client.wait_until_running(INSTANCE, deadline_s=60)
         processes = [psutil.Process(daemon.process.pid), *daemon.processes()]  # type: ignore[union-attr]
-        probe_s = max(3.0, min(10.0, minutes * 6))
+        probe_s = max(3.0, min(30.0, minutes * 6))
         best: Load | None = None
         for callers in CALLERS:
             found = await _from_outside(daemon, made.port, probe_s, callers)

@@ -203,7 +203,7 @@ class LocalLauncher:
         self._log_dir = options.log_dir.absolute()
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
-        self.ended: list[EndedWorker] = []
+        self.ended: Sequence[EndedWorker] = ()
         self._workers: set[LocalWorker] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
