@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
+from tests.support.daemon_process import MINILM, DaemonProcess
 from tests.support.hub_server import SHA, Hub
 from tests.support.models import WIDTH, build
 
@@ -27,7 +27,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 @pytest.fixture
 def daemon(hub: Hub, tmp_path: Path) -> Iterator[DaemonProcess]:
-    daemon = WarmDaemonProcess(models=["configured/model"])
+    daemon = DaemonProcess(models=["configured/model"])
     try:
         yield daemon.start({"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)})
     finally:
