@@ -73,7 +73,7 @@ async def run(folder: Path, minutes: float, seed: int = 1) -> Run:
     found = Run(minutes)
     world = await asyncio.to_thread(World.make, folder, seed)
     try:
-        await world.populate()
+        await world.populate(minilm=False)  # at saturation its callers would be refused as overloaded
         processes = [psutil.Process(world.daemon.process.pid), *world.daemon.processes()]  # type: ignore[union-attr]
         began = time.monotonic()
         async with (

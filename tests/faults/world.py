@@ -104,9 +104,11 @@ class World:
         ).start()
         return cls(daemon, folder, chance, texts, references)
 
-    async def populate(self) -> None:
-        """The instances of the run: `pair` has two replicas, no fault is aimed at `neighbour`."""
-        fleet = (("pair", "red", 2), ("single", "blue", 1), ("neighbour", "red", 1), (MINILM, MINILM, 1))
+    async def populate(self, *, minilm: bool = True) -> None:
+        """The instances of the run: `pair` has two replicas, no fault is aimed at `neighbour`; with the real MiniLM."""
+        fleet = [("pair", "red", 2), ("single", "blue", 1), ("neighbour", "red", 1)]
+        if minilm:
+            fleet.append((MINILM, MINILM, 1))
         for name, model, replicas in fleet:
             await self.create(name, model, replicas=replicas)
         await self.converged(180.0)  # the nursery imports torch, on a machine that may be loaded
