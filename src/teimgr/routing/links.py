@@ -265,8 +265,8 @@ class Replica:
         self.retired = False
         self.instance = instance
         self._limits = limits
-        waiting = waiting or ByteBudget(limits.max_waiting_bytes)  # of all replicas of a router
-        self._waiting = ByteBudget(waiting.limit_bytes // _REPLICA_SHARE, waiting)
+        self._waiting_of_all = waiting
+        self._waiting: ByteBudget | None = None  # made when a call waits: most replicas never have one that does
         self._links: list[WorkerLink | None] = [None, None]
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
@@ -396,6 +396,9 @@ class Replica:
         """The connected link with `cost` taken from its budget, and the remaining time. Raises as `start`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
+        if self._waiting is None:
+            of_all = self._waiting_of_all or ByteBudget(self._limits.max_waiting_bytes)
+            self._waiting = ByteBudget(of_all.limit_bytes // _REPLICA_SHARE, of_all)
         if not self._waiting.try_take(cost):
             raise Overloaded(f"Instance '{self.instance}' is overloaded: too many bytes wait for it")
         try:
