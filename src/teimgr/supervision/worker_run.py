@@ -40,6 +40,7 @@ RECONNECT_MAX_S = 5.0
 # failures, the default limit, take under five seconds.
 ANSWER_LIMIT_S = 1.4
 _RETRY_PAUSE_S = 0.2
+# A worker that is healthy and not busy answers a probe within this time; only others get a second request.
 _AT_ONCE_S = 0.3
 # A worker that does not confirm a handover within this time hangs, and is killed.
 _HANDOVER_LIMIT_S = 10.0
