@@ -20,6 +20,7 @@ def run(main: Callable[[], int]) -> int:
     SIGTERM does what SIGINT does, once more where that had no effect: it cancels what `asyncio.run` runs, and is a
     KeyboardInterrupt elsewhere.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     signal.signal(signal.SIGTERM, _interrupt_once)
     try:
         return main()
