@@ -29,7 +29,6 @@ def test_the_commands_of_mtls(tmp_path: Path) -> None:
     for language, code in blocks[:at]:
         run(language, code, tmp_path)
     with daemon(blocks[at][1], tmp_path) as teimgr:
-        teimgr.await_grpc()
         answers = [run(language, code, tmp_path, teimgr) for language, code in blocks[at + 1 :]]
     assert answers[0] == "[]"
     assert "tei_multiplexer.v1.TeiMultiplexer" in answers[1]
@@ -49,7 +48,6 @@ def test_the_commands_of_api_keys(tmp_path: Path) -> None:
     )
     assert without_hashes(told) == without_hashes(shown)
     with daemon(told, tmp_path) as teimgr:
-        teimgr.await_grpc()
         answers = [run(language, code, tmp_path, teimgr) for language, code in blocks[at:]]
         log = (teimgr.folder / "daemon.log").read_text() + (teimgr.folder / "logs" / "_mux-0.log").read_text()
     assert answers[0] == "[][]"

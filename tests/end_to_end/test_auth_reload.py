@@ -35,7 +35,6 @@ def ending(daemon: DaemonProcess, key: str | None) -> type[Exception]:
 
 def test_keys_change_with_a_reload() -> None:
     with WarmDaemonProcess(auth=auth(OLD)) as daemon:
-        daemon.await_grpc()
         with daemon.client(api_key=ADMIN) as client:
             assert client.list() == []
         with daemon.client() as client, pytest.raises(Unauthenticated):

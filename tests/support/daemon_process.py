@@ -186,7 +186,8 @@ class DaemonProcess:
 class WarmDaemonProcess(DaemonProcess):
     """A daemon whose fork server has nothing to import, for tests that are not about starts and left-over processes.
 
-    Its fork server has the environment of the tests, and is not among `processes`.
+    Its fork server has the environment of the tests, and is not among `processes`. Its instances may run before the mux
+    listens, so `start` waits for both.
     """
 
     program = "tests.support.warm_daemon"
@@ -195,7 +196,9 @@ class WarmDaemonProcess(DaemonProcess):
         from tests.support.fork_server import nursery_service
         from tests.support.warm_daemon import SERVICE
 
-        return super().start({SERVICE: nursery_service()} | dict(environ or {}))
+        super().start({SERVICE: nursery_service()} | dict(environ or {}))
+        self.await_grpc()
+        return self
 
 
 def free_ports(count: int) -> list[int]:
