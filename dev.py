@@ -45,6 +45,8 @@ SOAKS = {
     "fleet": "tests.faults.fleet",
     "fuzz": "tests.fuzz",
 }
+# A change of one of these is installed anew: what the project needs, and what is compiled.
+INSTALLED_FROM = (ROOT / "pyproject.toml", *sorted((ROOT / "src" / "teimgr" / "engine" / "native").iterdir()))
 PYTHON_TREES = ("src", "tests", "bench", "dev.py")
 
 
@@ -175,7 +177,7 @@ def relocate(code: str) -> str:
 def install(*extras: str) -> int:
     """Make .venv and install the project with `extras`, unless that is already so."""
     stamp = VENV / f".installed-{'-'.join(extras)}"
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in INSTALLED_FROM)).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return 0
     if sys.version_info < (3, 11):  # noqa: UP036  a newcomer may start this with an older interpreter

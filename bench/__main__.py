@@ -8,6 +8,7 @@ import sys
 
 SCENARIOS = {
     "engine": "bulk texts/s: sentence-transformers, the bare engine, the daemon",
+    "attention": "the C kernel against torch's operator, alone and in a forward",
     "start": "create, restart after a kill, memory of a first and a second worker",
     "mux": "latency of single queries, idle and beside bulk work; requests per second",
     "fidelity": "every kind of model against the library it was made with: cosines and differences",
@@ -17,7 +18,7 @@ SCENARIOS = {
 
 def main() -> int:
     """Run the command line."""
-    lines = [f"  {name:8}{meaning}" for name, meaning in SCENARIOS.items()]
+    lines = [f"  {name:10}{meaning}" for name, meaning in SCENARIOS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         usage="python -m bench NAME [options]   (NAME --help shows its options)",

@@ -326,7 +326,8 @@ class LoadedModel:
     `kind` is one of `KINDS`; `outputs` are those of `engine.job.Output` that it has. `dimension` is that of a dense
     vector, of the vocabulary (sparse) or of a token's vector (multi-vector), and 0 for classifiers and rerankers, which
     have `labels` by index. `model_sha` is the requested revision, `commit` the commit it resolved to. `batching` is
-    "packed" where one padding-free row passed the load-time probe, else "equal-length".
+    "packed" where one padding-free row passed the load-time probe, else "equal-length". `attention` of a packed row is
+    "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library".
     """
 
     model_id: str
@@ -349,6 +350,7 @@ class LoadedModel:
     commit: str | None = None
     tokenization_workers: int = 1
     load_s: float = 0.0
+    attention: str = "by-run"
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from teimgr.engine.attention import CannotPackError, Packing, packed_attention
-from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.attention import CannotPackError, Packing, VisibleKeys, packed_attention
+from teimgr.engine.attention_kernel import attention_kernel
+from teimgr.engine.batch import Encoded, PackedBatch, pack
 
 LENGTHS = (1, 2, 7, 7, 7, 12)
+without_kernel = pytest.mark.skipif(attention_kernel() is None, reason="the package was built without a compiler")
+each_way = pytest.mark.parametrize("by_kernel", [False, pytest.param(True, marks=without_kernel)])
 
 
 class Attention(torch.nn.Module):
@@ -20,6 +23,10 @@ class Attention(torch.nn.Module):
 
 def text_of(length: int, keys: int | None = None) -> Encoded:
     return Encoded(np.zeros(length, dtype=np.int32), keys=keys)
+
+
+def packing_of(batch: PackedBatch, by_kernel: bool) -> Packing:
+    return Packing.of(batch, torch.from_numpy(batch.cu_seqlens) if by_kernel else None)
 
 
 def written_out(
@@ -39,14 +46,15 @@ def written_out(
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
+@each_way
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_texts_attend_to_themselves_only(kv_heads: int, causal: bool, window: int | None) -> None:
+def test_texts_attend_to_themselves_only(kv_heads: int, causal: bool, window: int | None, by_kernel: bool) -> None:
     torch.manual_seed(0)
     batch = pack([text_of(n) for n in LENGTHS])
     q, k, v = (torch.randn(1, batch.tokens, heads, 8).transpose(1, 2) for heads in (4, kv_heads, kv_heads))
-    packing = Packing.of(batch, None)
+    packing = packing_of(batch, by_kernel)
     result, weights = packed_attention(
         Attention(causal), q, k, v, None, scaling=0.3, sliding_window=window, packing=packing
     )
@@ -58,18 +66,18 @@ def test_texts_attend_to_themselves_only(kv_heads: int, causal: bool, window: in
         torch.testing.assert_close(result[0, start:stop].transpose(0, 1), one, atol=1e-6, rtol=1e-5)
 
 
+@each_way
 @pytest.mark.parametrize("window", [None, 6, 100])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("idle", [False, True])
-def test_tokens_beyond_the_keys_are_seen_by_none(idle: bool, causal: bool, window: int | None) -> None:
+def test_tokens_beyond_the_keys_are_seen_by_none(idle: bool, causal: bool, window: int | None, by_kernel: bool) -> None:
     torch.manual_seed(0)
     keys = (1, None, 7, 5, None, 9)
     batch = pack([text_of(n, seen) for n, seen in zip(LENGTHS, keys, strict=True)])
     row = batch.rounded_up() if idle else batch
     q, k, v = (torch.randn(1, len(row.ids), 4, 8).transpose(1, 2) for _ in range(3))
-    result, _ = packed_attention(
-        Attention(causal), q, k, v, None, scaling=0.3, sliding_window=window, packing=Packing.of(row, None)
-    )
+    packing = packing_of(row, by_kernel)
+    result, _ = packed_attention(Attention(causal), q, k, v, None, scaling=0.3, sliding_window=window, packing=packing)
 
     assert result.isfinite().all()
     for i, (start, stop) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
@@ -79,9 +87,9 @@ def test_tokens_beyond_the_keys_are_seen_by_none(idle: bool, causal: bool, windo
 
 def test_what_is_seen_is_found_in_the_row() -> None:
     batch = pack([text_of(3, 2), text_of(1), text_of(4, 1)])
-    visible = Packing.of(batch, torch.from_numpy(batch.cu_seqlens)).visible
+    assert batch.keys is not None
+    visible = VisibleKeys.of(batch, batch.keys, torch.device("cpu"))
 
-    assert visible is not None
     assert (visible.positions.tolist(), visible.cu_seqlens.tolist(), visible.longest) == ([0, 1, 2, 4], [0, 1, 3, 4], 2)
 
 

@@ -6,14 +6,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.support import models
 from tests.support.models import build, edit
+from torch import Tensor
 
-from teimgr.engine import fidelity_gate
-from teimgr.engine.attention import Packing
+from teimgr.engine import attention, fidelity_gate
+from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
@@ -22,6 +24,8 @@ from teimgr.engine.model import Model, load_model
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.reading import read_layout
+
+PACKED = Batching.VARLEN if attention_kernel() else Batching.BY_RUN
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
@@ -32,7 +36,7 @@ def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
 
 @pytest.mark.parametrize(
     ("family", "batching"),
-    [("bert", Batching.BY_RUN), ("t5", Batching.EQUAL_LENGTH), ("mpnet", Batching.EQUAL_LENGTH)],
+    [("bert", PACKED), ("t5", Batching.EQUAL_LENGTH), ("mpnet", Batching.EQUAL_LENGTH)],
 )
 def test_packing_is_used_where_it_gives_the_librarys_vectors(
     family: str, batching: Batching, model_dir: Callable[..., Path]
@@ -56,9 +60,15 @@ def test_a_wrong_window_is_noticed_though_no_common_text_is_longer(
     path = build("modernbert", tmp_path)
     edit(path / "config.json", local_attention=1000, max_position_embeddings=2048)
     edit(path / "sentence_bert_config.json", max_seq_length=2048)
-    assert chosen(path, torch.float32).batching is Batching.BY_RUN
+    assert chosen(path, torch.float32).batching is PACKED
 
-    monkeypatch.setattr(Packing, "window", lambda *args: None)
+    run = attention._by_run
+
+    def without_window(*inputs: Any) -> Tensor:
+        return run(*inputs[:-1], None)
+
+    monkeypatch.setattr(attention, "_by_native_kernel", without_window)
+    monkeypatch.setattr(attention, "_by_run", without_window)
     assert chosen(path, torch.float32).batching is Batching.EQUAL_LENGTH
 
 
@@ -85,7 +95,7 @@ def test_auto_returns_to_float32_where_a_faster_type_strays(
     monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
     choice = chosen(model_dir("bert"), None)
     assert choice.dtype is torch.float32
-    assert choice.batching is Batching.BY_RUN
+    assert choice.batching is PACKED
 
 
 def test_the_first_model_is_gone_before_another_is_loaded(
@@ -151,7 +161,7 @@ def test_halves_and_keys_that_a_batch_loses_are_noticed(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = getattr(models, f"build_{kind}")("bert", tmp_path)
-    assert chosen(path, torch.float32).batching is Batching.BY_RUN
+    assert chosen(path, torch.float32).batching is PACKED
 
     def losing(texts: Sequence[Encoded]) -> PackedBatch:
         return replace(pack(texts), type_ids=None, keys=None)
@@ -164,7 +174,7 @@ def test_halves_and_keys_that_a_batch_loses_are_noticed(
 def test_a_sparse_model_is_packed(tmp_path: Path) -> None:
     choice = chosen(models.build_splade("bert", tmp_path), torch.float32)
 
-    assert choice.batching is Batching.BY_RUN
+    assert choice.batching is PACKED
     assert choice.closeness.min_cosine > 1 - 1e-9
 
 

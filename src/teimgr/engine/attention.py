@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.batch import PackedBatch, Run
 
 PACKED = "teimgr_packed"
@@ -51,22 +52,24 @@ class Packing:
 
     `cu_seqlens` (int32 [N + 1] on the device) is set where the device has a kernel for texts of unequal length; else
     attention goes run by run. `keys` has for every run the number of leading tokens that are keys, int32 [texts], or
-    None where all are.
+    None where all are; `text_keys` has it for every text, int32 [N]. `visible` is for the kernel of a GPU.
     """
 
     runs: tuple[Run, ...]
     keys: tuple[NDArray[np.int32] | None, ...]
     max_seqlen: int
     cu_seqlens: Tensor | None
+    text_keys: NDArray[np.int32] | None = None
     visible: VisibleKeys | None = None
     _masks: dict[tuple[int | Run, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PackedBatch, cu_seqlens: Tensor | None) -> Packing:
         keys = tuple(batch.keys_of(run) for run in batch.runs)
-        if cu_seqlens is None or batch.keys is None:
-            return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens)
-        return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, VisibleKeys.of(batch, batch.keys, cu_seqlens.device))
+        visible = None
+        if cu_seqlens is not None and cu_seqlens.device.type != "cpu" and batch.keys is not None:
+            visible = VisibleKeys.of(batch, batch.keys, cu_seqlens.device)
+        return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, batch.keys, visible)
 
     def window(self, length: int, reach: int, causal: bool, device: torch.device) -> Tensor | None:
         """The mask of a sliding window of `reach` tokens to each side; None where it covers all `length` tokens."""
@@ -122,9 +125,11 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     reach = None if sliding_window is None else sliding_window - 1
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    # The kernel aligns queries and keys at their ends: with keys left out, a window or causality would be shifted.
-    by_kernel = packing.visible is None or not (causal or reach is not None)
-    attend = _varlen if packing.cu_seqlens is not None and by_kernel else _by_run
+    attend = _by_run
+    if packing.cu_seqlens is not None:
+        # A GPU's kernel aligns queries and keys at their ends: with keys left out, a window or causality would shift.
+        shifted = packing.visible is not None and (causal or reach is not None)
+        attend = _by_native_kernel if query.device.type == "cpu" else _by_run if shifted else _varlen
     return attend(*rows, packing, scaling, causal, reach).unsqueeze(0), None
 
 
@@ -150,6 +155,17 @@ def _varlen(
     )
     assert isinstance(result, Tensor)  # a tuple is returned only with auxiliary results
     return result
+
+
+def _by_native_kernel(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, causal: bool, reach: int | None
+) -> Tensor:
+    """One call of our C library for all texts, [T, heads, d]."""
+    kernel = attention_kernel()
+    assert kernel is not None
+    assert packing.cu_seqlens is not None
+    begins, longest, keys = packing.cu_seqlens.numpy(), packing.max_seqlen, packing.text_keys
+    return kernel(query, key, value, begins, longest, keys, scale=scaling, causal=causal, reach=reach)
 
 
 def _by_run(

@@ -45,8 +45,9 @@ _TYPICAL_TOKENS = 256
 class Batching(Enum):
     """How a batch is run.
 
-    VARLEN: one row, one attention kernel. BY_RUN: one row, attention per run of equal lengths. EQUAL_LENGTH: one
-    forward per run of equal lengths, through the library's own attention; right for every architecture.
+    VARLEN: one row, one call of an attention kernel. BY_RUN: one row, attention per run of equal lengths.
+    EQUAL_LENGTH: one forward per run of equal lengths, through the library's own attention, right for every
+    architecture.
     """
 
     VARLEN = "varlen"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine.attention import CannotPackError
+from teimgr.engine.attention_kernel import DTYPES, attention_kernel
 from teimgr.engine.backbone import Batching, PackedLinear, StaticTable, prepacking_works
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.heads import Rows
@@ -219,8 +220,8 @@ def _choose_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
     """The first batching whose results match the reference; None where none do."""
-    varlen = model.backbone.device.type == "cuda" and model.backbone.dtype in (torch.float16, torch.bfloat16)
-    for batching in (*([Batching.VARLEN] if varlen else ()), Batching.BY_RUN, Batching.EQUAL_LENGTH):
+    varlen = [Batching.VARLEN] if _has_varlen_kernel(model.backbone.device, model.backbone.dtype) else []
+    for batching in (*varlen, Batching.BY_RUN, Batching.EQUAL_LENGTH):
         try:
             model.backbone.use(batching)
             close = compare(batched(model, inputs), reference)
@@ -233,6 +234,12 @@ def _choose_batching(
             return Choice(dtype, batching, close)
         log.info("%s batching in %s refused: %s", batching.value, dtype, close)
     return None
+
+
+def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type == "cpu":
+        return attention_kernel() is not None and dtype in DTYPES
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:

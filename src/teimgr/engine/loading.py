@@ -119,6 +119,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
         token_dimension=model.widths.get(Output.TOKENS, 0),
         commit=options.commit,
         load_s=round(time.monotonic() - began, 3),
+        attention="library" if choice.batching is Batching.EQUAL_LENGTH else choice.batching.value,
     )
     log.info(
         "%s on %s in %s, %s (%s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "

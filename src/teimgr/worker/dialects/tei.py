@@ -314,6 +314,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "commit": model.commit,
         "device": model.device,
         "batching": model.batching,
+        "attention": model.attention,
         "prompts": list(model.prompts),
         "default_prompt_name": model.default_prompt_name,
     }

@@ -1,0 +1,157 @@
+"""Attention of packed rows on CPUs by the C library of `native/attention.c`, if the package was built with a compiler.
+
+The library is an extension without a Python module: it is loaded through ctypes, which releases the GIL for its calls.
+It runs on torch's own OpenMP threads, as many as `torch.set_num_threads` says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16)
+# 0: packed rows are computed by torch's operators, one call per run of equal lengths.
+_SWITCH = "TEIMGR_ATTENTION_KERNEL"
+_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")  # `attention_level` in attention.c
+_ERRORS = {1: "no memory", 2: "numbers of heads that do not divide, or a head size above 1024"}
+# With fewer pairs of a query and a key, times the width of all heads, waking a second thread costs more than it saves.
+_SERIAL_PRODUCTS = 2_000_000
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = (("token", ctypes.c_int64), ("head", ctypes.c_int64))
+
+
+class _Call(ctypes.Structure):
+    """`struct attention` of attention.c."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("query_stride", _Strides),
+        ("key_stride", _Strides),
+        ("value_stride", _Strides),
+        ("begins", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("texts", ctypes.c_int64),
+        ("longest", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("key_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("reach", ctypes.c_int64),
+        ("causal", ctypes.c_int32),
+        ("bfloat16", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("parallel", ctypes.c_void_p),
+    )
+
+
+class AttentionKernel:
+    """The loaded library; `level` names the instructions that it uses."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.attention
+        self._best = int(library.attention_level())
+        self._parallel = _openmp_parallel()
+
+    @property
+    def level(self) -> str:
+        return _LEVELS[self._best]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        begins: NDArray[np.int32],
+        longest: int,
+        keys: NDArray[np.int32] | None = None,
+        *,
+        scale: float | None = None,
+        causal: bool = False,
+        reach: int | None = None,
+        level: str | None = None,
+    ) -> Tensor:
+        """softmax(scale · q kᵀ) v within each text, [T, heads, d] from queries [T, heads, d] and keys and values
+        [T, key heads, d], in their dtype, one of `DTYPES`.
+
+        Text i has the tokens `begins[i]` to `begins[i + 1]`, at most `longest`, of which the first `keys[i]` are keys.
+        `reach` is a window of so many tokens to each side. The result is 0 behind the last text, and for a token whose
+        window has no key. `level` selects other instructions than the best of this CPU.
+
+        Raises:
+            RuntimeError: there is no memory for the library's buffers, or no heads of such a shape are supported.
+        """
+        tokens, heads, size = query.shape
+        query, key, value = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value))
+        out = torch.empty(tokens, heads, size, dtype=query.dtype)
+        last = int(begins[-1])
+        if last < tokens:
+            out[last:] = 0
+        few = last * longest * heads * size < _SERIAL_PRODUCTS
+        call = _Call(
+            query=query.data_ptr(),
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            out=out.data_ptr(),
+            query_stride=query.stride()[:2],
+            key_stride=key.stride()[:2],
+            value_stride=value.stride()[:2],
+            begins=begins.ctypes.data,
+            keys=None if keys is None else keys.ctypes.data,
+            texts=len(begins) - 1,
+            longest=longest,
+            heads=heads,
+            key_heads=key.shape[1],
+            head_size=size,
+            reach=-1 if reach is None else reach,
+            causal=causal,
+            bfloat16=query.dtype is torch.bfloat16,
+            level=self._best if level is None else _LEVELS.index(level),
+            scale=size**-0.5 if scale is None else scale,
+            parallel=None if few else self._parallel,
+        )
+        if status := self._run(ctypes.byref(call)):
+            raise RuntimeError(f"attention kernel: {_ERRORS[status]}")
+        return out
+
+    def levels(self) -> tuple[str, ...]:
+        """What this CPU can run, the best last."""
+        return _LEVELS[: self._best + 1]
+
+
+@functools.cache
+def attention_kernel() -> AttentionKernel | None:
+    """The kernel, or None where the package was built without a compiler or the environment forbids it."""
+    if os.environ.get(_SWITCH) == "0":
+        return None
+    folder = Path(__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (path := folder / f"_attention{suffix}").exists():
+            try:
+                return AttentionKernel(ctypes.CDLL(str(path)))
+            except (OSError, AttributeError) as error:
+                log.warning("the attention kernel cannot be loaded: %s", error)
+    return None
+
+
+def _openmp_parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP that torch has loaded; None where there is none: one thread then."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except AttributeError:
+        return None
