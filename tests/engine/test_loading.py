@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.support.models import build_static
 
-from teimgr.engine.loading import EngineOptions, _limits, load_parts
+from teimgr.engine.loading import EngineOptions, _limits, _serial_tokens, load_parts
 from teimgr.errors import InvalidConfig
 
 
@@ -29,3 +32,20 @@ def test_a_limit_without_room_for_a_text_is_refused_by_name(tokens: int, model_d
     short = model_dir("bert", max_length=max(tokens, 1))
     with pytest.raises(InvalidConfig, match=f"max_seq_length.* is {max(tokens, 1)}.*at least 3"):
         load_parts(EngineOptions(path=short, model_id="x"))
+
+
+def test_a_look_up_table_needs_one_thread(tmp_path: Path) -> None:
+    parts = load_parts(EngineOptions(path=build_static(tmp_path), model_id="m"))
+
+    assert parts.serial_tokens > 1_000_000
+
+
+def test_a_model_of_minilms_widths_computes_a_query_with_one_thread_and_a_bulk_batch_with_all() -> None:
+    assert 32 <= _serial_tokens(of_widths(384, 1536)) <= 128
+    assert 8 <= _serial_tokens(of_widths(768, 3072)) <= 32
+
+
+def of_widths(hidden: int, widest: int) -> Any:
+    return SimpleNamespace(
+        backbone=SimpleNamespace(config=SimpleNamespace(hidden_size=hidden, intermediate_size=widest))
+    )

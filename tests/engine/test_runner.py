@@ -154,17 +154,45 @@ def test_a_runner_ends_when_nobody_finishes_its_batches(monkeypatch: pytest.Monk
     assert device.started.empty()
 
 
-def serve(embedder: Any, jobs: list[Job]) -> None:
+class Threads:
+    """A model that notes how many threads compute a batch of so many tokens."""
+
+    backbone = SimpleNamespace(device=torch.device("cpu"))
+    widths: ClassVar = {Output.DENSE: WIDTH}
+
+    def __init__(self) -> None:
+        self.used: list[tuple[int, int]] = []
+
+    def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+        self.used.append((batch.tokens, torch.get_num_threads()))
+        return {Output.DENSE: Rows(torch.ones(batch.texts, WIDTH))}
+
+
+def test_small_batches_are_computed_by_one_thread() -> None:
+    before, model = torch.get_num_threads(), Threads()
+    try:
+        serve(model, [job_of(1), job_of(8), job_of(9), job_of(2)], threads=2, serial_tokens=8, batch_texts=9)
+    finally:
+        torch.set_num_threads(before)
+
+    assert model.used
+    assert all(threads == (1 if tokens <= 8 else 2) for tokens, threads in model.used)
+    assert {threads for _, threads in model.used} == {1, 2}
+
+
+def serve(
+    embedder: Any, jobs: list[Job], threads: int = 1, serial_tokens: int = 0, batch_texts: int | None = None
+) -> None:
     """Run the jobs to their end."""
     delivered: list[Job] = []
     finisher = Finisher(delivered.extend, pytest.fail)
     finishing = threading.Thread(target=finisher.run)
     finishing.start()
-    waiting = EntryQueue(BatchLimits(1000, 1000))
+    waiting = EntryQueue(BatchLimits(1000, 1000, batch_texts))
     for job in jobs:
         waiting.put(entries_of(job))
     waiting.close()
-    Runner(embedder, waiting, finisher, 1).run()
+    Runner(embedder, waiting, finisher, threads, serial_tokens).run()
     finisher.close(WAIT_S)
     finishing.join(WAIT_S)
     assert delivered == jobs

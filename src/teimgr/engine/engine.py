@@ -75,7 +75,7 @@ class Engine:
         self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
         self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
-        self._runner = Runner(parts.model, self._queue, self._finisher, options.threads)
+        self._runner = Runner(parts.model, self._queue, self._finisher, options.threads, parts.serial_tokens)
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
         self._running = self._thread("engine", self._runner.run)

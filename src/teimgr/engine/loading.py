@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from teimgr.engine.backbone import Batching
+from teimgr.engine.backbone import Batching, StaticTable
 from teimgr.engine.fidelity_gate import choose, probe_inputs
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
@@ -30,6 +31,9 @@ _CPU_BATCH_TOKENS = 2048
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _LEAST_BATCH_TOKENS = 256
+# A batch with fewer multiplications per layer is computed by one thread: each operation would wake the others, which
+# takes as long as they save.
+_SERIAL_MULTIPLICATIONS = 113_000_000
 _BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
 _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 
@@ -67,6 +71,7 @@ class EngineParts:
     prompts: Prompts
     model: Model
     limits: BatchLimits
+    serial_tokens: int
     info: LoadedModel
 
 
@@ -134,7 +139,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
         choice.closeness.score_difference,
         info.load_s,
     )
-    return EngineParts(tokenizer, prompts, model, _limits(options, model), info)
+    return EngineParts(tokenizer, prompts, model, _limits(options, model), _serial_tokens(model), info)
 
 
 def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
@@ -151,8 +156,21 @@ def _limits(options: EngineOptions, model: Model) -> BatchLimits:
     if options.device != "cpu":
         beside = max(_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
-    config = model.backbone.config
-    widest = int(getattr(config, "intermediate_size", 0) or 4 * getattr(config, "hidden_size", 768))
-    affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * widest))
+    affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
     tokens = min(options.max_batch_tokens, _CPU_BATCH_TOKENS, affordable)
     return BatchLimits(tokens, min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE), options.max_batch_requests)
+
+
+def _serial_tokens(model: Model) -> int:
+    """The largest batch to compute with one CPU thread, in tokens; any batch of a look-up table."""
+    if isinstance(model.backbone, StaticTable):
+        return sys.maxsize
+    hidden, widest = _widths(model)
+    return _SERIAL_MULTIPLICATIONS // (hidden * (4 * hidden + 2 * widest))
+
+
+def _widths(model: Model) -> tuple[int, int]:
+    """Of a layer's hidden states and of the widest rows within it, where its configuration has them."""
+    config = model.backbone.config
+    hidden = int(getattr(config, "hidden_size", 0) or 768)
+    return hidden, int(getattr(config, "intermediate_size", 0) or 4 * hidden)

@@ -43,14 +43,18 @@ class _StartError:
 
 class Runner:
     """Serves the queue with one model; `run` is the thread's body, until the queue is closed and empty, or the finisher
-    has ended.
+    has ended. Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads`.
     """
 
-    def __init__(self, model: Model, queue: EntryQueue, finisher: Finisher, threads: int) -> None:
+    def __init__(
+        self, model: Model, queue: EntryQueue, finisher: Finisher, threads: int, serial_tokens: int = 0
+    ) -> None:
         self._model = model
         self._queue = queue
         self._finisher = finisher
-        self._threads_wanted: int | None = threads
+        self._threads = threads
+        self._threads_in_use = 0
+        self._serial_tokens = serial_tokens
         self._memory_returned = True
         self._returned_at = time.monotonic()
         self._in_flight = finisher.in_flight
@@ -60,14 +64,11 @@ class Runner:
         return self._in_flight.tokens
 
     def use_threads(self, threads: int) -> None:
-        """Use that many CPU threads from the next batch on. OpenMP keeps the number per thread, so `run` sets it."""
-        self._threads_wanted = threads
+        """Use that many CPU threads from the next batch on."""
+        self._threads = threads
 
     def run(self) -> None:
         while self._in_flight.wait_for_room() and (draft := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
-            if self._threads_wanted is not None:
-                torch.set_num_threads(self._threads_wanted)
-                self._threads_wanted = None
             if draft.expired:
                 self._fail(draft.expired, DeadlineExceeded())
             if draft.entries:
@@ -120,6 +121,10 @@ class Runner:
         Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
         tokens = sum(entry.length for entry in entries)
+        threads = 1 if tokens <= self._serial_tokens else self._threads
+        if threads != self._threads_in_use:
+            torch.set_num_threads(threads)  # here: OpenMP keeps the number per thread
+            self._threads_in_use = threads
         self._in_flight.enter(tokens)
         started_ns = time.monotonic_ns()
         try:
