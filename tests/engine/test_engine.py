@@ -501,7 +501,7 @@ if child:
 done = threading.Event()
 options = EngineOptions(path=Path(sys.argv[1]), model_id="minilm", threads=2)
 engine = Engine.load(options, lambda jobs: done.set())
-job = Job(["a text of some words"] * 200, InferOptions(), Lane.BULK)
+job = Job([f"a text of {number} words" for number in range(200)], InferOptions(), Lane.BULK)
 engine.submit(job)
 served = done.wait(60) and not job.errors
 rollup = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line and "kB" in line)

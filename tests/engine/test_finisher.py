@@ -46,8 +46,8 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
     job.vectors = np.zeros((1, 4), dtype=np.float32)
     entry = QueueEntry(job, 0, Encoded(np.zeros(1, dtype=np.int32)))
     for _ in range(3):  # one is at hand, and two fill the queue
-        finisher.put(StartedBatch([entry], hang, 0, 1))
-    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], hang, 0, 1),))
+        finisher.put(StartedBatch([entry], [0], hang, 0, 1))
+    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], [0], hang, 0, 1),))
     stuck.start()
     closing = threading.Thread(target=finisher.close, args=(0.1,))
     closing.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -19,11 +20,12 @@ from teimgr.engine.finisher import Finisher, HostRows
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
-from teimgr.engine.runner import Runner
+from teimgr.engine.runner import Runner, _key
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory
 
 WIDTH = 4
 WAIT_S = 60.0
+_ids = itertools.count()
 
 
 def job_of(texts: int) -> Job:
@@ -33,7 +35,10 @@ def job_of(texts: int) -> Job:
 
 
 def entries_of(job: Job, length: int = 1) -> list[QueueEntry]:
-    return [QueueEntry(job, row, Encoded(np.zeros(length, dtype=np.int32))) for row in range(len(job.inputs))]
+    """Every text is another one."""
+    return [
+        QueueEntry(job, row, Encoded(np.full(length, next(_ids), dtype=np.int32))) for row in range(len(job.inputs))
+    ]
 
 
 class Scarce:
@@ -178,6 +183,58 @@ def test_small_batches_are_computed_by_one_thread() -> None:
     assert model.used
     assert all(threads == (1 if tokens <= 8 else 2) for tokens, threads in model.used)
     assert {threads for _, threads in model.used} == {1, 2}
+
+
+class Echo:
+    """A model whose vector of a text is its first id, in all places; `runs` are the ids of each batch."""
+
+    backbone = SimpleNamespace(device=torch.device("cpu"))
+    widths: ClassVar = {Output.DENSE: WIDTH}
+
+    def __init__(self) -> None:
+        self.runs: list[list[int]] = []
+
+    def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+        first = torch.from_numpy(batch.ids[batch.begins])
+        self.runs.append(first.tolist())
+        return {Output.DENSE: Rows(first[:, None].float().repeat(1, WIDTH))}
+
+
+def test_equal_inputs_of_a_batch_are_computed_once() -> None:
+    ids = [[7, 7, 7], [5], [7, 7, 7], [9, 9], [5], [7, 7]]
+    jobs = [Job(["x"] * len(ids), InferOptions(normalize=False), Lane.BULK) for _ in range(2)]
+    for job in jobs:
+        job.vectors = np.zeros((len(ids), WIDTH), dtype=np.float32)
+    echo, delivered, waiting = Echo(), list[Job](), EntryQueue(BatchLimits(1000, 1000))
+    for job in jobs:
+        waiting.put([QueueEntry(job, row, Encoded(np.array(each, dtype=np.int32))) for row, each in enumerate(ids)])
+    waiting.close()
+    finisher = Finisher(delivered.extend, pytest.fail)
+    finishing = threading.Thread(target=finisher.run)
+    finishing.start()
+    Runner(echo, waiting, finisher, 1).run()  # type: ignore[arg-type]
+    finisher.close(WAIT_S)
+    finishing.join(WAIT_S)
+
+    assert [sorted(run) for run in echo.runs] == [[5, 7, 7, 9]]  # three sevens are not two
+    assert delivered == jobs
+    for job in jobs:
+        assert job.vectors[:, 0].tolist() == [7, 5, 7, 9, 5, 7]
+        assert job.tokens == 12
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Encoded(np.array([1, 2], dtype=np.int32), keys=1),
+        Encoded(np.array([1, 2], dtype=np.int32), type_ids=np.array([0, 1], dtype=np.uint8)),
+        Encoded(np.array([1, 2], dtype=np.int32), prompt_tokens=1),
+        Encoded(np.array([1, 2], dtype=np.int32), query=True),
+    ],
+    ids=["keys", "types", "prompt", "role"],
+)
+def test_inputs_of_the_same_ids_may_differ(other: Encoded) -> None:
+    assert _key(other) != _key(Encoded(np.array([1, 2], dtype=np.int32)))
 
 
 def serve(

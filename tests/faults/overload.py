@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -53,6 +54,7 @@ SHARE = 0.9
 TEXTS = 16
 _TEXT = " ".join(("rain", "harbour", "fog", "wind") * 16)
 _REFUSED = (429, 503)
+_serials = itertools.count()
 _MOST_REFUSAL_MS = 1000.0
 _MOST_GROWTH_MIB = 600.0  # beside the bytes in flight that are configured
 _BACK_WITHIN_S = 10.0
@@ -93,13 +95,8 @@ class Caller:
     def __init__(self, api: str, grpc_port: int, port: int, http: aiohttp.ClientSession) -> None:
         self._http = http
         self._urls = (f"http://127.0.0.1:{port}/embed", f"{api}/v1/embeddings")
-        self._bodies = (
-            json.dumps({"inputs": [_TEXT] * TEXTS, "truncate": True}).encode(),
-            json.dumps({"model": INSTANCE, "input": [_TEXT] * TEXTS}).encode(),
-        )
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}")
         self._embed = self.channel.unary_unary("/tei_multiplexer.v1.TeiMultiplexer/EmbedArrow")
-        self._arrow = _arrow()
         self.load = Load()
 
     async def call(self, number: int) -> str:
@@ -107,7 +104,8 @@ class Caller:
         surface = number % 3
         began = time.monotonic()
         try:
-            outcome, told = await (self._over_grpc() if surface == 0 else self._over_http(surface - 1))
+            texts = [f"{next(_serials)} {_TEXT}" for _ in range(TEXTS)]  # equal ones would be computed once
+            outcome, told = await (self._over_grpc(texts) if surface == 0 else self._over_http(surface - 1, texts))
         except TimeoutError:  # the caller's own deadline
             outcome, told = "deadline", True
         except (aiohttp.ClientError, OSError) as error:
@@ -119,9 +117,9 @@ class Caller:
             load.untold[("grpc", "port", "openai")[surface]] += 1
         return outcome
 
-    async def _over_grpc(self) -> tuple[str, bool]:
+    async def _over_grpc(self, texts: list[str]) -> tuple[str, bool]:
         try:
-            await self._embed(self._arrow, timeout=DEADLINE_S)
+            await self._embed(_arrow(texts), timeout=DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return "deadline", True
@@ -130,9 +128,10 @@ class Caller:
             return "refused" if refused else f"grpc {error.code().name}", told or not refused
         return "answered", True
 
-    async def _over_http(self, which: int) -> tuple[str, bool]:
+    async def _over_http(self, which: int, texts: list[str]) -> tuple[str, bool]:
+        body = {"model": INSTANCE, "input": texts} if which else {"inputs": texts, "truncate": True}
         headers = {"content-type": "application/json"}
-        async with self._http.post(self._urls[which], data=self._bodies[which], headers=headers) as reply:
+        async with self._http.post(self._urls[which], data=json.dumps(body).encode(), headers=headers) as reply:
             await reply.read()
             if reply.status == 200:
                 return "answered", True
@@ -142,10 +141,10 @@ class Caller:
             return "refused" if refused else f"HTTP {reply.status}", "retry-after" in reply.headers or not refused
 
 
-def _arrow() -> bytes:
+def _arrow(texts: list[str]) -> bytes:
     import pyarrow as pa
 
-    batch = pa.record_batch({"text": [_TEXT] * TEXTS})
+    batch = pa.record_batch({"text": texts})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

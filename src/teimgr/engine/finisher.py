@@ -103,9 +103,13 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class StartedBatch:
-    """A batch started on the device; in flight until `wait` has returned the results of its entries."""
+    """A batch started on the device; in flight until `wait` has returned the results.
+
+    That of `entries[i]` is text `places[i]` of the results: equal inputs have the same one.
+    """
 
     entries: Sequence[QueueEntry]
+    places: Sequence[int]
     wait: Callable[[], Mapping[Output, HostRows]]
     started_ns: int
     tokens: int
@@ -247,7 +251,7 @@ class Finisher:
             texts_of[entry.job].append(i)
         for job, texts in texts_of.items():
             entries = [batch.entries[i] for i in texts]
-            if failed := _written(results, job, texts, [entry.row for entry in entries]):
+            if failed := _written(results, job, [batch.places[i] for i in texts], [entry.row for entry in entries]):
                 self._on_bad_result()
                 self.stats.failed_texts += len(failed)
                 job.errors.update(failed)

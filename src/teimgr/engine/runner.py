@@ -9,11 +9,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from teimgr.engine.batch import pack
+from teimgr.engine.backbone import StaticTable
+from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
@@ -120,7 +123,8 @@ class Runner:
 
         Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
-        tokens = sum(entry.length for entry in entries)
+        inputs, inputs_of = self._distinct_inputs(entries)
+        tokens = sum(len(each.ids) for each in inputs)
         threads = 1 if tokens <= self._serial_tokens else self._threads
         if threads != self._threads_in_use:
             torch.set_num_threads(threads)  # here: OpenMP keeps the number per thread
@@ -128,15 +132,34 @@ class Runner:
         self._in_flight.enter(tokens)
         started_ns = time.monotonic_ns()
         try:
-            batch = pack([entry.encoded for entry in entries])
+            batch = pack(inputs)
             rows = self._model.run(batch, _wanted(entries))
-            started = StartedBatch([entries[i] for i in batch.order], _to_host(rows), started_ns, tokens)
+            place_of = np.argsort(batch.order)
+            places = [int(place_of[i]) for i in inputs_of]
+            started = StartedBatch(entries, places, _to_host(rows), started_ns, tokens)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             self._in_flight.leave(tokens)
             trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), trace)
         self._finisher.put(started)
         return None
+
+    def _distinct_inputs(self, entries: Sequence[QueueEntry]) -> tuple[list[Encoded], list[int]]:
+        """What to compute for a batch, and the input of each entry: equal ones are computed once.
+
+        Not for a look-up table: to find them would take longer than their vectors do.
+        """
+        if isinstance(self._model.backbone, StaticTable):
+            return [entry.encoded for entry in entries], list(range(len(entries)))
+        inputs: dict[tuple[Any, ...], tuple[int, Encoded]] = {}
+        inputs_of = [inputs.setdefault(_key(each.encoded), (len(inputs), each.encoded))[0] for each in entries]
+        return [encoded for _, encoded in inputs.values()], inputs_of
+
+
+def _key(encoded: Encoded) -> tuple[Any, ...]:
+    """Equal for inputs with equal results."""
+    types = None if encoded.type_ids is None else encoded.type_ids.tobytes()
+    return encoded.ids.tobytes(), types, encoded.keys, encoded.prompt_tokens, encoded.query
 
 
 def return_freed_memory() -> None:
