@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,124 @@ class Padded:
         return self._torch.nn.functional.normalize(pooled, dim=1)
 
 
+class Exported:
+    """A BERT with mean pooling as one graph of another runtime: sorted by length, batches of a number of padded tokens.
+
+    The graph is traced from transformers' own layers with an additive mask, so that lengths stay free in it.
+    """
+
+    padded_tokens = 2048
+
+    def __init__(self, task: Task) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(task.model)
+        self._longest = _longest(Path(task.model))
+        self._threads = len(os.sched_getaffinity(0))
+        model = AutoModel.from_pretrained(task.model, dtype=torch.float32, attn_implementation="eager").eval()
+
+        class Pooled(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embeddings, self.layers = model.embeddings, model.encoder.layer
+
+            def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+                hidden = self.embeddings(input_ids=input_ids)
+                mask = (1.0 - attention_mask[:, None, None, :].float()) * -1e4
+                for layer in self.layers:
+                    result = layer(hidden, mask)
+                    hidden = result[0] if isinstance(result, tuple) else result
+                kept = attention_mask.unsqueeze(-1).float()
+                return torch.nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=1)
+
+        self._torch, self._module = torch, Pooled().eval()
+        self._example = torch.ones(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.int64)
+
+    def encode(self, texts: list[str]) -> Any:
+        """Shortest first."""
+        encoded = self._tokenizer(texts, truncation=True, max_length=self._longest)["input_ids"]
+        order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
+        batches: list[list[int]] = [[]]
+        for index in order:
+            if len(encoded[index]) * (len(batches[-1]) + 1) > self.padded_tokens and batches[-1]:
+                batches.append([])
+            batches[-1].append(index)
+        vectors: Any = None
+        for batch, found in zip(
+            batches, self._run_all([self._padded(encoded, batch) for batch in batches]), strict=True
+        ):
+            vectors = np.empty((len(texts), found.shape[1]), np.float32) if vectors is None else vectors
+            vectors[batch] = found
+        return vectors
+
+    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        raise NotImplementedError
+
+    @staticmethod
+    def _padded(encoded: list[list[int]], batch: list[int]) -> tuple[Any, Any]:
+        longest = max(len(encoded[index]) for index in batch)
+        ids, mask = np.zeros((2, len(batch), longest), np.int64)
+        for row, index in enumerate(batch):
+            ids[row, : len(encoded[index])] = encoded[index]
+            mask[row, : len(encoded[index])] = 1
+        return ids, mask
+
+
+class OpenVino(Exported):
+    """OpenVINO's CPU plugin with its throughput hint, in the precision of the task."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        import openvino
+
+        self.dtype = task.dtype
+        shapes = [openvino.PartialShape([-1, -1])] * 2
+        graph = openvino.convert_model(self._module, example_input=self._example, input=shapes)
+        settings = {
+            "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[task.dtype],
+            "PERFORMANCE_HINT": "THROUGHPUT",
+            "INFERENCE_NUM_THREADS": self._threads,
+        }
+        self._queue = openvino.AsyncInferQueue(openvino.Core().compile_model(graph, "CPU", settings))
+
+    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        found: list[Any] = [None] * len(batches)
+
+        def keep(request: Any, at: int) -> None:
+            found[at] = request.get_output_tensor().data.copy()
+
+        self._queue.set_callback(keep)
+        for at, batch in enumerate(batches):
+            self._queue.start_async(list(batch), at)
+        self._queue.wait_all()
+        return found
+
+
+class OnnxRuntime(Exported):
+    """ONNX Runtime's CPU provider with all its graph optimisations, in float32."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        import onnxruntime
+
+        self.dtype = "float32"
+        free = {0: "texts", 1: "length"}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["vectors"]}
+            axes = {"input_ids": free, "attention_mask": free, "vectors": {0: "texts"}}
+            self._torch.onnx.export(
+                self._module, self._example, path, dynamo=False, opset_version=17, dynamic_axes=axes, **names
+            )
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = self._threads
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        return [self._session.run(None, {"input_ids": ids, "attention_mask": mask})[0] for ids, mask in batches]
+
+
 class Bare:
     """teimgr's engine in this process, without any server."""
 
@@ -137,6 +256,8 @@ class Served:
 KINDS: dict[str, type[Any]] = {
     "sentence-transformers": SentenceTransformers,
     "padded": Padded,
+    "openvino": OpenVino,
+    "onnxruntime": OnnxRuntime,
     "engine": Bare,
     "served": Served,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -425,6 +426,66 @@ async def test_a_call_that_a_worker_refuses_before_its_start_is_tried_on_another
 
     assert [(await call(router, b"text")).payload for _ in range(3)] == [b"text"] * 3
     assert sick.requests.qsize() >= 1
+
+
+class Counted:
+    """Refuses every call for want of time, and counts them."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        self.calls = 0
+        self._error = Overloaded(retry_after_s=retry_after_s)
+
+    def __call__(self, request: Request) -> None:
+        self.calls += 1
+        request.fail(self._error)
+
+
+async def refused(router: Router, payload: bytes, method: Method = Method.EMBED, **options: Any) -> Overloaded:
+    with router.lease(A) as lease, pytest.raises(Overloaded) as refusal:
+        await lease.call(method, payload, **options)
+    return refusal.value
+
+
+async def test_calls_that_ask_for_no_less_are_refused_without_asking_the_worker(route: Any, start_worker: Any) -> None:
+    busy = Counted(retry_after_s=600)
+    router = route(running("a", await start_worker(busy)))
+
+    assert (await refused(router, b"x" * 100)).retry_after_s == 600
+    again = await refused(router, b"x" * 99)
+    assert busy.calls == 1
+    assert again.retry_after_s is not None
+    assert 590 < again.retry_after_s < 600
+
+    await refused(router, b"x" * 50)  # a smaller one may fit in
+    assert busy.calls == 2
+    await refused(router, b"x" * 100, Method.EMBED_ALL)
+    assert busy.calls == 3
+    await refused(router, b"x" * 100, timeout_s=20)
+    assert busy.calls == 4
+    await refused(router, b"x" * 100, timeout_s=20)
+    await refused(router, b"x" * 100, timeout_s=10)
+    assert busy.calls == 4
+    await refused(router, b"x" * 100, timeout_s=40)  # it has the time to wait
+    assert busy.calls == 5
+
+
+async def test_the_worker_is_asked_again_after_a_tenth_of_the_time_it_named(route: Any, start_worker: Any) -> None:
+    busy = Counted(retry_after_s=2)
+    router = route(running("a", await start_worker(busy)))
+    began = time.monotonic()
+    while busy.calls < 2:
+        await refused(router, b"x")
+
+    assert 0.15 < time.monotonic() - began < 1.9
+
+
+async def test_a_refusal_for_a_short_time_is_not_kept(route: Any, start_worker: Any) -> None:
+    busy = Counted(retry_after_s=0.5)
+    router = route(running("a", await start_worker(busy)))
+    for _ in range(3):
+        await refused(router, b"x")
+
+    assert busy.calls == 3
 
 
 async def test_a_call_to_a_worker_out_of_reach_is_tried_on_another(route: Any, start_worker: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import WorkerEndpoint
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error, retry_after_ms
 
 TIMINGS = Timings(
     chars=11, tokens=5, total_ns=9_000_000, tokenization_ns=1_000_000, queue_ns=2_000_000, inference_ns=6_999_999
@@ -45,7 +45,8 @@ class Request:
         self.link.send(FrameType.REPLY, self.method, self.header.id, head + payload, flags=flags)
 
     def fail(self, error: TeimgrError) -> None:
-        self.link.send(FrameType.ERROR, self.method, self.header.id, pack_error(error))
+        retry_ms = retry_after_ms(error)
+        self.link.send(FrameType.ERROR, self.method, self.header.id, pack_error(error), deadline_ms=retry_ms)
 
 
 Script = Callable[[Request], None]

@@ -27,6 +27,7 @@ from teimgr.config.settings import Settings
 from teimgr.errors import (
     AmbiguousInstance,
     Cancelled,
+    Code,
     Forbidden,
     InstanceNotFound,
     Internal,
@@ -56,6 +57,7 @@ from teimgr.wire.frames import (
     request_head,
 )
 from teimgr.wire.protobuf import Target
+from teimgr.wire.status import STATUS
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +125,13 @@ class Gateway:
             payload = body.payload
             with await self._lease(request, payload, len(head)) as lease, self._bodies.held_for(lease.instance, body):
                 flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
+                kind = (path.inner, flags)
+                lease.check_refusals(kind, len(payload), self._timeout_s)
                 call = lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
                 reply = read_reply((await unless_hung_up(call, request.receive)).payload)
+                if reply.status == STATUS[Code.OVERLOADED].http:
+                    whole_s = int(reply.headers.get("retry-after", "0"))  # rounded up
+                    lease.refused(kind, len(payload), self._timeout_s, whole_s - 1)
             self._metrics.count(catalogue.INFERENCE_BYTES, dialect, "in", by=len(payload) - len(head))
             self._metrics.count(catalogue.INFERENCE_BYTES, dialect, "out", by=len(reply.body))
             return reply

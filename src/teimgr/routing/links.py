@@ -39,6 +39,8 @@ _MAX_FAILURES = 3
 _LEAST_FAILURE_TIMEOUT_S = 1.0
 _CHECK_TIMEOUT_S = 5.0
 _CHECK_FIRST_PAUSE_S = 0.2
+# Sizes and deadlines of equal calls differ by what a client adds and by how long they took to come.
+_ALIKE = 0.9
 # Limit on the wait for a connection and for room in the byte budget, also of calls without a deadline.
 _WAIT_LIMIT_S = 300.0
 # The calls that wait for one replica may hold this part of the bytes that may wait.
@@ -235,6 +237,21 @@ def too_large(what: str, size: int, limit: int) -> TooLarge:
     return TooLarge(f"{what} message larger than max ({size} vs. {limit} bytes)")
 
 
+class Refusal(NamedTuple):
+    """A call that a worker refused because it would have waited too long; of use until `until`, on the loop's clock."""
+
+    size: int
+    timeout_s: float | None
+    until: float
+    again_at: float
+
+    def holds_for(self, size: int, timeout_s: float | None) -> bool:
+        """Whether a call of this size with so much time asks for no less: deadlines and sizes of equal calls jitter."""
+        if (timeout_s is None) is not (self.timeout_s is None) or size < self.size * _ALIKE:
+            return False
+        return timeout_s is None or self.timeout_s is None or timeout_s * _ALIKE <= self.timeout_s
+
+
 class Replica:
     """One incarnation of a worker, with a link for interactive calls and one for bulk, which would delay them.
 
@@ -260,6 +277,7 @@ class Replica:
         self.calls = 0
         self.leases = 0
         self.failures = 0  # calls in a row
+        self.refusals: dict[object, Refusal] = {}  # of late, by kind of call
         self.suspended = False
         self.lost = False
         self.retired = False

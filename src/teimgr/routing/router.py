@@ -18,14 +18,18 @@ from teimgr.errors import (
     InstanceNotFound,
     InvalidInput,
     ModelNotFound,
+    Overloaded,
     Unavailable,
     error_from_code,
 )
-from teimgr.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Replica, WorkerReply
+from teimgr.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Refusal, Replica, WorkerReply
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
 
+# A refusal is kept for this part of the time that the worker named, if that was long enough.
+_REFUSAL_SHARE = 0.1
+_LEAST_RETRY_AFTER_S = 1.0
 # Names in an error's text, which clients bound.
 _MAX_NAMES = 20
 _UNSET = Target()
@@ -74,14 +78,41 @@ class Lease:
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
+        kind = (method, flags)
+        if method is not Method.HTTP:  # of many kinds
+            self.check_refusals(kind, len(payload), timeout_s)
         try:
             return await self._call(method, payload, flags, timeout_s)
+        except Overloaded as refusal:
+            self.refused(kind, len(payload), timeout_s, refusal.retry_after_s or 0)
+            raise
         except ConnectionLost:  # it may have been the call that ended the worker
             raise
         except Unavailable:
             if not self._move():
                 raise
         return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
+
+    def check_refusals(self, kind: object, size: int, timeout_s: float | None) -> None:
+        """Refuse a call where the worker has just refused one of its `kind` that asked for no more in no less time.
+
+        Raises:
+            Overloaded: with the time that the worker named, less what has passed since.
+        """
+        refusal, now = self._replica.refusals.get(kind), asyncio.get_running_loop().time()
+        if refusal is not None and now < refusal.until and refusal.holds_for(size, timeout_s):
+            raise Overloaded(retry_after_s=refusal.again_at - now)
+
+    def refused(self, kind: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
+        """Keep the worker's refusal of a call for a part of the time that it named.
+
+        So an overloaded worker has to read few of the calls that it would refuse. With a second or more of work ahead
+        it does not run out of it meanwhile; a shorter wait is not worth keeping.
+        """
+        if retry_after_s >= _LEAST_RETRY_AFTER_S:
+            now = asyncio.get_running_loop().time()
+            until = now + retry_after_s * _REFUSAL_SHARE
+            self._replica.refusals[kind] = Refusal(size, timeout_s, until, now + retry_after_s)
 
     async def _call(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> WorkerReply:
         call = await self._replica.start(method, payload, flags, timeout_s)
