@@ -1,0 +1,71 @@
+"""`bench peers`: bulk texts/s of the engine and of other runtimes in process, same texts and weights, taking turns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+from typing import Any
+
+from bench import corpus, weights
+from bench.contest import compete
+from bench.encoders import Task
+from bench.report import publish
+from bench.table import ratios
+
+HEADER = ("texts", "path", "dtype", "tokens/s median", "best", "× baseline median", "best", "cosine mean", "min")
+BASELINE = "sentence-transformers, batch 32"
+_PACKAGES = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
+_SEED = 21
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the scenario."""
+    parser.add_argument("--texts", type=int, default=450, help="of mixed lengths (450)")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each path, in turn (5)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    model = str(weights.minilm())
+    tasks = {
+        BASELINE: Task("sentence-transformers", model),
+        "OpenVINO, float32": Task("openvino", model, dtype="float32"),
+        "OpenVINO, bfloat16": Task("openvino", model, dtype="bfloat16"),
+        "ONNX Runtime, float32": Task("onnxruntime", model),
+        "teimgr engine, float32": Task("engine", model),
+        "teimgr engine, auto": Task("engine", model, dtype="auto"),
+    }
+    missing = {kind for kind, package in _PACKAGES.items() if importlib.util.find_spec(package) is None}
+    tasks = {name: task for name, task in tasks.items() if task.kind not in missing}
+    lines: list[list[Any]] = []
+    counts = {}
+    for corpus_name, texts in _corpora(options.texts).items():
+        tokens = weights.count_tokens(weights.minilm(), texts)
+        counts[corpus_name] = f"{len(texts)} texts, {tokens} tokens, digest {corpus.digest(texts)}"
+        rows = compete(tasks, texts, options.rounds, {})
+        for row in rows:
+            factor = ratios(row, rows[0])
+            rates = (tokens / row.median_s, tokens / row.best_s)
+            cosines = (f"{row.cosine_mean:.5f}", f"{row.cosine_min:.5f}")
+            lines.append([corpus_name, row.name, row.dtype, *rates, factor["median"], factor["best"], *cosines])
+    facts = {
+        **counts,
+        "model": "all-MiniLM-L6-v2, the real weights, 256 tokens at most",
+        "method": f"{options.rounds} rounds, one pass of each path in turn, each in a process of its own, all cores",
+        "peers": "one traced graph with pooling, shortest texts first, batches of 2,048 padded tokens",
+        "not installed": ", ".join(sorted(missing)) or "none",
+    }
+    publish("peers", facts, HEADER, lines, {"rows": [dict(zip(HEADER, line, strict=True)) for line in lines]})
+    return 0
+
+
+def _corpora(count: int) -> dict[str, list[str]]:
+    """Different texts: of mixed lengths, of 5 to 20 words, and longer than the model takes."""
+    chooser = random.Random(_SEED)
+    mixed = list(dict.fromkeys(corpus.corpus(count)))
+    words = " ".join(corpus.corpus(4 * count)).split()
+    starts = [chooser.randrange(len(words) - 300) for _ in range(5 * count)]
+    short = [" ".join(words[at : at + chooser.randint(4, 15)]) for at in starts[: 4 * count]]
+    long = [" ".join(words[at : at + 300]) for at in starts[: count // 6]]
+    return {"mixed": mixed, "short": list(dict.fromkeys(short)), "long": list(dict.fromkeys(long))}
