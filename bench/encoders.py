@@ -156,6 +156,8 @@ class Exported:
 class OpenVino(Exported):
     """OpenVINO's CPU plugin with its throughput hint, in the precision of the task."""
 
+    hint = "THROUGHPUT"
+
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         import openvino
@@ -165,7 +167,7 @@ class OpenVino(Exported):
         graph = openvino.convert_model(self._module, example_input=self._example, input=shapes)
         settings = {
             "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[task.dtype],
-            "PERFORMANCE_HINT": "THROUGHPUT",
+            "PERFORMANCE_HINT": self.hint,
             "INFERENCE_NUM_THREADS": self._threads,
         }
         self._queue = openvino.AsyncInferQueue(openvino.Core().compile_model(graph, "CPU", settings))
@@ -181,6 +183,12 @@ class OpenVino(Exported):
             self._queue.start_async(list(batch), at)
         self._queue.wait_all()
         return found
+
+
+class OpenVinoLatency(OpenVino):
+    """As `OpenVino`, one batch at a time on all cores."""
+
+    hint = "LATENCY"
 
 
 class OnnxRuntime(Exported):
@@ -257,6 +265,7 @@ KINDS: dict[str, type[Any]] = {
     "sentence-transformers": SentenceTransformers,
     "padded": Padded,
     "openvino": OpenVino,
+    "openvino-latency": OpenVinoLatency,
     "onnxruntime": OnnxRuntime,
     "engine": Bare,
     "served": Served,

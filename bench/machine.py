@@ -9,7 +9,18 @@ import platform
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("teimgr", "torch", "transformers", "tokenizers", "sentence-transformers", "numpy", "grpcio", "pyarrow")
+_PACKAGES = (
+    "teimgr",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "sentence-transformers",
+    "numpy",
+    "grpcio",
+    "pyarrow",
+    "openvino",
+    "onnxruntime",
+)
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
 
 
