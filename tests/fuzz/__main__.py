@@ -71,8 +71,9 @@ def _run(running: target.Target, name: str, cases: int, minutes: float) -> Repor
         except AssertionError as error:
             report.fail(f"after {report.cases} cases: {error or 'another vector'}")
             break
+        report.memory_by_part.append(_memory(running))
         if part == 0:
-            before = _memory(running)
+            before = report.memory_by_part[0]
         if time.monotonic() - began > minutes * 60:
             break
     report.seconds = round(time.monotonic() - began, 1)

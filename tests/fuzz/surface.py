@@ -35,6 +35,8 @@ class Report:
     failures: list[str] = field(default_factory=list)
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Resident memory of each process after a tenth of the cases, and after all."""
+    memory_by_part: list[dict[str, float]] = field(default_factory=list)
+    """The same after every tenth."""
 
     def count(self, outcome: str) -> None:
         self.cases += 1
