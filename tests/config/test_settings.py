@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.loaded_settings import MTLS, SECOND, SEED, load, refused
 
+import teimgr
 from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.config.sources import Configuration, Source, effective, plain, read, scalars, unread_variables
 from teimgr.errors import InvalidConfig
@@ -356,6 +358,17 @@ def test_a_misspelt_variable_is_told_with_the_nearest_known_one() -> None:
     assert len(said) == 1
     assert "TEIMGR_API_PRT" in said[0]
     assert "TEIMGR_API_PORT" in said[0]
+
+
+def test_no_variable_that_the_code_reads_is_said_to_be_unread() -> None:
+    named = {
+        found
+        for path in Path(teimgr.__file__).parent.rglob("*.py")
+        for found in re.findall(r'"(TEIMGR_[A-Z_]*[A-Z])"', path.read_text(encoding="utf-8"))
+    }
+    assert "TEIMGR_ATTENTION_KERNEL" in named
+
+    assert list(unread_variables(dict.fromkeys(named, "0"))) == []
 
 
 def test_origins_and_hosts_of_pages_are_checked(file: Path) -> None:

@@ -22,6 +22,9 @@ from teimgr.config.settings import Otel, Settings, faults
 from teimgr.errors import InvalidConfig
 from teimgr.spec import KEYS, DeclaredKey, InstanceKey, InstanceSpec, key_of, updatable
 
+# Variables of the workers, which have no key: `engine/attention_kernel.py`.
+_WORKER_VARIABLES = ("TEIMGR_ATTENTION_KERNEL",)
+
 
 def key_lines(text: str) -> dict[str, int]:
     """Line numbers, from 1, by the path of the key: `api_port`, `auth.mtls`, `instances[0].port`. `text` is valid TOML.
@@ -174,7 +177,7 @@ def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
 
     tei-manager's documentation names some that it never read, among them those meant to turn on TLS.
     """
-    known = [variable for scalar in scalars() for variable in scalar.variables]
+    known = [*_WORKER_VARIABLES, *(variable for scalar in scalars() for variable in scalar.variables)]
     for variable in sorted(environ):
         if variable.startswith(("TEIMGR_", "TEI_MANAGER_")) and variable not in known:
             yield f"the environment variable {variable} is not read; {schema.nearest(variable, known)}"
