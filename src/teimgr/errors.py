@@ -146,7 +146,7 @@ class InstanceNotFound(Refused, code=Code.INSTANCE_NOT_FOUND):
 
 
 class ModelNotFound(Refused, code=Code.MODEL_NOT_FOUND):
-    """The model is neither a local directory nor on the hub."""
+    """No such model: neither a local directory nor on the hub, or no running instance serves it."""
 
 
 class ModelGated(Refused, code=Code.MODEL_GATED):
@@ -206,6 +206,10 @@ class PortConflict(Refused, code=Code.PORT_CONFLICT):
         super().__init__(f"Port {port} already in use by {holder}")
 
 
+class TooLarge(Refused, code=Code.MESSAGE_TOO_LARGE):
+    """A message exceeds its size limit; the text has both sizes."""
+
+
 class Unsupported(Refused, code=Code.UNIMPLEMENTED):
     """The method or option is not implemented."""
 
@@ -247,12 +251,8 @@ class Overloaded(TryLater, code=Code.OVERLOADED):
         self.retry_after_s = retry_after_s
 
 
-class TooLarge(TryLater, code=Code.MESSAGE_TOO_LARGE):
-    """A message exceeds its size limit; the text has both sizes."""
-
-
 class OutOfDeviceMemory(TryLater, code=Code.OUT_OF_DEVICE_MEMORY):
-    """A single text does not fit into the device's free memory."""
+    """The model, or a single text, does not fit into the device's free memory."""
 
 
 class Unavailable(TryLater, code=Code.BACKEND_UNAVAILABLE):

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from teimgr.errors import Code, InvalidInput, Overloaded, TeimgrError, Unavailable, error_from_code
+from teimgr.errors import (
+    Broken,
+    Code,
+    InvalidInput,
+    Overloaded,
+    Refused,
+    TeimgrError,
+    TryLater,
+    Unavailable,
+    error_from_code,
+)
 from teimgr.wire.frames import (
     pack_error,
     retry_after_ms,
     unpack_error,
 )
-from teimgr.wire.status import STATUS, GrpcStatus
+from teimgr.wire.status import STATUS, TRY_AGAIN, GrpcStatus
 
 
 @pytest.mark.clause("M2.2-codes")
@@ -21,6 +31,19 @@ def test_every_code_has_a_class_a_status_and_survives_an_error_frame(code: Code)
     assert error.code is code
     assert error.message == "what happened – ünïcode"
     assert STATUS[code].http >= 400
+
+
+@pytest.mark.parametrize("code", list(Code), ids=lambda code: code.name)
+def test_the_group_of_an_error_and_its_status_agree_on_whether_to_try_again(code: Code) -> None:
+    error, status = error_from_code(code, ""), STATUS[code].http
+    if isinstance(error, TryLater):
+        timed_out, cancelled, no_room_for_an_instance = 504, 499, 422
+        assert status in (*TRY_AGAIN, timed_out, cancelled, no_room_for_an_instance)
+    elif isinstance(error, Refused):
+        assert status in (*range(400, 429), 501)
+    else:
+        assert isinstance(error, Broken)
+        assert status in (424, 500)
 
 
 @pytest.mark.parametrize(
