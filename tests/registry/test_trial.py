@@ -17,7 +17,8 @@ from teimgr.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.records import ModelStatus, ModelView
 from teimgr.registry.registry import Registry, TrialOptions
-from teimgr.spec import InstanceSpec, InstanceView, State
+from teimgr.registry.trial import _request
+from teimgr.spec import InstanceSpec, InstanceView, Kind, State
 
 Make = Callable[..., Registry]
 
@@ -98,6 +99,20 @@ async def test_a_model_that_does_not_is_failed_with_the_reason(
     assert view.status is ModelStatus.FAILED
     assert reason in view.to_dict()["verification_error"]
     assert "last_verified" not in view.to_dict()
+
+
+async def test_a_model_of_an_unknown_kind_is_not_tried_as_another(make: Make, folder: Path) -> None:
+    registry = make()
+    view = await tried(registry, await added(registry, model(folder, "kind=oracle")))
+    assert view.status is ModelStatus.FAILED
+    assert view.to_dict()["verification_error"] == "a trial knows no request for a model of the kind 'oracle'"
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_each_kind_of_model_is_tried_by_a_request_of_its_own(kind: Kind) -> None:
+    method, request = _request(kind, "fog")
+    assert [other for other in Kind if _request(other, "fog")[0] is method] == [kind]
+    assert b"fog" in request
 
 
 async def test_a_trial_that_takes_too_long_is_ended(make: Make, folder: Path) -> None:

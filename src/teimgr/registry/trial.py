@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, assert_never
 
 import orjson
 import pynvml
@@ -22,7 +22,7 @@ from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.registry.records import Verification
-from teimgr.spec import WorkerSpec
+from teimgr.spec import Kind, LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, Method, split_timings
 
 NAME = "_model-trial"
@@ -119,7 +119,7 @@ async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None) -> Ve
                 raise TrialFailed(status.reason or "the worker failed")
             info = status.model if status.state == "ready" else None
         start_s = time.monotonic() - began
-        texts_per_s, tokens_per_s = await _speed(link, info.kind)
+        texts_per_s, tokens_per_s = await _speed(link, _kind_of(info))
         stats = orjson.loads(await link.call(Method.STATS, timeout_s=_STATS_LIMIT_S))
     finally:
         link.close()
@@ -162,7 +162,14 @@ def driver_bytes(pid: int, gpu_uuid: str) -> int | None:
         pynvml.nvmlShutdown()
 
 
-async def _speed(link: TrialLink, kind: str) -> tuple[float, float]:
+def _kind_of(info: LoadedModel) -> Kind:
+    try:
+        return Kind(info.kind)
+    except ValueError:
+        raise TrialFailed(f"a trial knows no request for a model of the kind {info.kind!r}") from None
+
+
+async def _speed(link: TrialLink, kind: Kind) -> tuple[float, float]:
     """Texts and tokens per second, after one round of warm-up.
 
     Raises:
@@ -175,7 +182,7 @@ async def _speed(link: TrialLink, kind: str) -> tuple[float, float]:
     return texts / elapsed_s, link.tokens / elapsed_s
 
 
-async def _round(link: TrialLink, kind: str) -> int:
+async def _round(link: TrialLink, kind: Kind) -> int:
     calls = [_request(kind, _TEXTS[number % len(_TEXTS)]) for number in range(CALLS_AT_A_TIME)]
     try:
         await asyncio.gather(*(link.call(method, payload, timeout_s=_CALL_LIMIT_S) for method, payload in calls))
@@ -184,16 +191,18 @@ async def _round(link: TrialLink, kind: str) -> int:
     return len(calls)
 
 
-def _request(kind: str, text: str) -> tuple[Method, bytes]:
+def _request(kind: Kind, text: str) -> tuple[Method, bytes]:
     match kind:
-        case "sparse":
+        case Kind.SPARSE:
             return Method.EMBED_SPARSE, tei_pb2.EmbedSparseRequest(inputs=text, truncate=True).SerializeToString()
-        case "multi-vector":
+        case Kind.MULTI_VECTOR:
             return Method.EMBED_ALL, tei_pb2.EmbedAllRequest(inputs=text, truncate=True).SerializeToString()
-        case "reranker":
+        case Kind.RERANKER:
             request = tei_pb2.RerankRequest(query=_TEXTS[0], texts=[text], truncate=True)
             return Method.RERANK, request.SerializeToString()
-        case "classifier":
+        case Kind.CLASSIFIER:
             return Method.PREDICT, tei_pb2.PredictRequest(inputs=text, truncate=True).SerializeToString()
-        case _:
+        case Kind.EMBEDDING:
             return Method.EMBED, tei_pb2.EmbedRequest(inputs=text, truncate=True).SerializeToString()
+        case _:
+            assert_never(kind)
