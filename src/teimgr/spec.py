@@ -327,7 +327,8 @@ class LoadedModel:
     vector, of the vocabulary (sparse) or of a token's vector (multi-vector), and 0 for classifiers and rerankers, which
     have `labels` by index. `model_sha` is the requested revision, `commit` the commit it resolved to. `batching` is
     "packed" where one padding-free row passed the load-time probe, else "equal-length". `attention` of a packed row is
-    "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library".
+    "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library"; a
+    look-up table has "none".
     """
 
     model_id: str

@@ -40,6 +40,11 @@ def test_a_look_up_table_needs_one_thread(tmp_path: Path) -> None:
     assert parts.serial_tokens > 1_000_000
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_look_up_table_reports_no_attention(tmp_path: Path, dtype: str) -> None:
+    assert load_parts(EngineOptions(path=build_static(tmp_path), model_id="m", dtype=dtype)).info.attention == "none"
+
+
 def test_a_model_of_minilms_widths_computes_a_query_with_one_thread_and_a_bulk_batch_with_all() -> None:
     assert 32 <= _serial_tokens(of_widths(384, 1536)) <= 128
     assert 8 <= _serial_tokens(of_widths(768, 3072)) <= 32

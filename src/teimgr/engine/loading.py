@@ -124,22 +124,29 @@ def load_parts(options: EngineOptions) -> EngineParts:
         token_dimension=model.widths.get(Output.TOKENS, 0),
         commit=options.commit,
         load_s=round(time.monotonic() - began, 3),
-        attention="library" if choice.batching is Batching.EQUAL_LENGTH else choice.batching.value,
+        attention=_attention(model, choice.batching),
     )
     log.info(
-        "%s on %s in %s, %s (%s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
+        "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
         "scores off by %.1e; %.2f s to load",
         info.model_id,
         info.device,
         info.dtype,
         info.batching,
-        choice.batching.value,
+        info.attention,
         choice.closeness.mean_cosine,
         choice.closeness.min_cosine,
         choice.closeness.score_difference,
         info.load_s,
     )
     return EngineParts(tokenizer, prompts, model, _limits(options, model), _serial_tokens(model), info)
+
+
+def _attention(model: Model, batching: Batching) -> str:
+    """`LoadedModel.attention`."""
+    if isinstance(model.backbone, StaticTable):
+        return "none"
+    return "library" if batching is Batching.EQUAL_LENGTH else batching.value
 
 
 def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
