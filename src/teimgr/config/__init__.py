@@ -1,1 +1,4 @@
-"""Settings of the daemon and keys of instances: declaration, sources (TOML, environment, flags), validation."""
+"""Settings of the daemon: declaration, sources (TOML, environment, flags), validation. Validation of instances' keys.
+
+The keys of instances are declared in `spec.py`.
+"""

@@ -131,7 +131,12 @@ class Settings:
     max_failures_before_restart: int = key(
         3, "failed probes in a row before a restart; 0: never restart for a probe", low=0, high=U32
     )
-    restart_backoff_secs: float = key(0.2, "wait before the first restart; doubles each time", low=0, high=86400)
+    restart_backoff_secs: float = key(
+        0.2,
+        "wait after a failure; doubles with each further one, less up to a half at random; none after 30 s of service",
+        low=0,
+        high=86400,
+    )
     restart_backoff_max_secs: float = key(30.0, "longest wait between two restarts", low=0, high=86400)
     auto_max_batch_tokens_per_gib: int = key(
         2048,

@@ -167,9 +167,10 @@ class Nursery:
         self._own_control: socket.socket | None = None  # in a child that is a standby
 
     def serve(self, missing: list[str]) -> socket.socket | None:
-        """Answer requests and report exits until the daemon closes the control socket or is gone.
+        """Answer requests and report exits until the daemon closes the control socket or is gone; then return None.
 
-        Also returns in each standby that is forked meanwhile, with its control socket.
+        A standby is forked inside this call, so in the standby's process it returns too: with the control socket for
+        which that process then makes a `Nursery` of its own. `missing` are the modules that `preload` could not import.
         """
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})

@@ -283,7 +283,8 @@ class NurseryProcess:
         self.build = TorchBuild()
         self.threads = 0
         self.is_proven = child is not None
-        """Whether it has run since it may have to serve; a standby that was forked long ago may be stopped or hang."""
+        """Whether a failure of it is an error and no reason to try the next one: false for a standby, which may have
+        been stopped or hang since it was forked, until its first answer to a request."""
         self._loop = asyncio.get_running_loop()
         self._owner = owner
         self._pidfd = pidfd

@@ -150,7 +150,9 @@ EXPIRED_TEXTS = _worker(
 )
 BUSY = _worker("teimgr_engine_busy_seconds_total", "counter", "Time with a batch on the device")
 QUEUED_TEXTS = _worker("teimgr_engine_queue_texts", "gauge", "Tokenized inputs that wait for a batch", "lane")
-QUEUED_TOKENS = _worker("teimgr_engine_queue_tokens", "gauge", "Tokens that wait, untokenized bytes included", "lane")
+QUEUED_TOKENS = _worker(
+    "teimgr_engine_queue_tokens", "gauge", "Tokens that wait, of untokenized inputs by estimate", "lane"
+)
 RUNNING_TOKENS = _worker("teimgr_engine_running_tokens", "gauge", "Tokens on the device now")
 HEALTHY = _worker("teimgr_engine_healthy", "gauge", "1 while the engine's results can be trusted")
 WORKER_CALLS = _worker("teimgr_worker_calls", "gauge", "Calls inside the worker that are not answered")

@@ -1,4 +1,7 @@
-"""Router: finds the instance a call targets, and leases the replica with the least work under way. The routes."""
+"""Router: finds the instance a call targets, and leases the replica with the least work under way.
+
+`Directory` is the daemon's map from instances to workers, from which routers take their routes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """State machine of one replica, as a pure function of events and time.
 
-`Life.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects come
-out, which the supervisor carries out. It is independent of other replicas.
+`ReplicaState.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects
+come out, which the supervisor carries out. It is independent of other replicas.
 
 `TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises; an observation at `-` concerns a worker
 that has ended, and changes nothing. What the data plane sees follows from phase and health (`is_routable`), so no
@@ -161,7 +161,7 @@ FAILED_EXIT_LIMIT_S = 5.0
 
 
 class Phase(Enum):
-    """Where in its life a replica is; finer than the state in REST."""
+    """The phase of a replica; finer than the state in REST."""
 
     STOPPED = State.STOPPED  # no process, none wanted
     STARTING = State.STARTING, "loading"  # a process that is not ready yet
@@ -266,9 +266,9 @@ class ReplicaState:
         refused = not allowed or (self.deleted and event not in (Command.DELETE, Command.RETIRE))
         if isinstance(event, Command) and refused:
             raise CommandRefused
-        life, effects = self._apply(event, now) if allowed else (self, [])
-        assert not allowed or life.phase in allowed, (self.phase, event, life.phase)
-        return life, effects
+        state, effects = self._apply(event, now) if allowed else (self, [])
+        assert not allowed or state.phase in allowed, (self.phase, event, state.phase)
+        return state, effects
 
     def _apply(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
         match event:
@@ -326,8 +326,8 @@ class ReplicaState:
         return replace(cleared, phase=Phase.STOPPED), [Effect.END] if self.deleted else []
 
     def _retire(self) -> tuple[ReplicaState, list[Effect]]:
-        life, effects = self._stop()
-        return life, [Effect.HAND_OVER] if self.phase is Phase.RUNNING else effects
+        state, effects = self._stop()
+        return state, [Effect.HAND_OVER] if self.phase is Phase.RUNNING else effects
 
     def _restart(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         fresh = replace(self, streak=0, reason=None, failure=None)
@@ -345,17 +345,17 @@ class ReplicaState:
     def _worker_failed(self, failure: FailureCause, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return self, []
-        life = replace(self, failure=failure, reason=failure.message)
+        state = replace(self, failure=failure, reason=failure.message)
         if self.phase is Phase.RUNNING:
-            return replace(life, phase=Phase.REPLACING), [Effect.KILL]
-        return replace(life, wake_at=now + FAILED_EXIT_LIMIT_S), []
+            return replace(state, phase=Phase.REPLACING), [Effect.KILL]
+        return replace(state, wake_at=now + FAILED_EXIT_LIMIT_S), []
 
     def _draining(self) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return self, []
         failure = FailureCause("the worker was asked to end by another process")
-        life = replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message, wake_at=None)
-        return life, [Effect.TERMINATE]
+        state = replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message, wake_at=None)
+        return state, [Effect.TERMINATE]
 
     def _loads(self, now: float) -> ReplicaState:
         if self.phase is not Phase.STARTING or self.failure is not None:
@@ -369,12 +369,12 @@ class ReplicaState:
         if self.phase is not Phase.RUNNING:
             return self, []
         health = WorkerHealth.DOUBTFUL if missed and not self.probe_failures else WorkerHealth.BAD
-        life = replace(self, probe_failures=self.probe_failures + 1, health=health)
-        if not 0 < self.policy.max_probe_failures <= life.probe_failures:
-            return life, []
-        failure = FailureCause(f"{life.probe_failures} health probes in a row failed: {reason}")
+        state = replace(self, probe_failures=self.probe_failures + 1, health=health)
+        if not 0 < self.policy.max_probe_failures <= state.probe_failures:
+            return state, []
+        failure = FailureCause(f"{state.probe_failures} health probes in a row failed: {reason}")
         # No grace: a worker that does not answer probes will not finish calls either.
-        return replace(life, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
+        return replace(state, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
 
     def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.phase is Phase.STOPPING:

@@ -1,7 +1,7 @@
-"""HTTP error bodies: one table of statuses, and one body per dialect.
+"""HTTP error bodies, one per dialect.
 
-`STATUS` maps codes to the statuses of TEI and of REST. The other dialects have neither 422 nor 424 for an input that
-breaks a rule; theirs are in `_OTHER_STATUS`. An unknown dialect gets OpenAI's body.
+Statuses are those of `STATUS` in `wire/status.py`, as in TEI and in REST. The other dialects have neither 422 nor 424
+for an input that breaks a rule; theirs are in `_OTHER_STATUS`. An unknown dialect gets OpenAI's body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m teimgr.worker LISTENER_FD INCARNATION RUN_DIR SPEC_JSON`: a worker started without the nursery."""
+"""`python -m teimgr.worker LISTENER_FD INCARNATION RUN_DIR SPEC_JSON`: a worker without a nursery, for tests."""
 
 import os
 import sys

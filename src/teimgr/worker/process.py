@@ -1,8 +1,9 @@
 """The worker process: listen, load the model, serve, drain.
 
-It is forked from the nursery (or exec'd as `python -m teimgr.worker`) with a listening unix socket and its spec as one
-line of JSON. All control goes over that socket; inference also arrives at the instance port. Workers of one instance
-share the listening sockets of its ports: each gets those of a worker that was there before it.
+It is forked from the nursery, or is a new interpreter where the nursery had several threads (`launch/nursery.py`,
+`exec_afresh`). It gets a listening unix socket and its spec as one line of JSON. All control goes over that socket;
+inference also arrives at the instance port. Workers of one instance share the listening sockets of its ports: each gets
+those of a worker that was there before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ordering of scores, and checks of the model's kind with TEI's error texts, which differ between HTTP and gRPC."""
+"""Scores in their order for replies; what a model's kind allows, in TEI's error texts, which differ between HTTP and
+gRPC.
+"""
 
 from __future__ import annotations
 

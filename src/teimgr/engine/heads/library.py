@@ -1,4 +1,4 @@
-"""The head of a transformers model, run separately on hidden states.
+"""`LibraryHead`: the head of a model of the transformers library, run separately on hidden states.
 
 No architecture's head is reimplemented: the model's own forward runs, with a stub in place of its backbone that returns
 the given states. A trial at load compares the result with that of the whole model.

@@ -1,7 +1,10 @@
 """HTTP dialects: a module each, with its request classes, handlers and table of routes; `ROUTES` has them by dialect.
 
+Two modules are no dialects: `rerank.py`, reranking for several of them, and `openapi.py`, their documents.
+
 A new dialect needs a module here, a line in `ROUTES`, its name and error body in `wire/error_bodies.py`, its paths in
-`gateway/gateway.py`, and its requests in `openapi.py`.
+`gateway/routes.py`, its requests in `openapi.py`, and `gateway/openapi.json` generated again by
+`python -m teimgr.worker.dialects.openapi`.
 """
 
 from __future__ import annotations
