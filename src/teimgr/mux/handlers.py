@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 # Every RPC of the table is inference.
 _RIGHTS = frozenset({Right.INFERENCE})
-# Calls whose message has not come yet, and the time that a client has to send it. Fewer of the calls that need no key.
+# Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 # Calls that a unary handler will get may wait for their message without a time limit; further ones get the other kind.
 _MAX_UNRECEIVED = 64
@@ -57,6 +57,7 @@ _MESSAGE_S = 120.0
 # Bytes of client streams that are collected into one request, and the part of them that one connection may hold.
 _COLLECTED_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
+# The same for calls of health and reflection, which need no key.
 _OPEN_STANDARD_CALLS = 64
 _STANDARD_MESSAGE_S = 20.0
 _CONTEXT_KEYS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
@@ -385,7 +386,7 @@ class MuxHealth(HealthService):
 
 
 async def _standard_message(messages: MessageReader, context: Context) -> Any:
-    """The message of a call that needs no key."""
+    """The message of a health check, which needs no key."""
     try:
         return await messages.read(context)
     except TeimgrError as error:
