@@ -120,8 +120,8 @@ class Daemon:
         """Start all parts, serve until `stopping`, stop all parts.
 
         Start: REST port, instances of the state file, GPU preflight, registry, REST and webhooks, adoption and start of
-        workers, muxes. Stop: downloads and trials, REST, muxes, workers, so that workers end after everything that calls
-        them.
+        workers, muxes. Stop: downloads and trials, REST, muxes, workers, so that workers end after all
+        that calls them.
         """
         for warning in self.settings.warnings():
             log.warning(warning)
