@@ -16,7 +16,7 @@ import tomli_w
 import teimgr
 from teimgr.client import AsyncClient, Instance
 from teimgr.client.rest import InstanceKeys, NewInstanceKeys
-from teimgr.config.extra_args import FLAGS, parse
+from teimgr.config.instance_keys import FLAGS, parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.placement.planner import GpuInventory, Planner

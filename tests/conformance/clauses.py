@@ -154,7 +154,7 @@ ELSEWHERE: dict[str, str] = {
     "1.4 health failed": "an unhealthy worker is replaced at once; one without a daemon: tests/worker/test_process.py",
     "1.16 the `google` build": "a build of TEI's own, and AIP_* of its environment",
     "2.7": "TEI's protocol with its Python backend, which teimgr does not have",
-    "3": "flags: tests/config/test_extra_args.py",
+    "3": "flags: tests/config/test_instance_keys.py",
     "4.1, 4.2, 4.7": "reading of model files: tests/model_files; the numbers: tests/fidelity",
     "5": "batching inside TEI; teimgr's own: tests/engine",
     "9.3, 9.6": "need weights or a vocabulary that no package index has",

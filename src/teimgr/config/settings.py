@@ -18,7 +18,7 @@ from typing import Any, Literal
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
-from teimgr.config.extra_args import key_faults, parse
+from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.observability import logs

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from teimgr.config import schema
-from teimgr.config.extra_args import REDACTED, shown_args
+from teimgr.config.instance_keys import REDACTED, shown_args
 from teimgr.config.schema import ConfigFault, ConfigFaults, join, refused
 from teimgr.config.settings import Otel, Settings, faults
 from teimgr.errors import InvalidConfig

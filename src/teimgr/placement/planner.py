@@ -14,7 +14,7 @@ from typing import Any
 
 import pynvml
 
-from teimgr.config.extra_args import parse
+from teimgr.config.instance_keys import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec

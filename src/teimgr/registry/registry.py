@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from teimgr import hub
-from teimgr.config.extra_args import check_allowed
+from teimgr.config.instance_keys import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import Launcher

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from teimgr.auth.policy import caller_of
-from teimgr.config.extra_args import check_restricted
+from teimgr.config.instance_keys import check_restricted
 from teimgr.rest.gpus import GpuReportDep
 from teimgr.rest.schemas import (
     ANY_FAILURE,

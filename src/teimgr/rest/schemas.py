@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from teimgr.config.extra_args import shown_args
+from teimgr.config.instance_keys import shown_args
 from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import TooLarge, ValidationError

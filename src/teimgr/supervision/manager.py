@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from teimgr.config.extra_args import check_allowed, check_instance
+from teimgr.config.instance_keys import check_allowed, check_instance
 from teimgr.config.settings import Settings
 from teimgr.errors import (
     InstanceExists,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr import hub
-from teimgr.config.extra_args import check_allowed, check_instance
+from teimgr.config.instance_keys import check_allowed, check_instance
 from teimgr.config.settings import Settings
 from teimgr.errors import (
     InstanceExists,

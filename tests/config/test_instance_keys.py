@@ -1,4 +1,4 @@
-"""TEI's flags as extra arguments."""
+"""Keys of an instance: TEI's flags in `extra_args`, and what the settings allow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.config.extra_args import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, check_allowed, parse, shown_args
+from teimgr.config.instance_keys import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, check_allowed, parse, shown_args
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.spec import InstanceSpec, WorkerSpec
