@@ -11,7 +11,7 @@ import pytest
 from tests.support.daemon_process import DaemonProcess
 
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
-from teimgr.wire.element_types import Precision, converted
+from teimgr.wire.quantisation import Precision, converted
 
 KEY = "x-teimgr-output-dtype"
 TEXTS = ["fog", "The boats lie in the harbour.", "a b c"]

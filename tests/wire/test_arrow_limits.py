@@ -14,7 +14,7 @@ from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.wire.arrow_inputs import read_texts
 from teimgr.wire.arrow_limits import Outline, decoded_bytes, read_outline
 from teimgr.wire.arrow_tables import write_vectors
-from teimgr.wire.element_types import Precision
+from teimgr.wire.quantisation import Precision
 
 LIMIT = 1 << 24
 

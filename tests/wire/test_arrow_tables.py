@@ -20,7 +20,7 @@ from teimgr.wire.arrow_tables import (
     write_sparse,
     write_table,
 )
-from teimgr.wire.element_types import Precision, converted
+from teimgr.wire.quantisation import Precision, converted
 
 
 def read(columns: list[Column], rows: list[int]) -> pa.Table:

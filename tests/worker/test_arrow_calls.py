@@ -17,8 +17,8 @@ from teimgr.errors import Code
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
-from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.frames import Method
+from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker.arrow_calls import arrow_response
 
 TEXTS = list(CORPUS[:6])

@@ -40,9 +40,9 @@ from teimgr.observability.request_context import (
 from teimgr.routing.links import WorkerReply
 from teimgr.routing.router import Router, RouterView, router_view
 from teimgr.spec import RouteEntry, State
-from teimgr.wire.element_types import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
+from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.status import GrpcStatus
 
 _log = logging.getLogger(__name__)

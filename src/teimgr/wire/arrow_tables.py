@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from teimgr.errors import TeimgrError
-from teimgr.wire.element_types import Precision, converted
+from teimgr.wire.quantisation import Precision, converted
 
 _ENTRY = pa.struct([pa.field("index", pa.uint32(), nullable=False), pa.field("value", pa.float32(), nullable=False)])
 ENTRY_BYTES = 8

@@ -16,8 +16,8 @@ from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
 from teimgr.wire.arrow_inputs import InputKind, checked_size, read_inputs, read_texts
-from teimgr.wire.element_types import NUMBER_OF, Precision
 from teimgr.wire.protobuf import varint
+from teimgr.wire.quantisation import NUMBER_OF, Precision
 from teimgr.worker.calls import CallReply, MethodCall, max_token_bytes, optional, request_options, token_width
 from teimgr.worker.dispatcher import Dispatcher, Part
 

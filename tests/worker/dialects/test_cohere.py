@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.dialect_client import Asking
 
-from teimgr.wire.element_types import Precision, converted
+from teimgr.wire.quantisation import Precision, converted
 
 TEXTS = ["the quick fox", "fog by the harbour"]
 

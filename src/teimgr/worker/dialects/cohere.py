@@ -11,8 +11,8 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
-from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker.dialects import rerank
 

@@ -18,8 +18,8 @@ from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
 from teimgr.http_protocol import media_type
 from teimgr.spec import Kind, LoadedModel
-from teimgr.wire.element_types import Precision, converted
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker.dialects.rerank import relevance
 

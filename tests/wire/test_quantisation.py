@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from sentence_transformers.util import quantize_embeddings
 
-from teimgr.wire.element_types import Precision, converted
+from teimgr.wire.quantisation import Precision, converted
 
 QUANTIZED = [Precision.INT8, Precision.UINT8, Precision.BINARY, Precision.UBINARY]
 
