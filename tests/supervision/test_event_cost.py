@@ -63,7 +63,7 @@ async def lines_of_a_restart(fleet: Fleet, others: int) -> Counter[str]:
     beside = [manager._instances[f"i{n}"] for n in range(others)]
     for each in beside:  # without processes, which this machine has no room for
         for worker in each.workers:
-            worker._life = replace(worker._life, phase=Phase.RUNNING)
+            worker._replica = replace(worker._replica, phase=Phase.RUNNING)
         each.on_state_changed()
     await fleet.create()
     pid = (await fleet.running()).pid
@@ -73,7 +73,7 @@ async def lines_of_a_restart(fleet: Fleet, others: int) -> Counter[str]:
         await fleet.running(not_pid=pid)
     for each in beside:
         for worker in each.workers:
-            worker._life = replace(worker._life, phase=Phase.STOPPED)
+            worker._replica = replace(worker._replica, phase=Phase.STOPPED)
         each.on_state_changed()
     assert "crashed" in {event.event for event in events.history("a")}
     await router.close()

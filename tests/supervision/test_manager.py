@@ -356,7 +356,7 @@ async def cost_of_an_event(fleet: Fleet, count: int) -> int:
     fleet.directory.subscribe(router.apply)
     instance = fleet.manager._instances["idle-0"]
     worker = instance.workers[0]
-    worker._life = replace(worker._life, reason="changed")
+    worker._replica = replace(worker._replica, reason="changed")
     calls = 0
 
     def counted(frame: object, event: str, argument: object) -> None:

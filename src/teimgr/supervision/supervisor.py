@@ -124,7 +124,7 @@ class Supervisor:
         self.started = asyncio.Event()
         self._context = context
         self._owner = owner
-        self._life = ReplicaState(policy=self._policy())
+        self._replica = ReplicaState(policy=self._policy())
         # Without a bound: each event is handled at once, and few tasks send any.
         self._mailbox: asyncio.Queue[_Request | Observation] = asyncio.Queue()
         self._settled = asyncio.Condition()
@@ -152,7 +152,7 @@ class Supervisor:
     async def settle(self) -> None:
         """Return as soon as no process is ending."""
         async with self._settled:
-            await self._settled.wait_for(lambda: self._closed or not self._life.is_ending)
+            await self._settled.wait_for(lambda: self._closed or not self._replica.is_ending)
 
     async def left_ports(self) -> None:
         """Return when a worker that is being retired answers no new request on its ports, or is gone."""
@@ -162,7 +162,7 @@ class Supervisor:
     def respecify(self, spec: InstanceSpec) -> None:
         """Replace the spec by one that makes no difference to the present worker."""
         self.spec = spec
-        self._life = replace(self._life, policy=self._policy())
+        self._replica = replace(self._replica, policy=self._policy())
 
     def set_threads(self, threads: int) -> None:
         self._threads = threads
@@ -170,35 +170,36 @@ class Supervisor:
             self._worker.set_threads(threads)
 
     def force_stop(self) -> None:
-        if self._worker is not None and self._life.is_ending:
+        if self._worker is not None and self._replica.is_ending:
             self._worker.end(0.0)
 
     def mark_failed(self, reason: str) -> None:
         """Before `run`: the replica cannot be started as it is."""
-        self._life = ReplicaState.failed(self._life.policy, reason)
+        self._replica = ReplicaState.failed(self._replica.policy, reason)
 
     # State
 
     @property
     def state(self) -> State:
-        return self._life.phase.state
+        return self._replica.phase.state
 
     @property
     def is_wanted(self) -> bool:
-        return self._life.is_wanted
+        return self._replica.is_wanted
 
     @property
     def has_failed(self) -> bool:
         """Whether the last worker failed and has no running successor yet."""
-        return self._life.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING) or self._life.failure is not None
+        was_ended = self._replica.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING)
+        return was_ended or self._replica.failure is not None
 
     @property
     def restarts(self) -> int:
-        return self._life.restarts
+        return self._replica.restarts
 
     @property
     def reason(self) -> str | None:
-        return self._life.reason
+        return self._replica.reason
 
     @property
     def threads(self) -> int | None:
@@ -208,18 +209,18 @@ class Supervisor:
     @property
     def health(self) -> WorkerHealth | None:
         """That of the present worker, while it runs."""
-        return self._life.health if self._life.phase is Phase.RUNNING else None
+        return self._replica.health if self._replica.phase is Phase.RUNNING else None
 
     @property
     def endpoint(self) -> WorkerEndpoint | None:
         """The present worker's address, while it runs."""
         handle = self._worker.handle if self._worker else None
-        if handle is None or self._life.phase is not Phase.RUNNING:
+        if handle is None or self._replica.phase is not Phase.RUNNING:
             return None
         return WorkerEndpoint(str(handle.socket), handle.incarnation)
 
     def view(self) -> WorkerView:
-        life, handle = self._life, self._worker.handle if self._worker else None
+        replica, handle = self._replica, self._worker.handle if self._worker else None
         return WorkerView(
             replica=self.number,
             role=self.role,
@@ -229,10 +230,10 @@ class Supervisor:
             pid=handle.pid if handle else None,
             incarnation=handle.incarnation if handle else None,
             uptime_secs=max(0, int(time.time() - handle.started_at)) if handle else None,
-            restarts=life.restarts,
-            health_check_failures=life.probe_failures,
+            restarts=replica.restarts,
+            health_check_failures=replica.probe_failures,
             last_health_check=rfc3339(self._probed_at) if self._probed_at else None,
-            reason=life.reason,
+            reason=replica.reason,
         )
 
     # The task
@@ -251,11 +252,11 @@ class Supervisor:
 
     @property
     def _is_over(self) -> bool:
-        return self._life.deleted and self._life.phase is Phase.STOPPED
+        return self._replica.deleted and self._replica.phase is Phase.STOPPED
 
     async def _next(self) -> _Request | Observation:
         try:
-            async with asyncio.timeout_at(self._life.wake_at):
+            async with asyncio.timeout_at(self._replica.wake_at):
                 return await self._mailbox.get()
         except TimeoutError:
             return Tick()
@@ -286,7 +287,7 @@ class Supervisor:
 
     def _refusal(self, command: Command) -> TeimgrError:
         state = self.state.value
-        if self._life.deleted:
+        if self._replica.deleted:
             return InstanceNotFound(self.spec.name)
         return NotRunning(self.spec.name, state) if command is Command.STOP else AlreadyRunning(self.spec.name, state)
 
@@ -305,8 +306,8 @@ class Supervisor:
 
     def _report_crash(self, exit: Exit) -> None:
         """Write a crash report on a thread, unless the worker was ended by order or never was a process."""
-        life, handle = self._life, self._worker.handle if self._worker else None
-        if handle is None or (life.is_ending and life.failure is None):
+        replica, handle = self._replica, self._worker.handle if self._worker else None
+        if handle is None or (replica.is_ending and replica.failure is None):
             return
         assert self._worker_tasks is not None
         context, name = self._context, self.spec.name
@@ -316,7 +317,7 @@ class Supervisor:
             pid=handle.pid,
             started_at=handle.started_at,
             status=exit.status,
-            reason=(life.failure or explain(exit)).message,
+            reason=(replica.failure or explain(exit)).message,
             log=exit.log,
             spec=handle.spec,
             events=[asdict(event) for event in context.history(name)[-LAST_EVENTS:]],
@@ -326,11 +327,11 @@ class Supervisor:
         self._owner.on_incident(incident)
 
     def _step(self, event: Event) -> None:
-        before = self._life
-        self._life, effects = before.step(event, asyncio.get_running_loop().time())
-        if before.phase is not self._life.phase:
+        before = self._replica
+        self._replica, effects = before.step(event, asyncio.get_running_loop().time())
+        if before.phase is not self._replica.phase:
             self._on_phase_changed(before.phase)
-        if before != self._life:
+        if before != self._replica:
             self._owner.on_state_changed()
         for effect in effects:
             if effect is Effect.LAUNCH:
@@ -340,14 +341,14 @@ class Supervisor:
                 self._worker.end(grace_s, handover=effect is Effect.HAND_OVER)
 
     def _on_phase_changed(self, before: Phase) -> None:
-        life, worker, metrics = self._life, self._worker, self._context.metrics
+        replica, worker, metrics = self._replica, self._worker, self._context.metrics
         facts = {"instance": self.spec.name, "replica": self.number}
-        facts |= {"from": before.name.lower(), "to": life.phase.name.lower()}
-        level = logging.ERROR if life.phase is Phase.FAILED else logging.INFO
-        log.log(level, "phase", extra=facts | ({"reason": life.reason} if life.reason else {}))
-        if life.phase is Phase.WAITING or (life.phase is Phase.FAILED and life.wake_at is not None):
+        facts |= {"from": before.name.lower(), "to": replica.phase.name.lower()}
+        level = logging.ERROR if replica.phase is Phase.FAILED else logging.INFO
+        log.log(level, "phase", extra=facts | ({"reason": replica.reason} if replica.reason else {}))
+        if replica.phase is Phase.WAITING or (replica.phase is Phase.FAILED and replica.wake_at is not None):
             metrics.count(catalogue.RESTARTS, self.spec.name)
-        if life.phase is Phase.RUNNING:
+        if replica.phase is Phase.RUNNING:
             assert worker is not None
             self.model = worker.status.model if worker.status else None
             if worker.handle is not None and not worker.is_adopted:
