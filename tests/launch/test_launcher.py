@@ -17,7 +17,7 @@ from tests.support.polling import eventually
 
 from teimgr.errors import Code, InvalidConfig, Unavailable
 from teimgr.launch.control_link import identify
-from teimgr.launch.launcher import LocalLauncher
+from teimgr.launch.launcher import FoundWorkers, LocalLauncher
 from teimgr.launch.process_handle import (
     ExitReport,
     LaunchFailed,
@@ -175,7 +175,7 @@ async def test_a_live_worker_is_adopted_with_its_status(launcher: LocalLauncher,
     await identify(handle.socket, LIMIT_S)
     new = await hand_over(launcher, folder)
 
-    (adopted,) = await new.adopt(await new.find(), lambda found: found == handle.spec)
+    (adopted,) = await new.adopt((await new.find()).alive, lambda found: found == handle.spec)
 
     assert (adopted.handle.pid, adopted.status.state) == (handle.pid, "ready")
     assert abs(adopted.handle.started_at - handle.started_at) < 5
@@ -188,7 +188,7 @@ async def test_an_unwanted_worker_is_ended(launcher: LocalLauncher, folder: Path
     handle = await launcher.launch(spec())
     new = await hand_over(launcher, folder)
 
-    assert await new.adopt(await new.find(), lambda found: False) == []
+    assert await new.adopt((await new.find()).alive, lambda found: False) == []
     assert look_up(handle.pid) is None
     assert left_over(folder) == set()
     await new.close()
@@ -202,7 +202,7 @@ async def test_a_worker_that_does_not_answer_is_ended(
     handle = await launcher.launch(spec("deaf,ignore-term"))
     new = await hand_over(launcher, folder)
 
-    assert await new.adopt(await new.find(), lambda found: True) == []
+    assert await new.adopt((await new.find()).alive, lambda found: True) == []
     assert look_up(handle.pid) is None
     await new.close()
 
@@ -214,7 +214,7 @@ async def test_a_worker_without_a_run_file_is_ended(launcher: LocalLauncher, fol
     for path in (folder / "run").glob(f"{handle.incarnation}.*"):
         path.unlink()
 
-    assert await new.find() == []
+    assert await new.find() == FoundWorkers([], [])
 
     await eventually(lambda: look_up(handle.pid) is None)
     await new.close()
@@ -225,7 +225,7 @@ async def test_of_two_workers_of_one_name_one_is_kept(launcher: LocalLauncher, f
     await asyncio.gather(*(identify(handle.socket, LIMIT_S) for handle in handles))
     new = await hand_over(launcher, folder)
 
-    (adopted,) = await new.adopt(await new.find(), lambda found: True)
+    (adopted,) = await new.adopt((await new.find()).alive, lambda found: True)
 
     await eventually(lambda: [look_up(handle.pid) for handle in handles].count(None) == 1)
     await adopted.handle.stop(0)
@@ -245,7 +245,7 @@ async def test_what_the_dead_left_is_removed_and_nothing_else(launcher: LocalLau
         run / "00000000000b.json"
     )
 
-    assert await launcher.adopt(await launcher.find(), lambda found: True) == []
+    assert await launcher.adopt((await launcher.find()).alive, lambda found: True) == []
     assert left_over(folder) == {"mux-0.sock", "notes.json"}
 
 
@@ -256,7 +256,7 @@ async def test_a_spec_of_another_version_is_never_adopted(launcher: LocalLaunche
     file.write_text(file.read_text().replace('\\"nice\\"', '\\"niceness\\"'))
     new = await hand_over(launcher, folder)
 
-    assert await new.adopt(await new.find(), lambda found: found.model_id != "") == []
+    assert await new.adopt((await new.find()).alive, lambda found: found.model_id != "") == []
     assert look_up(handle.pid) is None
     await new.close()
 

@@ -221,11 +221,14 @@ async def test_a_worker_that_ended_in_order_while_no_daemon_ran_leaves_none(
 ) -> None:
     pid = crash("a=exit-when-alone")["a"]
     await eventually(lambda: look_up(pid) is None)
-    fleet = fleets()
+    fleet, events = fleets(), EventLog()
+    await fleet.manager.restore()
+    events.note(fleet.manager.list())
+    fleet.manager.on_view_changed, fleet.manager.history = events.note_one, events.history
 
     await fleet.manager.boot()
 
-    assert list(fleet.launcher.ended) == []
+    assert [event for event in events.history("a") if event.event == "crashed"] == []
     await fleet.running("a", not_pid=pid)
 
 

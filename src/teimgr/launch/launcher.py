@@ -93,6 +93,14 @@ class EndedWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundWorkers:
+    """The workers of an earlier daemon: those that live, and those that were killed or failed since it ended."""
+
+    alive: Sequence[WorkerHandle]
+    ended: Sequence[EndedWorker]
+
+
+@dataclass(frozen=True, slots=True)
 class Adopted:
     """A live worker of an earlier daemon, with the status it has just answered."""
 
@@ -101,12 +109,7 @@ class Adopted:
 
 
 class Launcher(Protocol):
-    """Starts workers, and finds those of an earlier daemon.
-
-    `ended` are those that `find` found to have ended since that daemon did.
-    """
-
-    ended: Sequence[EndedWorker]
+    """Starts workers, and finds those of an earlier daemon."""
 
     async def start(self) -> None:
         """Prepare, once; returns before slow preparations end.
@@ -122,8 +125,8 @@ class Launcher(Protocol):
             LaunchFailed: it could not be started.
         """
 
-    async def find(self) -> Sequence[WorkerHandle]:
-        """The live workers of an earlier daemon. The files of dead ones are removed.
+    async def find(self) -> FoundWorkers:
+        """The workers of an earlier daemon. The files of dead ones are removed, so a second call has none that ended.
 
         Raises:
             Unavailable: a run file cannot be read now, for lack of descriptors or by a failing disk.
@@ -203,7 +206,6 @@ class LocalLauncher:
         self._log_dir = options.log_dir.absolute()
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
-        self.ended: Sequence[EndedWorker] = ()
         self._workers: set[LocalWorker] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -294,24 +296,24 @@ class LocalLauncher:
         worker = LocalWorker(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.status, log_start)
         return self._keep(worker)
 
-    async def find(self) -> list[WorkerHandle]:
+    async def find(self) -> FoundWorkers:
         """As the protocol; workers without a run file, which nothing supervises, are killed."""
         try:
             found = {paths: self._find(paths) for paths in all_worker_paths(self._run_dir)}
         except OSError as error:
             raise Unavailable(f"the workers of an earlier daemon cannot be looked for: {error}") from error
         dead = [paths for paths, worker in found.items() if not worker]
-        self.ended = [ended for paths in dead if (ended := self._ended(paths))]
+        ended = [each for paths in dead if (each := self._ended(paths))]
         for paths in dead:
             paths.remove()
-        alive: list[WorkerHandle] = [worker for worker in found.values() if worker]
+        alive = [worker for worker in found.values() if worker]
         recorded = {worker.incarnation for worker in alive}
         for process in await asyncio.to_thread(unrecorded_workers, self._run_dir, recorded):
             if (pidfd := open_pidfd(process)) is not None:
                 log.error("killing a worker without a run file", extra={"pid": process.pid})
                 with suppress(LaunchFailed):
                     await ProcessHandle(process.pid, pidfd).stop(0)
-        return alive
+        return FoundWorkers(alive, ended)
 
     async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         wanted = [worker for worker in workers if accepts(worker.spec)]

@@ -27,8 +27,13 @@ def resident_bytes_of(pid: int) -> int | None:
 
 def proc_sizes(pid: int | str, file: str) -> dict[str, int]:
     """Sizes in bytes from `/proc/<pid>/<file>`, such as `status` or `smaps_rollup`; empty where it cannot be read."""
+    return sizes_in(Path(f"/proc/{pid}/{file}"))
+
+
+def sizes_in(path: Path) -> dict[str, int]:
+    """Sizes in bytes from lines such as `VmRSS:  12 kB`, by key, as /proc has them; empty where it cannot be read."""
     try:
-        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
         return {}
     rows = (line.split() for line in lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, KeysView, Mapping
@@ -17,6 +16,7 @@ import pynvml
 from teimgr.config.instance_keys import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
+from teimgr.observability.memory import sizes_in
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -256,7 +256,6 @@ class Planner:
         return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
 
 
-_MEM_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 # Of version 2 and version 1 of cgroups: below the mount point, the limit, the use, and the key of the cache in it.
 _CGROUP_FILES = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -266,11 +265,7 @@ _CGROUP_FILES = (
 
 def free_memory_bytes() -> int | None:
     """Memory that new processes may take, of this host or by our cgroup's limit; None where neither is reported."""
-    try:
-        available = _MEM_AVAILABLE.search(_MEMINFO.read_text())
-    except OSError:
-        available = None
-    known = (int(available[1]) * 1024 if available else None, cgroup_free_bytes())
+    known = (sizes_in(_MEMINFO).get("MemAvailable"), cgroup_free_bytes())
     return min((size for size in known if size is not None), default=None)
 
 

@@ -32,6 +32,8 @@ KEPT_PER_INSTANCE = 20
 KEPT = 1000
 """Of all instances together, those included that were deleted."""
 LOG_LINES = 50
+MUX = "_mux"
+"""In the place of the instance's name in the report of a mux; no instance's name starts so."""
 _STACK_LINES = 300
 _LINE_CHARS = 1000
 _READ_BYTES = 256 << 10
@@ -49,7 +51,8 @@ log = logging.getLogger(__name__)
 class Crash:
     """How one process ended. `status` is that of `Exit`, `started_at` seconds since the epoch.
 
-    `spec` is None for a mux. `events` are the instance's last ones, as they are shown.
+    Of a mux, `instance` is `MUX`, `replica` its number, and `spec` None. `events` are the instance's last ones, as they
+    are shown.
     """
 
     instance: str
@@ -84,12 +87,15 @@ class CrashReports:
         self._folder = folder
         self._one_write = threading.Lock()
 
-    def of_worker(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
-        """What the instance's events have of it, and the writing of its report, on a thread."""
+    def report(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
+        """Log the end; give what the instance's events have of it, and the writing of its report, on a thread.
+
+        The writing is the caller's to run.
+        """
         now = datetime.now(UTC)
         name = report_name(crash.instance, crash.replica, now)
         facts = {"instance": crash.instance, "replica": crash.replica, "pid": crash.pid, "crash_report": name}
-        log.error("worker crashed: %s", crash.reason, extra=facts)
+        log.error("%s crashed: %s", "mux" if crash.instance == MUX else "worker", crash.reason, extra=facts)
         incident = Incident(event="crashed", reason=crash.reason, at=rfc3339(now), crash_report=name)
         return incident, asyncio.to_thread(self.write, crash, now, name)
 

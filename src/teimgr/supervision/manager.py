@@ -138,16 +138,17 @@ class Manager:
         if not self._is_restored:
             await self.restore()
         await self._planner.refresh()
-        found: defaultdict[str, list[WorkerHandle]] = defaultdict(list)
-        for worker in await self._launcher.find():
-            found[worker.spec.name].append(worker)
-        for ended in self._launcher.ended:
+        found = await self._launcher.find()
+        for ended in found.ended:
             if instance := self._instances.get(ended.instance):
-                incident, writing = self._context.crash_reports.of_worker(Crash.unseen(ended))
+                incident, writing = self._context.crash_reports.report(Crash.unseen(ended))
                 self._in_background(writing, f"crash report of {ended.instance}")
                 instance.on_incident(incident)
-        names = {**self._instances, **found}
-        self._adopting = {asyncio.create_task(self._take_over(name, found[name])) for name in names}
+        alive: defaultdict[str, list[WorkerHandle]] = defaultdict(list)
+        for worker in found.alive:
+            alive[worker.spec.name].append(worker)
+        names = {**self._instances, **alive}
+        self._adopting = {asyncio.create_task(self._take_over(name, alive[name])) for name in names}
         if self._adopting:  # a worker that does not answer must not keep the others
             done, _ = await asyncio.wait(self._adopting, timeout=ADOPTION_LIMIT_S)
             for task in done:

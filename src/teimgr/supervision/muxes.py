@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from teimgr import __version__
@@ -32,7 +31,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
 from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry
-from teimgr.supervision.crash_reports import Crash, CrashReports, report_name
+from teimgr.supervision.crash_reports import MUX, Crash, CrashReports
 from teimgr.supervision.lifecycle import Backoff
 
 log = logging.getLogger(__name__)
@@ -140,8 +139,10 @@ class MuxSupervisor:
             pause_s = self._backoff.delay_s(failures)
             self.alarm = f"{self.name} is being started again: {reason}; see {self.log_path.name}"
             self._metrics.mux_gone(self.name)
-            report = {} if process is None else {"crash_report": await self._report_crash(process.pid, status, reason)}
-            log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s, **report})
+            if process is not None:
+                _, writing = self._crash_reports.report(self._crash(process.pid, status, reason))
+                await writing
+            log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s})
             await asyncio.sleep(pause_s)
 
     async def routes_confirmed(self) -> None:
@@ -171,20 +172,16 @@ class MuxSupervisor:
                 self._forced.add(task)
                 task.add_done_callback(self._forced.discard)
 
-    async def _report_crash(self, pid: int, status: int | None, reason: str) -> str:
-        now, span = datetime.now(UTC), LogSpan(self.log_path, self._log_start, log_size(self.log_path))
-        crash = Crash(
-            instance="_mux",
+    def _crash(self, pid: int, status: int | None, reason: str) -> Crash:
+        return Crash(
+            instance=MUX,
             replica=self._number,
             pid=pid,
             started_at=self._started_at,
             status=status,
             reason=reason,
-            log=span,
+            log=LogSpan(self.log_path, self._log_start, log_size(self.log_path)),
         )
-        name = report_name(crash.instance, crash.replica, now)
-        await asyncio.to_thread(self._crash_reports.write, crash, now, name)
-        return name
 
     async def _run_once(self) -> str:
         """Launch the mux unless one was adopted, and serve it until it is lost; the result is why."""

@@ -322,7 +322,7 @@ class Supervisor:
             spec=handle.spec,
             events=[asdict(event) for event in context.history(name)[-LAST_EVENTS:]],
         )
-        incident, writing = context.crash_reports.of_worker(crash)
+        incident, writing = context.crash_reports.report(crash)
         self._worker_tasks.create_task(writing, name=f"crash report of {name}")
         self._owner.on_incident(incident)
 
