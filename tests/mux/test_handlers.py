@@ -522,12 +522,17 @@ async def test_a_call_without_the_key_ends_before_its_message_has_come() -> None
 
 
 @pytest.mark.parametrize(
-    "path", [EMBED, "/grpc.health.v1.Health/Check", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"]
+    "path",
+    [
+        EMBED,
+        "/tei_multiplexer.v1.TeiMultiplexer/EmbedStream",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    ],
 )
 async def test_a_message_that_does_not_come_ends_its_call(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_MESSAGE_S", 0.2)
-    monkeypatch.setattr(handlers, "_MAX_UNRECEIVED", 0)
-    monkeypatch.setattr(handlers, "_STANDARD_MESSAGE_S", 0.2)
+    for limit in ("_MESSAGE_S", "STREAM_PAUSE_S", "_STANDARD_MESSAGE_S"):
+        monkeypatch.setattr(handlers, limit, 0.2)
     async with open_server() as channel:
         first, second = (channel.stream_unary(path)(nothing()) for _ in range(2))
 
@@ -535,23 +540,40 @@ async def test_a_message_that_does_not_come_ends_its_call(path: str, monkeypatch
         assert "0.2" in await first.details()
 
 
-async def test_too_many_calls_without_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_OPEN_CALLS", 2)
-    monkeypatch.setattr(handlers, "_MAX_UNRECEIVED", 1)
-    async with open_server() as channel:
-        calls = [channel.stream_unary(EMBED)(nothing()) for _ in range(4)]
-        ended = [asyncio.ensure_future(call.code()) for call in calls]
+async def test_calls_without_a_message_are_bounded_and_end_and_leave_their_places_to_others(
+    start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 100
+    monkeypatch.setattr(handlers, "_OPEN_CALLS", calls)
+    monkeypatch.setattr(handlers, "_MESSAGE_S", 0.5)
+    entry = running("a", await start_worker(Request.reply))
 
-        [refused], waiting = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+    async with (
+        Server(Policy(), entry) as port,
+        connecting("127.0.0.1", port) as connect,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        asyncio.timeout(LIMIT_S),
+    ):
+        for _ in range(2):
+            silent = await connect()
+            for _ in range(calls):
+                silent.open(head(EMBED))
+            await silent.settled()
 
-        assert refused.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(waiting) == 3
-        for call in calls:
-            call.cancel()
+            code, why = await failure(stub(channel, "Embed")(embed("refused while all places are taken")))
+            assert (code, why.split(";")[0]) == (Status.RESOURCE_EXHAUSTED, "Too many calls have sent no message yet")
+
+            ended: list[str] = []
+            while len(ended) < calls:
+                await silent.take()
+                answers = [each for each in silent.events if isinstance(each, h2.events.ResponseReceived)]
+                ended = [dict(each.headers)["grpc-status"] for each in answers]
+            assert ended == ["4"] * calls
+
+        assert await stub(channel, "Embed")(embed("served when they are free"))
 
 
-async def test_a_call_that_ends_without_a_message_is_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_MAX_UNRECEIVED", 0)
+async def test_a_call_that_ends_without_a_message_is_invalid() -> None:
     async with open_server() as channel:
         call = channel.stream_unary(EMBED)(iter(()))
 

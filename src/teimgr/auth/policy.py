@@ -184,19 +184,11 @@ class Policy:
             raise Unauthenticated("the subject and names of the client certificate match none of the allowed ones")
         if self.keys is None:
             return ANONYMOUS
-        found = self._found(key)
-        if found is None:
-            raise InvalidKey
-        return found.caller()
-
-    def has_key(self, key: str | None) -> bool:
-        """Whether the key is known, or none is required."""
-        return self.keys is None or self._found(key) is not None
-
-    def _found(self, key: str | None) -> Key | None:
         given = digest(key or "")
-        found = [each for each in self.keys or () if hmac.compare_digest(given, each.sha256)]
-        return found[0] if found and key else None
+        found = [each for each in self.keys if hmac.compare_digest(given, each.sha256)]
+        if not found or not key:
+            raise InvalidKey
+        return found[0].caller()
 
     def to_json(self) -> str:
         """The policy as one line of JSON, with the digests of the keys."""

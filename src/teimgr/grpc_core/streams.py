@@ -15,6 +15,8 @@ from teimgr.wire.protobuf import Slice, varint
 INTERACTIVE_MESSAGES = 4
 # Replies that a slow client has not read stay in memory: the window of large ones shrinks to about this many bytes.
 HELD_BYTES = 64 * 1024 * 1024
+# A client of a bidi stream may pause for so long, on either port.
+STREAM_PAUSE_S = 3600.0
 # Arrow batches are megabytes each: enough to keep a worker busy, few enough to bound the memory.
 ARROW_WINDOW = 4
 

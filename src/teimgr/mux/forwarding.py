@@ -7,13 +7,13 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container
 from typing import Any
 
 from teimgr.byte_budget import Charge
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core.rpc_table import SERVICE, Rpc
-from teimgr.grpc_core.streams import PairCollector, StreamPump
+from teimgr.grpc_core.streams import PairCollector, Receive, StreamPump
 from teimgr.routing.links import PendingCall, WorkerReply
 from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
@@ -62,7 +62,7 @@ async def forward_message(
 async def forward_collected(
     rpc: Rpc,
     router: RouterView,
-    messages: AsyncIterator[bytes],
+    receive: Receive,
     named: Target | None,
     *,
     message_timeout_s: float | None,
@@ -85,8 +85,8 @@ async def forward_collected(
     pairs = PairCollector(router.limits.max_message_bytes)
     target = named
 
-    async def receive() -> bytes | None:
-        message = await anext(messages, None)
+    async def receive_charged() -> bytes | None:
+        message = await receive()
         if message is not None and not charge.try_take(len(message)):
             raise Overloaded("Too many bytes of streams wait for their end; try again later")
         return message
@@ -102,7 +102,7 @@ async def forward_collected(
 
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            await pairs.collect(receive, message_timeout_s, request_of)
+            await pairs.collect(receive_charged, message_timeout_s, request_of)
             assert target is not None
             with router.lease(target) as lease:
                 record.instance = lease.instance
@@ -133,20 +133,20 @@ class StreamForwarder:
 
     async def run(
         self,
-        messages: AsyncIterator[bytes],
+        receive: Receive,
         window: int,
         *,
         on_first: Callable[[], Awaitable[None]],
         send: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        """Pump the stream; `on_first` is called once, when the first target is found.
+        """Pump the stream that `receive` reads; `on_first` is called once, when the first target is found.
 
         Raises:
             TeimgrError: of the first message, in request order, that failed.
         """
 
-        async def receive() -> bytes | None:
-            message = await anext(messages, None)
+        async def receive_whole() -> bytes | None:
+            message = await receive()
             if message is not None:
                 return message + self._suffix
             if self._target is None:
@@ -169,7 +169,7 @@ class StreamForwarder:
             await send(payload)
 
         with self._leases:
-            await StreamPump(self._rpc, window, receive=receive, start=start, send=reply).run()
+            await StreamPump(self._rpc, window, receive=receive_whole, start=start, send=reply).run()
 
     def _lease_of(self, envelope: Envelope, message: bytes) -> Lease:
         """The lease of the message's target; that of the message before while its worker serves."""
@@ -236,6 +236,10 @@ class CallRecord:
         self.method = method
         self.instance = ""
         self.messages = 0
+        self.began_s = time.perf_counter()
+
+    def restart(self) -> None:
+        """Count the time from now on: a client's upload is no latency of ours."""
         self.began_s = time.perf_counter()
 
 

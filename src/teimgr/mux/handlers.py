@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,12 +15,13 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from teimgr.auth.policy import PolicyInForce, Right, authenticate_call, key_in
+from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_table import FILES, RPCS, Rpc, Shape
+from teimgr.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
     CallCounters,
@@ -51,8 +53,6 @@ _log = logging.getLogger(__name__)
 _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
-# Unary calls whose message gRPC receives by itself, without a time limit; further ones read theirs within `_MESSAGE_S`.
-_MAX_UNRECEIVED = 64
 _MESSAGE_S = 120.0
 # Bytes of client streams that are collected into one request, and the part of them that one connection may hold.
 _COLLECTED_BYTES = 512 * 2**20
@@ -65,31 +65,31 @@ STATUS_CODES = {status.value[0]: status for status in grpc.StatusCode}
 
 # grpcio carries no types of its own.
 Context = Any
-Body = Callable[[Rpc, RouterView, Any, Context, CallRecord], Coroutine[Any, Any, bytes | None]]
+Body = Callable[[Rpc, RouterView, Context, CallRecord], Coroutine[Any, Any, bytes | None]]
 
 
 class MessageReader:
-    """Reads messages of calls, at most `limit` at a time, each within `limit_s`.
+    """Reads messages of calls whose handlers stream requests, at most `limit` at a time, each within `limit_s`.
 
-    Their bytes are unknown: gRPC's core receives a message by itself and hands it over when it is whole.
+    Their bytes are unknown: gRPC's core receives a message by itself and hands it over when it is whole. One timer
+    serves all reads, since a timer for each costs some percent of a call.
     """
 
-    def __init__(self, limit: int, limit_s: float) -> None:
+    def __init__(self, limit: int | None, limit_s: float) -> None:
         self._limit = limit
         self._limit_s = limit_s
         self._since: dict[asyncio.Task[Any], float] = {}  # in order
         self._expired: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def read(self, context: Context) -> Any:
-        """The next message of a call whose handler streams requests.
+    async def next(self, context: Context) -> Any:
+        """The call's next message, None where the client has half-closed.
 
         Raises:
             Overloaded: too many calls wait for theirs.
             DeadlineExceeded: it did not come in time.
-            InvalidInput: the client has half-closed.
         """
-        if len(self._since) >= self._limit:
+        if self._limit is not None and len(self._since) >= self._limit:
             raise Overloaded("Too many calls have sent no message yet; try again later")
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -106,12 +106,9 @@ class MessageReader:
             raise DeadlineExceeded(f"Request timeout: no whole message within {self._limit_s:g} s") from None
         finally:
             del self._since[task]
-        if message is grpc.aio.EOF:
-            raise InvalidInput("Missing message")
-        return message
+        return None if message is grpc.aio.EOF else message
 
     def _cancel_old(self) -> None:
-        """One timer for all reads."""
         loop = asyncio.get_running_loop()
         self._timer = None
         for task, since in self._since.items():
@@ -121,25 +118,6 @@ class MessageReader:
                 return
             self._expired.add(task)
             task.cancel()
-
-
-class GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Chooses the handler of a call from its metadata, before its message is received.
-
-    For a unary handler gRPC receives the message before it calls it, without a time limit. A handler that streams its
-    request reads the message itself, within a limit, and takes 4 to 7 % more processor time. Calls that `admit` accepts
-    get a unary handler, others the one in `late`.
-    """
-
-    def __init__(self, handlers: Mapping[str, Any], late: Mapping[str, Any], admit: Callable[[Any], bool]) -> None:
-        self._handlers = handlers
-        self._late = late
-        self._admit = admit
-
-    def service(self, details: Any) -> Any:
-        if details.method in self._late and not self._admit(details.invocation_metadata):
-            return self._late[details.method]
-        return self._handlers.get(details.method)
 
 
 class MuxHandlers:
@@ -166,51 +144,34 @@ class MuxHandlers:
         self._request_timeout_s = request_timeout_s or None
         self._window = window
         self._messages = MessageReader(_OPEN_CALLS, _MESSAGE_S)
-        self._unreceived: set[asyncio.Task[Any] | None] = set()  # calls of unary handlers without their message
+        self._stream_messages = MessageReader(None, STREAM_PAUSE_S)
         self._collected = ByteBudget(_COLLECTED_BYTES)
         self._collected_of: WeakValueDictionary[str, ByteBudget] = WeakValueDictionary()  # by connection
 
     def generic_handlers(self) -> tuple[Any, ...]:
         """For `grpc.aio.Server.add_generic_rpc_handlers`; without serializers, so that handlers get raw bytes."""
-        late = {
-            rpc.path: grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._read_then_unary))
-            for rpc in RPCS
-            if rpc.shape is Shape.UNARY
-        }
-        return (GuardedHandlers({rpc.path: self._handler(rpc) for rpc in RPCS}, late, self._admit),)
+        of_service: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for rpc in RPCS:
+            of_service[rpc.service][rpc.name] = self._handler(rpc)
+        return tuple(grpc.method_handlers_generic_handler(*each) for each in of_service.items())
 
     def _handler(self, rpc: Rpc) -> Any:
-        if rpc.shape is Shape.UNARY:
-            return grpc.unary_unary_rpc_method_handler(self._guarded(rpc, self._unary))
+        """A handler that streams requests, for single calls too.
+
+        gRPC receives the message of a unary handler by itself, before it calls it: without a time limit, and before the
+        caller is authenticated.
+        """
         if rpc.shape is Shape.BIDI:
             return grpc.stream_stream_rpc_method_handler(self._guarded(rpc, self._bidi))
-        return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, self._client_stream))
-
-    def _admit(self, metadata: Any) -> bool:
-        """Whether gRPC may receive a unary call's message: its key is valid, and few others wait for theirs.
-
-        Names in certificates are not known yet, so where they count no call is admitted here.
-        """
-        policy = self._policy.now
-        if not policy.is_open:
-            given = {key: value for key, value in metadata or () if isinstance(value, str)}
-            key = key_in(given.get("authorization"), given.get("x-api-key"))
-            if policy.certificates.required or not policy.has_key(key):
-                return False
-        if len(self._unreceived) >= _MAX_UNRECEIVED:
-            self._unreceived = {task for task in self._unreceived if task is not None and not task.done()}
-            if len(self._unreceived) >= _MAX_UNRECEIVED:
-                return False
-        self._unreceived.add(asyncio.current_task())
-        return True
+        body = self._unary if rpc.shape is Shape.UNARY else self._client_stream
+        return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, body))
 
     def _guarded(self, rpc: Rpc, body: Body) -> Callable[[Any, Context], Coroutine[Any, Any, bytes | None]]:
         """`body` with authentication, counters and a span; the only place that turns failures into statuses."""
         name = f"{rpc.service}/{rpc.name}"
         attributes = {"rpc.system": "grpc", "rpc.service": rpc.service, "rpc.method": rpc.name}
 
-        async def handle(request: Any, context: Context) -> bytes | None:
-            self._unreceived.discard(asyncio.current_task())
+        async def handle(_: Any, context: Context) -> bytes | None:
             record = self._counters.begin(rpc.name)
             status, failure = grpc.StatusCode.CANCELLED, ""
             given = {key: value for key, value in context.invocation_metadata() or () if key in _CONTEXT_KEYS}
@@ -221,7 +182,7 @@ class MuxHandlers:
             try:
                 caller = authenticate_call(self._policy.now, context)
                 caller.require(_RIGHTS)
-                answer = await body(rpc, router_view(caller, self._router), request, context, record)
+                answer = await body(rpc, router_view(caller, self._router), context, record)
                 status = grpc.StatusCode.OK
                 return answer
             except TeimgrError as error:
@@ -252,12 +213,11 @@ class MuxHandlers:
                 extra={"method": record.method, "instance": record.instance, "status": status.name, "ms": took_ms},
             )
 
-    async def _read_then_unary(
-        self, rpc: Rpc, router: RouterView, _: Any, context: Context, record: CallRecord
-    ) -> bytes:
-        return await self._unary(rpc, router, await self._messages.read(context), context, record)
-
-    async def _unary(self, rpc: Rpc, router: RouterView, message: bytes, context: Context, record: CallRecord) -> bytes:
+    async def _unary(self, rpc: Rpc, router: RouterView, context: Context, record: CallRecord) -> bytes:
+        message = await self._messages.next(context)
+        if message is None:
+            raise InvalidInput("Missing message")
+        record.restart()
         named = _named_target(rpc, router, context)
         timeout_s: float | None = context.time_remaining()
         if rpc.limited and self._request_timeout_s is not None:
@@ -265,22 +225,23 @@ class MuxHandlers:
         whole = message + _output_dtype(rpc, context)
         return await _reply(rpc, await forward_message(rpc, router, whole, named, timeout_s, record), context)
 
-    async def _bidi(self, rpc: Rpc, router: RouterView, messages: Any, context: Context, record: CallRecord) -> None:
+    async def _bidi(self, rpc: Rpc, router: RouterView, context: Context, record: CallRecord) -> None:
         named = _named_target(rpc, router, context)
         forwarder = StreamForwarder(rpc, router, named, _output_dtype(rpc, context), record)
         await forwarder.run(
-            aiter(messages), self._window, on_first=lambda: context.send_initial_metadata(()), send=context.write
+            lambda: self._stream_messages.next(context),
+            self._window,
+            on_first=lambda: context.send_initial_metadata(()),
+            send=context.write,
         )
 
-    async def _client_stream(
-        self, rpc: Rpc, router: RouterView, messages: Any, context: Context, record: CallRecord
-    ) -> bytes:
+    async def _client_stream(self, rpc: Rpc, router: RouterView, context: Context, record: CallRecord) -> bytes:
         charge = Charge(self._collected_by(context.peer()))
         try:
             reply = await forward_collected(
                 rpc,
                 router,
-                aiter(messages),
+                lambda: _next_message(context),
                 _named_target(rpc, router, context),
                 message_timeout_s=self._request_timeout_s or _MESSAGE_S,
                 timeout_s=context.time_remaining(),
@@ -297,6 +258,11 @@ class MuxHandlers:
         if budget is None:
             budget = self._collected_of[peer] = ByteBudget(_COLLECTED_BYTES // _CONNECTION_SHARE, self._collected)
         return budget
+
+
+async def _next_message(context: Context) -> bytes | None:
+    message = await context.read()
+    return None if message is grpc.aio.EOF else message
 
 
 def _named_target(rpc: Rpc, router: RouterView, context: Context) -> Target | None:
@@ -389,7 +355,9 @@ class MuxHealth(HealthService):
 async def _standard_message(messages: MessageReader, context: Context) -> Any:
     """The message of a health check, which needs no key."""
     try:
-        return await messages.read(context)
+        if (message := await messages.next(context)) is None:
+            raise InvalidInput("Missing message")
+        return message
     except TeimgrError as error:
         await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
 
@@ -403,11 +371,11 @@ def reflection_handlers() -> tuple[Any, ...]:
     async def answers(_: Any, context: Context) -> AsyncIterator[Any]:
         while True:
             try:
-                request = await messages.read(context)
-            except InvalidInput:  # the client has half-closed
-                return
+                request = await messages.next(context)
             except TeimgrError as error:
                 await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
+            if request is None:
+                return
             yield reflection.answer(request)
 
     handler = grpc.stream_stream_rpc_method_handler(

@@ -19,7 +19,7 @@ from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
-from teimgr.grpc_core.streams import PairCollector, StreamPump
+from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
@@ -171,7 +171,10 @@ class GrpcPort:
                 return self._start(rpc, message, flags, deadline, stream)
 
             await stream.open()
-            await StreamPump(rpc, _WINDOW, receive=stream.receive, start=start, send=stream.send).run()
+            pump = StreamPump(
+                rpc, _WINDOW, receive=lambda: stream.receive(STREAM_PAUSE_S), start=start, send=stream.send
+            )
+            await pump.run()
 
     async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
@@ -208,7 +211,7 @@ class GrpcPort:
 
 
 async def _read(stream: RpcStream, kind: Any) -> Any:
-    raw = await stream.receive()
+    raw = await stream.receive(MESSAGE_S)
     stream.charge.release()
     if raw is None:
         return None

@@ -137,15 +137,17 @@ class RpcStream:
             DeadlineExceeded: it did not start in time, or did not come to its end in time.
             InvalidInput: the stream ended inside it.
         """
+        limit_s = starts_within_s
         try:
-            async with asyncio.timeout(starts_within_s):
+            async with asyncio.timeout(limit_s):
                 prefix = await self._buffer.read(_PREFIX_BYTES)
             if not prefix:
                 return None
-            async with asyncio.timeout(MESSAGE_S):
+            limit_s = MESSAGE_S
+            async with asyncio.timeout(limit_s):
                 return await self._body(prefix)
         except TimeoutError:
-            raise DeadlineExceeded(f"Request timeout: no whole message within {MESSAGE_S:g} s") from None
+            raise DeadlineExceeded(f"Request timeout: no whole message within {limit_s:g} s") from None
 
     async def _body(self, prefix: bytes) -> bytes:
         if prefix[0]:
