@@ -49,6 +49,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     reports = []
     with target.running() as running:
+        running.fill_caches()
         for name in options.only:
             reports.append(_run(running, name, options.cases, options.minutes))
             print(f"{name}: {reports[-1].cases} cases in {reports[-1].seconds:.0f} s: {dict(reports[-1].outcomes)}")

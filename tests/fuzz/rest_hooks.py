@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import schemathesis
 
+from tests.fuzz import hypothesis_optimiser
+
+hypothesis_optimiser.tolerate()
+
 # A parameter that asks for an answer which never ends: nothing to check in it.
 ENDLESS = "follow"
 

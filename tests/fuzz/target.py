@@ -15,6 +15,7 @@ from tests.support.daemon_process import DaemonProcess, free_ports
 
 SEED = 20261121
 STARTING_LIMIT_S = 100.0
+LONGEST_WORDS = 120  # of which each is a token; the models take 128
 SENTENCE = "rain on the harbour"
 
 # One of each kind; names that no generator thinks of, so that no random DELETE finds them.
@@ -35,6 +36,19 @@ class Target:
             self.ports = {name: client.get(name).port for name in FLEET}
             self._lives = self._lives_of(client)
             self._vector = client.embed(SENTENCE, instance="fuzz-embedding")
+
+    def fill_caches(self) -> None:
+        """Make calls of every length: workers keep generated code for the last shapes of batches.
+
+        It is some 70 MiB when full. Filled during a run it would look like a leak, or hide one.
+        """
+        with self.daemon.client() as client:
+            for words in range(1, LONGEST_WORDS):
+                text = "rain " * words
+                client.embed(text, instance="fuzz-embedding")
+                client.embed_sparse(text, instance="fuzz-sparse")
+                client.rerank(text, ["harbour"], instance="fuzz-reranker")
+                client.predict(text, instance="fuzz-classifier")
 
     def check_unharmed(self) -> None:
         """The same workers live, none was restarted, and the embedding of a known text is what it was."""
