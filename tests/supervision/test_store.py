@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -9,9 +10,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -463,6 +466,38 @@ async def test_what_was_refused_is_written_when_the_disk_heals(kept: Fixture, mo
     await eventually(lambda: kept.state.alarms is None)
     assert kept.written() == [SPEC]
     await kept.state.close()
+
+
+async def test_a_write_whose_caller_is_cancelled_is_completed_before_the_next(
+    kept: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kept.state.write()
+    write, may_write = store_module.write_atomically, threading.Event()
+    writers: list[str] = []
+
+    def write_slowly(*arguments: Any, **options: Any) -> None:
+        writers.append("begins")
+        may_write.wait(10)
+        write(*arguments, **options)
+        writers.append("ends")
+
+    monkeypatch.setattr(store_module, "write_atomically", write_slowly)
+
+    async def plan() -> None:
+        async with kept.state.planning("a", None):
+            pytest.fail("the body ran")
+
+    planning = asyncio.create_task(plan())
+    await eventually(lambda: writers)
+    planning.cancel()
+    await asyncio.sleep(0)  # the cancellation arrives
+    may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await planning
+    await kept.state.close()
+
+    assert writers == ["begins", "ends"] * 2
+    assert kept.written() == [SPEC], "a change that was not made is not left on disk"
 
 
 async def test_closing_tries_a_last_time(kept: Fixture) -> None:

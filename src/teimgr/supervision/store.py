@@ -265,6 +265,7 @@ class WantedState:
         self._pending: dict[str, str] = {}  # updates under way, as JSON
         self._tries: dict[str, int] = {}  # how often the update under way was begun by earlier daemons
         self._saving = asyncio.Lock()
+        self._writing: set[asyncio.Task[None]] = set()
         self._saved: list[InstanceSpec] | None = None
         self._retry: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -289,6 +290,8 @@ class WantedState:
         self._closing.set()
         if self._retry is not None:
             await self._retry
+        if self._writing:
+            await asyncio.wait(self._writing)
         self._store.close()
 
     # Alarms
@@ -407,6 +410,18 @@ class WantedState:
         Raises:
             StateNotSaved: the disk refused.
         """
+        writing = asyncio.create_task(self._write(), name="write of the state file")
+        self._writing.add(writing)
+        writing.add_done_callback(self._on_written)
+        # Its thread cannot be cancelled: where the caller is, the next write waits for this one and compares with it.
+        await asyncio.shield(writing)
+
+    def _on_written(self, writing: asyncio.Task[None]) -> None:
+        self._writing.discard(writing)
+        if not writing.cancelled():
+            writing.exception()  # retrieved, as the caller may be gone; the alarm has it
+
+    async def _write(self) -> None:
         async with self._saving:
             specs = [self._planned.get(spec.name, spec) for spec in self.specs()]
             pending = self._unfinished | self._pending
