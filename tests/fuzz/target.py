@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +18,8 @@ from tests.support.daemon_process import DaemonProcess, free_ports
 
 SEED = 20261121
 STARTING_LIMIT_S = 100.0
-LONGEST_WORDS = 120  # of which each is a token; the models take 128
+MOST_TOKENS = 300
+CALL_LIMIT_S = 30.0
 SENTENCE = "rain on the harbour"
 
 # One of each kind; names that no generator thinks of, so that no random DELETE finds them.
@@ -25,6 +29,14 @@ FLEET: dict[str, Callable[[Path], Path]] = {
     "fuzz-reranker": lambda folder: models.build_cross_encoder("bert", folder),
     "fuzz-classifier": lambda folder: models.build_classifier("bert", folder),
 }
+
+CALLS: dict[str, tuple[str, Callable[[list[str]], dict[str, Any]]]] = {
+    "fuzz-embedding": ("/embed", lambda texts: {"inputs": texts}),
+    "fuzz-sparse": ("/embed_sparse", lambda texts: {"inputs": texts}),
+    "fuzz-reranker": ("/rerank", lambda texts: {"query": "rain", "texts": texts}),
+    "fuzz-classifier": ("/predict", lambda texts: {"inputs": [[text] for text in texts]}),
+}
+"""A call on the port of each instance that computes all texts in one batch."""
 
 
 class Target:
@@ -38,17 +50,18 @@ class Target:
             self._vector = client.embed(SENTENCE, instance="fuzz-embedding")
 
     def fill_caches(self) -> None:
-        """Make calls of every length: workers keep generated code for the last shapes of batches.
+        """Make calls of ever more tokens: workers keep generated code for the last 256 shapes of matrix products.
 
         It is some 70 MiB when full. Filled during a run it would look like a leak, or hide one.
         """
-        with self.daemon.client() as client:
-            for words in range(1, LONGEST_WORDS):
-                text = "rain " * words
-                client.embed(text, instance="fuzz-embedding")
-                client.embed_sparse(text, instance="fuzz-sparse")
-                client.rerank(text, ["harbour"], instance="fuzz-reranker")
-                client.predict(text, instance="fuzz-classifier")
+        for tokens in range(1, MOST_TOKENS):
+            # Unequal ones, as equal texts are computed once; the models take 128 tokens.
+            lengths = [100 - number for number in range(tokens // 100)] + [tokens % 100]
+            texts = ["rain " * (words + 1) for words in lengths]
+            for name, (path, body) in CALLS.items():
+                url, head = f"http://127.0.0.1:{self.ports[name]}{path}", {"content-type": "application/json"}
+                request = urllib.request.Request(url, json.dumps(body(texts)).encode(), head)
+                urllib.request.urlopen(request, timeout=CALL_LIMIT_S).close()
 
     def check_unharmed(self) -> None:
         """The same workers live, none was restarted, and the embedding of a known text is what it was."""
