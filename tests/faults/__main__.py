@@ -27,6 +27,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of faults (all)")
     parser.add_argument("--report", type=Path, help="folder for faults-<seed>.json and faults-<seed>.md")
     options = parser.parse_args()
+    if options.report:
+        options.report.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tf") as folder:
         report = asyncio.run(soak.run(Path(folder), options.seed, options.faults, options.only, options.minutes))
     print(report.table())

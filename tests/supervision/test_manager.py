@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.fleet import LIMIT_S, Fleet
@@ -21,6 +23,7 @@ from teimgr.events.fleet_events import EventLog
 from teimgr.launch.process_handle import look_up
 from teimgr.routing.router import Router
 from teimgr.spec import InstanceSpec, State
+from teimgr.supervision.crash_reports import CrashReports
 from teimgr.supervision.store import parse
 
 Fleets = Callable[..., Fleet]
@@ -214,6 +217,27 @@ async def test_a_worker_that_was_killed_while_no_daemon_ran_leaves_a_report(
     assert crashed.reason.startswith("while no daemon ran the worker ended")
     assert (json.loads(report.read_text())["pid"], look_up(pid)) == (pid, None)
     await fleet.running("a", not_pid=pid)
+
+
+async def test_a_daemon_that_ends_completes_its_crash_reports(
+    crash: Callable[..., dict[str, int]], fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = crash("a")["a"]
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: look_up(pid) is None)
+    fleet, may_write, write = fleets(), threading.Event(), CrashReports.write
+
+    def write_late(*arguments: Any) -> None:
+        may_write.wait(LIMIT_S)
+        write(*arguments)
+
+    monkeypatch.setattr(CrashReports, "write", write_late)
+    await fleet.manager.boot()
+
+    threading.Timer(0.3, may_write.set).start()
+    await fleet.manager.shutdown(at_once=True)
+
+    assert len(list((fleet.settings.log_dir / "crashes").glob("a-0-*.json"))) == 1
 
 
 async def test_a_worker_that_ended_in_order_while_no_daemon_ran_leaves_none(

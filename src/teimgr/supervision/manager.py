@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
+# At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
+_BACKGROUND_LIMIT_S = 5.0
 
 
 async def _nothing_to_confirm() -> None:
@@ -88,7 +90,7 @@ class Manager:
         self._share = self._planner.share(0)
         self._adopting: set[asyncio.Task[None]] = set()
         self._is_shutting_down = False
-        self._updates: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._not_startable: set[str] = set()
         self._context = SupervisorContext(
             launcher=launcher,
@@ -190,6 +192,10 @@ class Manager:
         await stopping
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
+        if self._background:  # before the state file is released, which they may write
+            _, late = await asyncio.wait(self._background, timeout=_BACKGROUND_LIMIT_S)
+            for task in late:
+                log.error("given up at the end of the daemon", extra={"task": task.get_name()})
         await self._state.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
@@ -291,8 +297,8 @@ class Manager:
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
-        self._updates.add(task)
-        task.add_done_callback(self._updates.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
         return task
 
     async def _until_updated(self, instance: ManagedInstance) -> None:
