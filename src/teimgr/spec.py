@@ -329,6 +329,7 @@ class LoadedModel:
     "packed" where one padding-free row passed the load-time probe, else "equal-length". `attention` of a packed row is
     "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library"; a
     look-up table has "none".
+    `forward` is "native" where our C library computes all layers in one call, else "library".
     """
 
     model_id: str
@@ -352,6 +353,7 @@ class LoadedModel:
     tokenization_workers: int = 1
     load_s: float = 0.0
     attention: str = "by-run"
+    forward: str = "library"
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from teimgr.engine.attention_kernel import DTYPES, AttentionKernel, attention_kernel
+from teimgr.engine.native_library import native_library
 
 KERNEL = attention_kernel()
 LEVELS = KERNEL.levels() if KERNEL else ()
@@ -169,9 +170,9 @@ def test_numbers_of_heads_that_do_not_divide_are_refused(kernel: AttentionKernel
 
 @pytest.mark.parametrize(("value", "missing"), [("0", True), ("1", False)])
 def test_the_environment_turns_it_off(value: str, missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEIMGR_ATTENTION_KERNEL", value)
+    monkeypatch.setenv("TEIMGR_NATIVE", value)
 
-    assert (attention_kernel.__wrapped__() is None) is missing
+    assert (native_library.__wrapped__() is None) is missing
 
 
 def test_it_agrees_with_torchs_own(kernel: AttentionKernel) -> None:

@@ -1,30 +1,19 @@
-"""Attention of packed rows on CPUs by the C library of `native/attention.c`, if the package was built with a compiler.
-
-The library is an extension without a Python module: it is loaded through ctypes, which releases the GIL for its calls.
-It runs on torch's own OpenMP threads, as many as `torch.set_num_threads` says.
-"""
+"""Attention of packed rows on CPUs by the C library of `native/`, as many of torch's OpenMP threads as it has set."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
-import logging
-import os
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from teimgr.engine.native_library import LEVELS, NO_MEMORY, NativeLibrary, native_library
 
 DTYPES = (torch.float32, torch.bfloat16)
-# 0: packed rows are computed by torch's operators, one call per run of equal lengths.
-_SWITCH = "TEIMGR_ATTENTION_KERNEL"
-_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")  # `attention_level` in attention.c
-_ERRORS = {1: "no memory", 2: "numbers of heads that do not divide, or a head size above 1024"}
+_ERRORS = {1: NO_MEMORY, 2: "numbers of heads that do not divide, or a head size above 1024"}
 # With fewer pairs of a query and a key, times the width of all heads, waking a second thread costs more than it saves.
 _SERIAL_PRODUCTS = 2_000_000
 
@@ -34,13 +23,14 @@ class _Strides(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """`struct attention` of attention.c."""
+    """`struct attention` of library.h."""
 
     _fields_ = (
         ("query", ctypes.c_void_p),
         ("key", ctypes.c_void_p),
         ("value", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
         ("query_stride", _Strides),
         ("key_stride", _Strides),
         ("value_stride", _Strides),
@@ -63,14 +53,14 @@ class _Call(ctypes.Structure):
 class AttentionKernel:
     """The loaded library; `level` names the instructions that it uses."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: NativeLibrary) -> None:
         self._run = library.attention
-        self._best = int(library.attention_level())
-        self._parallel = _openmp_parallel()
+        self._best = library.level
+        self._parallel = library.parallel
 
     @property
     def level(self) -> str:
-        return _LEVELS[self._best]
+        return LEVELS[self._best]
 
     def __call__(
         self,
@@ -108,6 +98,7 @@ class AttentionKernel:
             key=key.data_ptr(),
             value=value.data_ptr(),
             out=out.data_ptr(),
+            out_stride=heads * size,
             query_stride=query.stride()[:2],
             key_stride=key.stride()[:2],
             value_stride=value.stride()[:2],
@@ -121,7 +112,7 @@ class AttentionKernel:
             reach=-1 if reach is None else reach,
             causal=causal,
             bfloat16=query.dtype is torch.bfloat16,
-            level=self._best if level is None else _LEVELS.index(level),
+            level=self._best if level is None else LEVELS.index(level),
             scale=size**-0.5 if scale is None else scale,
             parallel=None if few else self._parallel,
         )
@@ -131,27 +122,11 @@ class AttentionKernel:
 
     def levels(self) -> tuple[str, ...]:
         """What this CPU can run, the best last."""
-        return _LEVELS[: self._best + 1]
+        return LEVELS[: self._best + 1]
 
 
 @functools.cache
 def attention_kernel() -> AttentionKernel | None:
-    """The kernel, or None where the package was built without a compiler or the environment forbids it."""
-    if os.environ.get(_SWITCH) == "0":
-        return None
-    folder = Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        if (path := folder / f"_attention{suffix}").exists():
-            try:
-                return AttentionKernel(ctypes.CDLL(str(path)))
-            except (OSError, AttributeError) as error:
-                log.warning("the attention kernel cannot be loaded: %s", error)
-    return None
-
-
-def _openmp_parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP that torch has loaded; None where there is none: one thread then."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
-    except AttributeError:
-        return None
+    """The kernel, or None where there is no library."""
+    library = native_library()
+    return None if library is None else AttentionKernel(library)

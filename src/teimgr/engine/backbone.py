@@ -23,6 +23,8 @@ from torch.nn import functional
 
 from teimgr.engine.attention import PACKED, Packing
 from teimgr.engine.batch import PackedBatch, Run, to_device
+from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
+from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads.projections import read_weights
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.layout import Backbone, Layout
@@ -45,11 +47,12 @@ _TYPICAL_TOKENS = 256
 class Batching(Enum):
     """How a batch is run.
 
-    VARLEN: one row, one call of an attention kernel. BY_RUN: one row, attention per run of equal lengths.
-    EQUAL_LENGTH: one forward per run of equal lengths, through the library's own attention, right for every
-    architecture.
+    NATIVE: one row, one call of our C library for the whole forward. VARLEN: one row, one call of an attention kernel
+    per layer. BY_RUN: one row, attention per run of equal lengths. EQUAL_LENGTH: one forward per run of equal lengths,
+    through the library's own attention, right for every architecture.
     """
 
+    NATIVE = "native"
     VARLEN = "varlen"
     BY_RUN = "by-run"
     EQUAL_LENGTH = "equal-length"
@@ -74,13 +77,28 @@ class Transformer:
         self.device = device
         self.dtype = torch.float32
         self.batching = Batching.EQUAL_LENGTH
+        self._kernel: ForwardKernel | None = None
 
     @property
     def width(self) -> int:
         return int(self.config.get_text_config().hidden_size)
 
+    def make_native(self, dtype: torch.dtype) -> None:
+        """Run as NATIVE in `dtype` from now on; linear layers that the kernel has are dropped from the module.
+
+        Raises:
+            CannotLowerError: the model, the CPU or the installation does not allow it; nothing is changed.
+        """
+        if self.device.type != "cpu":
+            raise CannotLowerError("not on a CPU")
+        kernel, program = forward_kernel(self._module, self._options, dtype)
+        _drop_linears(self._module, program.linears)
+        if self._owner is not self._module:
+            convert(self._owner, dtype, self.device)
+        self._kernel, self.dtype, self.batching = kernel, dtype, Batching.NATIVE
+
     def use(self, batching: Batching) -> None:
-        """Set `batching`.
+        """Set `batching`, to any but NATIVE.
 
         Raises:
             ValueError: the architecture does not support custom attention functions.
@@ -93,7 +111,10 @@ class Transformer:
         self.dtype = dtype
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """Hidden states [T, H] in the model's dtype."""
+        """Hidden states [T, H] in the model's dtype; in float32 from NATIVE where the head is of our own."""
+        if self._kernel is not None:
+            hidden = self._kernel(batch, batch.position_ids + self._offset, torch.get_num_threads())
+            return hidden if self._owner is self._module else hidden.to(self.dtype)
         if self.batching is Batching.EQUAL_LENGTH:
             parts = [self._hidden_of_run(run, batch) for run in batch.runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -143,6 +164,10 @@ class WholeModel(Transformer):
     is run separately, and the fallback where it cannot be: one forward per run of equal lengths.
     """
 
+    def make_native(self, dtype: torch.dtype) -> None:
+        """Raises CannotLowerError always."""
+        raise CannotLowerError("the head of this model cannot be run by itself")
+
     def use(self, batching: Batching) -> None:
         """Raises ValueError for any batching but EQUAL_LENGTH."""
         if batching is not Batching.EQUAL_LENGTH:
@@ -151,6 +176,14 @@ class WholeModel(Transformer):
     def _forward(self, **inputs: Any) -> Tensor:
         logits: Tensor = self._module(**inputs, **self._options).logits
         return logits if logits.dim() == 2 else logits.flatten(0, 1)
+
+
+def _drop_linears(module: nn.Module, weights: frozenset[int]) -> None:
+    """Remove the linear layers whose weights are at these addresses: their memory is freed, or their file unmapped."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.data_ptr() in weights:
+                setattr(parent, name, nn.Identity())
 
 
 def load_module(layout: Layout, device: torch.device) -> Any:
@@ -229,6 +262,10 @@ class StaticTable:
     @property
     def width(self) -> int:
         return self._table.shape[1]
+
+    def make_native(self, dtype: torch.dtype) -> None:
+        """Raises CannotLowerError always: a look-up has no layers."""
+        raise CannotLowerError("a look-up table")
 
     def use(self, batching: Batching) -> None:
         self.batching = batching

@@ -21,6 +21,7 @@ from teimgr.engine.attention import CannotPackError
 from teimgr.engine.attention_kernel import DTYPES, attention_kernel
 from teimgr.engine.backbone import Batching, PackedLinear, StaticTable, prepacking_works
 from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Output, Pair
 from teimgr.engine.model import Model
@@ -196,17 +197,24 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
     device = model.backbone.device
     reference = [reference_of(model, encoded) for encoded in inputs]
     types = _candidate_dtypes(_fastest(model), device) if wanted is None else [wanted]
-    for i, dtype in enumerate(types):
-        if i > 0:
-            log.warning("%s deviates too much from float32 for this model; %s is tried", types[i - 1], dtype)
-            del model  # before the next is loaded: the device may have no room for two
-            gc.collect()  # modules are in reference cycles
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            model = load()
-        model.backbone.convert(dtype)
-        if (choice := _choose_batching(model, dtype, inputs, reference, requested=wanted is not None)) is not None:
-            return model, choice
+    is_fresh = True
+    for dtype in types:
+        for choose_way in (_choose_native, _choose_batching):
+            if not is_fresh:
+                del model  # before the next is loaded: the device may have no room for two
+                gc.collect()  # modules are in reference cycles
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                model = load()
+            try:
+                choice = choose_way(model, dtype, inputs, reference, requested=wanted is not None)
+            except CannotLowerError as refusal:  # the model is unchanged
+                log.info("the forward is not native: %s", refusal)
+                continue
+            if choice is not None:
+                return model, choice
+            is_fresh = False
+        log.warning("%s deviates too much from float32 for this model", dtype)
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
 
 
@@ -216,10 +224,27 @@ def _candidate_dtypes(fastest: torch.dtype, device: torch.device) -> list[torch.
     return list(dict.fromkeys([fastest, *(second if fastest is not torch.float32 else []), torch.float32]))
 
 
+def _choose_native(
+    model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
+) -> Choice | None:
+    """The forward as one call of our library; None where its results do not match the reference.
+
+    Raises:
+        CannotLowerError: the model has none.
+    """
+    model.backbone.make_native(dtype)
+    close = compare(batched(model, inputs), reference)
+    if _close_enough(close, dtype, requested):
+        return Choice(dtype, Batching.NATIVE, close)
+    log.warning("the native forward in %s is refused: %s", dtype, close)
+    return None
+
+
 def _choose_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
-    """The first batching whose results match the reference; None where none do."""
+    """The first other batching whose results match the reference; None where none do. Converts the model to `dtype`."""
+    model.backbone.convert(dtype)
     varlen = [Batching.VARLEN] if _has_varlen_kernel(model.backbone.device, model.backbone.dtype) else []
     for batching in (*varlen, Batching.BY_RUN, Batching.EQUAL_LENGTH):
         try:

@@ -125,6 +125,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
         commit=options.commit,
         load_s=round(time.monotonic() - began, 3),
         attention=_attention(model, choice.batching),
+        forward="native" if choice.batching is Batching.NATIVE else "library",
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
@@ -146,7 +147,7 @@ def _attention(model: Model, batching: Batching) -> str:
     """`LoadedModel.attention`."""
     if isinstance(model.backbone, StaticTable):
         return "none"
-    return "library" if batching is Batching.EQUAL_LENGTH else batching.value
+    return {Batching.NATIVE: "varlen", Batching.EQUAL_LENGTH: "library"}.get(batching, batching.value)
 
 
 def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:

@@ -5,39 +5,13 @@
 // Softmax is computed block by block over the keys (Dao et al., "FlashAttention", 2022), with sums in float32.
 
 #include <stdatomic.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-// Runs `body(data)` on `threads` threads (0: as many as OpenMP would), as libgomp's GOMP_parallel does.
-typedef void (*parallel_function)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-
-// Strides are in elements; within a head the elements are contiguous. Text i has the tokens begins[i] to begins[i + 1].
-struct attention {
-    const void *query, *key, *value;
-    void *out;                                         // [tokens, heads, head_size], contiguous
-    int64_t query_stride[2], key_stride[2], value_stride[2];  // of a token, of a head
-    const int32_t *begins;                             // [texts + 1]
-    const int32_t *keys;                               // [texts]: its leading tokens that are keys; NULL: all
-    int64_t texts, longest;                            // number of texts, tokens of the longest
-    int64_t heads, key_heads, head_size;               // key_heads divides heads
-    int64_t reach;                                     // a window of so many tokens to each side; -1: no window
-    int32_t causal;
-    int32_t bfloat16;                                  // 1: bfloat16 in and out; 0: float32
-    int32_t level;                                     // of `attention_level`, or a lower one
-    float scale;
-    parallel_function parallel;                        // NULL: on the calling thread
-};
-
-enum { BASELINE, AVX2, AVX512, AVX512_BF16 };
-enum { DONE, NO_MEMORY, UNSUPPORTED };
+#include "library.h"
 
 enum {
     ROWS = 4,            // queries that share a load of the keys
     KEY_BLOCK = 1024,    // keys of a head that are repacked at a time: they stay in the second-level cache
     QUERY_CHUNK = 512,   // queries of a text and head that one thread takes at a time
-    ALIGNMENT = 64,
 };
 
 static const float NOTHING = -1e30f;  // the score of a masked key, and the maximum of a row before its first key
@@ -63,10 +37,6 @@ struct range {
     int64_t begin, end;
 };
 
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 // The keys that query `row` of a text attends to.
 static inline struct range visible_keys(const struct attention *call, const struct item *item, int64_t row) {
     struct range seen = {0, item->keys};
@@ -80,28 +50,13 @@ static inline struct range visible_keys(const struct attention *call, const stru
 
 // Zeros for the queries that see no key: those further from the last key than the window reaches.
 static void clear_blind_rows(const struct attention *call, const struct item *item) {
-    const int64_t group = call->heads / call->key_heads, bytes = call->head_size * (call->bfloat16 ? 2 : 4);
+    const int64_t group = call->heads / call->key_heads, bytes = call->bfloat16 ? 2 : 4;
     for (int64_t row = item->first; row < item->last; row++) {
         const struct range seen = visible_keys(call, item, row);
         if (seen.begin < seen.end) continue;
-        const int64_t at = (item->begin + row) * call->heads + item->key_head * group;
-        memset((char *)call->out + at * bytes, 0, (size_t)(group * bytes));
+        const int64_t at = (item->begin + row) * call->out_stride + item->key_head * group * call->head_size;
+        memset((char *)call->out + at * bytes, 0, (size_t)(group * call->head_size * bytes));
     }
-}
-
-static inline float from_bfloat16(uint16_t value) {
-    const uint32_t bits = (uint32_t)value << 16;
-    float result;
-    memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-// To the nearest, ties to even; NaN stays NaN. Without a branch, for the vectorizer.
-static inline uint16_t to_bfloat16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
 #define LEVEL(name) name##_baseline
@@ -135,7 +90,6 @@ static inline uint16_t to_bfloat16(float value) {
 #include "attention_tile.h"
 #endif
 
-// The best instruction set of this CPU that the library has code for.
 int attention_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -163,8 +117,8 @@ static void attend(const struct attention *call, const struct scratch *scratch, 
     attend_baseline(call, scratch, item);
 }
 
-// The parts of one allocation; NULL where there is no memory.
-static void *new_scratch(const struct attention *call, struct scratch *scratch) {
+// Divides `memory` into the parts of `scratch`; returns the bytes that they take. NULL: only the bytes.
+static int64_t lay_out(const struct attention *call, void *memory, struct scratch *scratch) {
     const int64_t block = lesser(KEY_BLOCK, round_up(call->longest, 64)), width = round_up(call->head_size, 16);
     const int64_t rows = call->longest > KEY_BLOCK ? call->heads / call->key_heads * QUERY_CHUNK : 0;
     const int64_t sizes[] = {
@@ -176,19 +130,38 @@ static void *new_scratch(const struct attention *call, struct scratch *scratch) 
         &scratch->weights, (void **)&scratch->result, (void **)&scratch->maximum, (void **)&scratch->sum,
     };
     int64_t total = 0;
-    for (int i = 0; i < 8; i++) total += round_up(sizes[i], ALIGNMENT);
-    char *memory = aligned_alloc(ALIGNMENT, (size_t)total);
-    char *next = memory;
-    for (int i = 0; memory != NULL && i < 8; i++) {
-        *parts[i] = next;
-        next += round_up(sizes[i], ALIGNMENT);
+    for (int i = 0; i < 8; i++) {
+        if (memory != NULL) *parts[i] = (char *)memory + total;
+        total += round_up(sizes[i], ALIGNMENT);
     }
-    return memory;
+    return total;
+}
+
+static int64_t chunks(const struct attention *call) { return (call->longest + QUERY_CHUNK - 1) / QUERY_CHUNK; }
+
+int64_t attention_items(const struct attention *call) { return call->texts * call->key_heads * chunks(call); }
+
+int64_t attention_scratch_bytes(const struct attention *call) {
+    struct scratch scratch;
+    return lay_out(call, NULL, &scratch);
+}
+
+void attention_item(const struct attention *call, void *memory, int64_t i) {
+    const int64_t heads = call->key_heads, count = chunks(call);
+    struct item item = {.text = call->texts - 1 - i / (heads * count), .key_head = i / count % heads};
+    item.begin = call->begins[item.text];
+    item.length = call->begins[item.text + 1] - item.begin;
+    item.keys = call->keys == NULL ? item.length : lesser(call->keys[item.text], item.length);
+    item.first = i % count * QUERY_CHUNK;
+    item.last = lesser(item.first + QUERY_CHUNK, item.length);
+    if (item.first >= item.length) return;
+    struct scratch scratch;
+    lay_out(call, memory, &scratch);
+    attend(call, &scratch, &item);
 }
 
 struct work {
     const struct attention *call;
-    int64_t chunks;           // of the longest text
     atomic_llong next;        // the item to take next
     atomic_int status;
 };
@@ -196,25 +169,16 @@ struct work {
 // Takes items until none is left, those of the longest texts first: threads finish at about the same time.
 static void take_items(void *data) {
     struct work *work = data;
-    const struct attention *call = work->call;
-    const int64_t heads = call->key_heads, count = call->texts * heads * work->chunks;
-    struct scratch scratch = {0};
+    const int64_t count = attention_items(work->call);
     void *memory = NULL;
     for (;;) {
         const int64_t i = atomic_fetch_add_explicit(&work->next, 1, memory_order_relaxed);
         if (i >= count) break;
-        struct item item = {.text = call->texts - 1 - i / (heads * work->chunks), .key_head = i / work->chunks % heads};
-        item.begin = call->begins[item.text];
-        item.length = call->begins[item.text + 1] - item.begin;
-        item.keys = call->keys == NULL ? item.length : lesser(call->keys[item.text], item.length);
-        item.first = i % work->chunks * QUERY_CHUNK;
-        item.last = lesser(item.first + QUERY_CHUNK, item.length);
-        if (item.first >= item.length) continue;
-        if (memory == NULL && (memory = new_scratch(call, &scratch)) == NULL) {
+        if (memory == NULL && (memory = aligned_alloc(ALIGNMENT, (size_t)attention_scratch_bytes(work->call))) == NULL) {
             atomic_store(&work->status, NO_MEMORY);
             break;
         }
-        attend(call, &scratch, &item);
+        attention_item(work->call, memory, i);
     }
     free(memory);
 }
@@ -223,7 +187,7 @@ static void take_items(void *data) {
 int attention(const struct attention *call) {
     if (call->key_heads < 1 || call->heads % call->key_heads || call->head_size < 1 || call->head_size > 1024)
         return UNSUPPORTED;
-    struct work work = {.call = call, .chunks = (call->longest + QUERY_CHUNK - 1) / QUERY_CHUNK};
+    struct work work = {.call = call};
     if (call->parallel != NULL)
         call->parallel(take_items, &work, 0, 0);
     else

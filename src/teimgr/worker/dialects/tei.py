@@ -315,6 +315,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "device": model.device,
         "batching": model.batching,
         "attention": model.attention,
+        "forward": model.forward,
         "prompts": list(model.prompts),
         "default_prompt_name": model.default_prompt_name,
     }

@@ -1,0 +1,308 @@
+"""The forward of a transformer in one call of our C library: steps of `forward_program`, weights packed for it.
+
+A query needs no call of Python per layer, and a batch is computed group by group, so that what a layer computes is
+still in the cache when the next one reads it. The residual stream and the norms are float32 in every dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from teimgr.engine.batch import PackedBatch
+from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step, Table, lower, trace_forward
+from teimgr.engine.native_library import LEVELS, NO_MEMORY, native_forward_allowed, native_library
+
+_KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate")
+_ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
+_NORMS = ("layer", "rms")
+_INDICES = ("ids", "positions", "types")
+_MOST_TABLES = 4
+_NO_SLOT = -1
+_SLOT_COLUMNS = 64  # a slot's rows are a multiple of so many elements, as wide as a panel
+_ERRORS = {1: NO_MEMORY, 2: "this CPU lacks the instructions"}
+_FIRST_POSITIONS = 512
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_int64), ("stride", ctypes.c_int64))
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = (("slot", ctypes.c_int32), ("column", ctypes.c_int64))
+
+
+class _Step(ctypes.Structure):
+    """`struct step` of forward.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("norm", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("x", _Operand),
+        ("with_", _Operand),
+        ("third", _Operand),
+        ("floats", ctypes.c_int32),
+        ("operands", ctypes.c_int32),
+        ("width", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p * _MOST_TABLES),
+        ("index", ctypes.c_int32 * _MOST_TABLES),
+        ("table_count", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("key_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("reach", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+class _Program(ctypes.Structure):
+    """`struct program` of forward.h."""
+
+    _fields_ = (
+        ("steps", ctypes.POINTER(_Step)),
+        ("slots", ctypes.POINTER(_Slot)),
+        ("step_count", ctypes.c_int64),
+        ("slot_count", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("result", ctypes.c_int32),
+        ("bfloat16", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+    )
+
+
+class _Call(ctypes.Structure):
+    """`struct forward` of forward.h."""
+
+    _fields_ = (
+        ("program", ctypes.POINTER(_Program)),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("types", ctypes.c_void_p),
+        ("begins", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("texts", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("threads", ctypes.c_int32),
+        ("parallel", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """The result of a step: its slots for float32 and for operands, equal where operands are float32."""
+
+    floats: int = _NO_SLOT
+    operands: int = _NO_SLOT
+
+
+def forward_kernel(module: Any, options: dict[str, Any], dtype: torch.dtype) -> tuple[ForwardKernel, ForwardProgram]:
+    """The kernel for a transformers `module` in float32, and the program that it runs; `options` go to its forward.
+
+    Raises:
+        CannotLowerError: the model computes something that is not among the steps, or there is no library for it.
+    """
+    if native_library() is None or not native_forward_allowed():
+        raise CannotLowerError("there is no native library, or the environment forbids it")
+    program = lower(trace_forward(module, options))
+    return ForwardKernel(program, dtype), program
+
+
+class ForwardKernel:
+    """A program with its weights in `dtype`, float32 or bfloat16.
+
+    Raises:
+        CannotLowerError: there is no library, or the CPU lacks the instructions for `dtype`, or the program reads a
+            result in a way that the library does not.
+    """
+
+    def __init__(self, program: ForwardProgram, dtype: torch.dtype, *, level: str | None = None) -> None:
+        library = native_library()
+        if library is None:
+            raise CannotLowerError("no native library")
+        self._library = library
+        self._level = library.level if level is None else LEVELS.index(level)
+        self._panel = int(library.panel_width(self._level))
+        self._bfloat16 = dtype is torch.bfloat16
+        known = dtype is torch.float32 or (self._bfloat16 and LEVELS[self._level] == "avx512_bf16")
+        if not self._panel or not known:
+            raise CannotLowerError(f"no {dtype} on {LEVELS[self._level]}")
+        self._kept: list[Tensor] = []  # what the steps point to
+        slots, values = self._slots(program)
+        self._tables: list[tuple[int, int, Table]] = []  # step, place, table of positions
+        self._steps = (_Step * len(program.steps))(*[self._step(step, values) for step in program.steps])
+        self._slots_array = (_Slot * len(slots))(*slots)
+        self._program = _Program(
+            steps=self._steps,
+            slots=self._slots_array,
+            step_count=len(self._steps),
+            slot_count=len(slots),
+            bytes=max(slot.offset + slot.stride for slot in slots),
+            width=program.width,
+            result=values[len(program.steps) - 1].floats,
+            bfloat16=self._bfloat16,
+            level=self._level,
+        )
+        self._positions = 0
+        self._grow_tables(_FIRST_POSITIONS)
+
+    def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
+        """Hidden states, float32 [T, width]; `positions` are int64 [T].
+
+        Raises:
+            RuntimeError: there is no memory for a thread's part of the batch.
+        """
+        if self._tables and (most := int(positions.max()) + 1) > self._positions:
+            self._grow_tables(1 << (most - 1).bit_length())
+        out = torch.empty(batch.tokens, self._program.width)
+        call = _Call(
+            program=ctypes.pointer(self._program),
+            ids=batch.ids.ctypes.data,
+            positions=positions.ctypes.data,
+            types=None if batch.type_ids is None else batch.type_ids.ctypes.data,
+            begins=batch.cu_seqlens.ctypes.data,
+            keys=None if batch.keys is None else batch.keys.ctypes.data,
+            texts=batch.texts,
+            tokens=batch.tokens,
+            out=out.data_ptr(),
+            threads=threads,
+            parallel=None if threads < 2 else self._library.parallel,
+        )
+        if status := self._library.forward(ctypes.byref(call)):
+            raise RuntimeError(f"native forward: {_ERRORS[status]}")
+        return out
+
+    def _grow_tables(self, positions: int) -> None:
+        self._positions = positions
+        for step, place, table in self._tables:
+            self._steps[step].tables[place] = self._address(table.rows(positions))
+
+    def _address(self, tensor: Tensor) -> int:
+        kept = tensor.detach().float().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _step(self, step: Step, values: dict[int, _Value]) -> _Step:
+        is_same = values[step.key].floats == values[step.key].operands
+        made = _Step(
+            kind=_KINDS.index(step.kind),
+            activation=_ACTIVATIONS.index(step.activation),
+            norm=_NORMS.index(step.norm),
+            causal=step.causal,
+            floats=values[step.key].floats,
+            operands=_NO_SLOT if is_same and step.kind != "attend" else values[step.key].operands,
+            width=step.width,
+            inner=0 if step.x is None else step.x.width,
+            groups=step.groups,
+            table_count=len(step.tables),
+            heads=step.heads[0],
+            key_heads=step.heads[1],
+            head_size=step.heads[2],
+            reach=-1 if step.reach is None else step.reach,
+            scale=_scale(step),
+            epsilon=step.epsilon,
+        )
+        if len(step.tables) > _MOST_TABLES:
+            raise CannotLowerError(f"a sum of {len(step.tables)} embeddings")
+        as_operands = step.reads_operands
+        for name, read in (("x", step.x), ("with_", step.with_), ("third", step.third)):
+            value = _Value() if read is None else values[read.key]
+            slot = value.operands if read in as_operands else value.floats
+            setattr(made, name, _Operand(slot, 0 if read is None else read.column))
+        if step.kind == "linear":
+            assert step.weights is not None
+            weights = self._packed(step.weights)
+            self._kept.append(weights)
+            made.weights = weights.data_ptr()
+            if step.bias is not None:
+                padded = torch.zeros(-(-step.width // self._panel) * self._panel)
+                padded[: step.width] = step.bias
+                made.bias = self._address(padded)
+            return made
+        made.weights = None if step.weights is None else self._address(step.weights)
+        made.bias = None if step.bias is None else self._address(step.bias)
+        for place, (table, index) in enumerate(step.tables):
+            made.index[place] = _INDICES.index(index)
+            if isinstance(table, Table):
+                self._tables.append((step.key, place, table))
+            else:
+                made.tables[place] = self._address(table)
+        return made
+
+    def _packed(self, weights: Tensor) -> Tensor:
+        """[out, in] → [panels, in, panel], or in bfloat16 [panels, in / 2, panel, 2]; zeros behind the last column."""
+        columns, inner = weights.shape
+        panels = -(-columns // self._panel)
+        padded = torch.zeros(panels * self._panel, inner, dtype=torch.bfloat16 if self._bfloat16 else torch.float32)
+        padded[:columns] = weights
+        if self._bfloat16:
+            return padded.view(panels, self._panel, inner // 2, 2).permute(0, 2, 1, 3).contiguous()
+        return padded.view(panels, self._panel, inner).permute(0, 2, 1).contiguous()
+
+    def _slots(self, program: ForwardProgram) -> tuple[list[_Slot], dict[int, _Value]]:
+        """A place for every result while it is read, in memory that results share."""
+        last = len(program.steps) - 1
+        floats, operands, until = {last}, set[int](), {last: last}
+        for step in program.steps:
+            for read in step.reads:
+                (operands if read in step.reads_operands else floats).add(read.key)
+                until[read.key] = max(until.get(read.key, 0), step.key)
+        memory = _SharedMemory()
+        values: dict[int, _Value] = {}
+        for step in program.steps:
+            key, elements = step.key, -(-step.width * step.groups // _SLOT_COLUMNS) * _SLOT_COLUMNS
+            if step.kind == "attend" and self._bfloat16 and key in floats:
+                raise CannotLowerError("attention's result as float32")
+            memory.release(key)
+            last_read = until.get(key, key)
+            if self._bfloat16:
+                wide = memory.take(elements * 4, last_read) if key in floats else _NO_SLOT
+                narrow = memory.take(elements * 2, last_read) if key in operands else _NO_SLOT
+                values[key] = _Value(wide, narrow)
+            else:
+                slot = memory.take(elements * 4, last_read)
+                values[key] = _Value(slot, slot)
+        return memory.slots, values
+
+
+def _scale(step: Step) -> float:
+    if step.scale is not None:
+        return step.scale
+    return float(step.heads[2] ** -0.5) if step.kind == "attend" else 1.0
+
+
+class _SharedMemory:
+    """Places for results in the memory of a token, each free again behind the last step that reads it."""
+
+    def __init__(self) -> None:
+        self.slots: list[_Slot] = []
+        self._taken: list[tuple[int, int, int]] = []  # offset, end, last step that reads it
+
+    def release(self, step: int) -> None:
+        """Free what no step from `step` on reads."""
+        self._taken = [one for one in self._taken if one[2] >= step]
+
+    def take(self, size: int, last_read: int) -> int:
+        """A slot of `size` bytes at the first place that is wide enough; its number."""
+        offset = 0
+        for begin, end, _ in sorted(self._taken):
+            if offset + size <= begin:
+                break
+            offset = max(offset, end)
+        self._taken.append((offset, offset + size, last_read))
+        self.slots.append(_Slot(offset, size))
+        return len(self.slots) - 1

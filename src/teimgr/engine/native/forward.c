@@ -1,0 +1,266 @@
+// The forward of a transformer on CPUs: a program of steps, made by forward_program.py, run over a packed batch.
+//
+// Plain C over pointers, called through ctypes. The arithmetic is in forward_tile.h, compiled once per instruction set.
+// A batch is divided into groups of texts, and a thread takes a group through all steps: what it computes stays in its
+// second-level cache, and no thread waits for another. Where there are too few groups, all threads share the parts of
+// every step of one group. A token's result does not depend on the texts beside it: products are summed in one order.
+
+#include <stdatomic.h>
+
+#include "forward.h"
+
+enum {
+    GROUP_TOKENS = 128,         // of texts that a thread takes at a time
+    SHARED_GROUP_TOKENS = 512,  // of texts that all threads take together
+    SLACK = 256,                // bytes behind a thread's memory: a panel may be wider than what is left of a row
+    SPINS = 20000,              // before a thread that waits for another offers its core
+};
+
+static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <sched.h>
+
+enum { MOST_ROWS = 6 };  // that share a load of the weights
+
+#define LEVEL(name) name##_avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define WIDTH 8
+#define COLUMNS 2
+#define PAIRS 0
+#include "forward_tile.h"
+
+#define LEVEL(name) name##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define WIDTH 16
+#define COLUMNS 4
+#define PAIRS 0
+#include "forward_tile.h"
+
+#define LEVEL(name) name##_avx512_bf16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
+#define WIDTH 16
+#define COLUMNS 4
+#define PAIRS 1
+#include "forward_tile.h"
+
+int64_t panel_width(int32_t level) { return level >= AVX512 ? 64 : level == AVX2 ? 16 : 0; }
+
+// What attention is asked for a group.
+static struct attention attention_of(const struct step *step, const struct group *group) {
+    const struct program *program = group->program;
+    const int64_t size = program->bfloat16 ? 2 : 4;
+    const struct operand *from[] = {&step->x, &step->with, &step->third};
+    const void *rows[3];
+    struct attention call = {0};
+    int64_t *strides[] = {call.query_stride, call.key_stride, call.value_stride};
+    for (int i = 0; i < 3; i++) {
+        const struct slot *slot = program->slots + from[i]->slot;
+        rows[i] = group->memory + group->tokens * slot->offset + from[i]->column * size;
+        strides[i][0] = slot->stride / size, strides[i][1] = step->head_size;
+    }
+    const struct slot *out = program->slots + step->operands;
+    call.query = rows[0], call.key = rows[1], call.value = rows[2];
+    call.out = group->memory + group->tokens * out->offset, call.out_stride = out->stride / size;
+    call.begins = group->begins, call.texts = group->texts;
+    call.keys = group->call->keys == NULL ? NULL : group->call->keys + group->text;
+    for (int64_t i = 0; i < group->texts; i++)
+        call.longest = greater(call.longest, group->begins[i + 1] - group->begins[i]);
+    call.heads = step->heads, call.key_heads = step->key_heads, call.head_size = step->head_size;
+    call.reach = step->reach, call.causal = step->causal, call.scale = step->scale;
+    call.bfloat16 = program->bfloat16, call.level = program->level;
+    return call;
+}
+
+static int64_t units_of(const struct step *step, const struct group *group, const struct attention *attention) {
+    switch (step->kind) {
+    case LINEAR: return ceiling(step->width, panel_width(group->program->level)) * ceiling(group->tokens, ROW_TILE);
+    case ATTEND: return attention_items(attention);
+    }
+    return ceiling(group->tokens, ROWS_AT_A_TIME);
+}
+
+static void run_unit(
+    const struct step *step, const struct group *group, const struct attention *attention, void *scratch, int64_t unit) {
+    if (step->kind == ATTEND) {
+        attention_item(attention, scratch, unit);
+        return;
+    }
+    const int is_linear = step->kind == LINEAR;
+    if (group->program->bfloat16)
+        (is_linear ? linear_avx512_bf16 : run_rows_avx512_bf16)(step, group, unit);
+    else if (group->program->level >= AVX512)
+        (is_linear ? linear_avx512 : run_rows_avx512)(step, group, unit);
+    else
+        (is_linear ? linear_avx2 : run_rows_avx2)(step, group, unit);
+}
+
+// Writes a group's result to its place in the batch.
+static void copy_result(const struct group *group) {
+    const struct program *program = group->program;
+    const struct slot *slot = program->slots + program->result;
+    for (int64_t row = 0; row < group->tokens; row++)
+        memcpy(
+            group->call->out + (group->first + row) * program->width,
+            group->memory + group->tokens * slot->offset + row * slot->stride, (size_t)program->width * sizeof(float));
+}
+
+// Makes `group` the texts from its end on, up to `tokens` tokens but at least one text; 0 where none is left.
+static int next_group(struct group *group, int64_t tokens) {
+    const struct forward *call = group->call;
+    group->text += group->texts;
+    group->first += group->tokens;
+    group->texts = 0;
+    if (group->text >= call->texts) return 0;
+    const int32_t *begins = call->begins + group->text;
+    do group->texts++;
+    while (group->text + group->texts < call->texts && begins[group->texts + 1] - begins[0] <= tokens);
+    group->tokens = begins[group->texts] - begins[0];
+    return 1;
+}
+
+static int64_t scratch_bytes(const struct group *group) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < group->program->step_count; i++) {
+        const struct step *step = group->program->steps + i;
+        if (step->kind != ATTEND) continue;
+        const struct attention attention = attention_of(step, group);
+        bytes = greater(bytes, attention_scratch_bytes(&attention));
+    }
+    return round_up(bytes, ALIGNMENT);
+}
+
+// The progress of the threads that share a step.
+struct progress {
+    _Alignas(64) atomic_llong next, done;
+};
+
+struct work {
+    const struct forward *call;
+    const struct group *groups;
+    int64_t group_count, longest;     // number of groups, tokens of the largest
+    int64_t scratch;                  // bytes of attention's memory
+    struct progress *progress;        // of every step, where threads share them
+    atomic_llong next;                // the group to take next
+    atomic_int status;
+};
+
+static char *new_memory(struct work *work, int64_t bytes) {
+    char *memory = aligned_alloc(ALIGNMENT, (size_t)round_up(bytes + SLACK, ALIGNMENT));
+    if (memory == NULL) atomic_store(&work->status, NO_MEMORY);
+    return memory;
+}
+
+// Begins of a group's texts, from its first token on.
+static void set_begins(struct group *group, int32_t *begins) {
+    const int32_t *from = group->call->begins + group->text;
+    for (int64_t i = 0; i <= group->texts; i++) begins[i] = from[i] - from[0];
+    group->begins = begins;
+}
+
+// Takes groups, the largest first, until none is left, each through all steps.
+static void take_groups(void *data) {
+    struct work *work = data;
+    const struct program *program = work->call->program;
+    const int64_t slots = round_up(work->longest * program->bytes, ALIGNMENT);
+    char *memory = NULL;
+    for (;;) {
+        const int64_t i = atomic_fetch_add_explicit(&work->next, 1, memory_order_relaxed);
+        if (i >= work->group_count) break;
+        if (memory == NULL && (memory = new_memory(work, slots + work->scratch + (work->longest + 1) * 4)) == NULL) return;
+        struct group group = work->groups[work->group_count - 1 - i];
+        group.memory = memory;
+        set_begins(&group, (int32_t *)(memory + slots + work->scratch));
+        for (int64_t s = 0; s < program->step_count; s++) {
+            const struct step *step = program->steps + s;
+            const struct attention attention = step->kind == ATTEND ? attention_of(step, &group) : (struct attention){0};
+            const int64_t units = units_of(step, &group, &attention);
+            for (int64_t unit = 0; unit < units; unit++) run_unit(step, &group, &attention, memory + slots, unit);
+        }
+        copy_result(&group);
+    }
+    free(memory);
+}
+
+static void wait_for(atomic_llong *done, int64_t units) {
+    for (int64_t i = 0; atomic_load_explicit(done, memory_order_acquire) < units; i++) {
+        if (i < SPINS)
+            _mm_pause();
+        else
+            sched_yield();
+    }
+}
+
+// Takes parts of the steps of the only group, in order. A thread that comes late finds the first steps done: how many
+// threads there are need not be known.
+static void share_steps(void *data) {
+    struct work *work = data;
+    const struct group *group = work->groups;
+    const struct program *program = group->program;
+    char *scratch = NULL;
+    for (int64_t s = 0; s < program->step_count; s++) {
+        const struct step *step = program->steps + s;
+        struct progress *progress = work->progress + s;
+        const struct attention attention = step->kind == ATTEND ? attention_of(step, group) : (struct attention){0};
+        const int64_t units = units_of(step, group, &attention);
+        int64_t unit;
+        while ((unit = atomic_fetch_add_explicit(&progress->next, 1, memory_order_relaxed)) < units) {
+            if (step->kind == ATTEND && scratch == NULL) scratch = new_memory(work, work->scratch);
+            if (step->kind != ATTEND || scratch != NULL) run_unit(step, group, &attention, scratch, unit);
+            atomic_fetch_add_explicit(&progress->done, 1, memory_order_release);
+        }
+        wait_for(&progress->done, units);
+    }
+    free(scratch);
+}
+
+static void run_shared(struct work *work, struct group *group) {
+    const struct program *program = group->program;
+    const int64_t slots = round_up(group->tokens * program->bytes, ALIGNMENT);
+    const int64_t progress = program->step_count * (int64_t)sizeof(struct progress);
+    if ((group->memory = new_memory(work, slots + progress + (group->texts + 1) * 4)) == NULL) return;
+    work->progress = (struct progress *)(group->memory + slots);
+    memset(work->progress, 0, (size_t)progress);
+    set_begins(group, (int32_t *)(group->memory + slots + progress));
+    work->groups = group;
+    work->scratch = scratch_bytes(group);
+    work->call->parallel(share_steps, work, (unsigned)work->call->threads, 0);
+    if (atomic_load(&work->status) == DONE) copy_result(group);
+    free(group->memory);
+}
+
+int forward(const struct forward *call) {
+    const struct program *program = call->program;
+    if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < AVX512_BF16)) return UNSUPPORTED;
+    struct work work = {.call = call};
+    struct group *groups = malloc((size_t)call->texts * sizeof *groups), group = {.program = program, .call = call};
+    if (groups == NULL) return NO_MEMORY;
+    while (next_group(&group, GROUP_TOKENS)) {
+        work.longest = greater(work.longest, group.tokens);
+        groups[work.group_count++] = group;
+    }
+    const int is_alone = call->parallel == NULL || call->threads < 2;
+    if (is_alone || (work.group_count >= 2 * call->threads && work.longest * call->threads <= call->tokens)) {
+        work.groups = groups;
+        for (int64_t i = 0; i < work.group_count; i++) {
+            int32_t begins[2] = {0, (int32_t)groups[i].tokens};  // as if it were one text: no text needs more
+            struct group whole = groups[i];
+            whole.texts = 1, whole.begins = begins;
+            work.scratch = greater(work.scratch, scratch_bytes(&whole));
+        }
+        if (is_alone)
+            take_groups(&work);
+        else
+            call->parallel(take_groups, &work, (unsigned)call->threads, 0);
+    } else {
+        group = (struct group){.program = program, .call = call};
+        while (atomic_load(&work.status) == DONE && next_group(&group, SHARED_GROUP_TOKENS)) run_shared(&work, &group);
+    }
+    free(groups);
+    return atomic_load(&work.status);
+}
+#else
+int64_t panel_width(int32_t level) { return (void)level, 0; }
+int forward(const struct forward *call) { return (void)call, UNSUPPORTED; }
+#endif

@@ -1,0 +1,89 @@
+// A forward as a list of steps over the rows of a packed batch, one row per token.
+
+#pragma once
+
+#include "library.h"
+
+enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE };
+enum activation { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU, TANH };
+enum norm { LAYER_NORM, RMS_NORM };
+enum index { IDS, POSITIONS, TYPES };
+enum { MOST_TABLES = 4, NO_SLOT = -1 };
+
+// A value of every token in a thread's memory: `stride` bytes a token, from `offset` bytes a token on.
+struct slot {
+    int64_t offset, stride;
+};
+
+// Columns of a slot, in elements from its first.
+struct operand {
+    int32_t slot;
+    int64_t column;
+};
+
+// What a step reads and writes. "Operands" are what matrix products and attention read: bfloat16 or float32, as the
+// program's; everything else is float32.
+//   EMBED     scale · (the row `bias` + the rows of `tables` that the batch's ids, positions or types select)
+//   LINEAR    activation(x Wᵀ + bias) + `with`; W in panels as `panel_width` says; `x` has operands
+//   ATTEND    softmax(scale · q kᵀ) v of `x`, `with` and `third`, all operands
+//   NORM      of each of `groups` parts of `width` columns of `x`, times `weights`, plus `bias`
+//   ADD       x + with, or x + the row `bias` where `with` has no slot
+//   ACTIVATE  activation(x)
+//   GATE      activation(x) · with
+//   ROTATE    each of `groups` heads of `width` columns: x · cos + (−second half, first half) · sin, where
+//             `tables` has the cosines and sines of every position, [positions, width]
+// The result is written as float32 where `floats` has a slot, and as operands where `operands` has one.
+struct step {
+    int32_t kind, activation, norm, causal;
+    struct operand x, with, third;
+    int32_t floats, operands;
+    int64_t width, inner;                      // columns of the result (of a group), columns of `x` that are multiplied
+    int64_t groups;
+    const void *weights;
+    const float *bias;
+    const float *tables[MOST_TABLES];
+    int32_t index[MOST_TABLES];
+    int64_t table_count;
+    int64_t heads, key_heads, head_size, reach;
+    float scale, epsilon;
+};
+
+struct program {
+    const struct step *steps;
+    const struct slot *slots;
+    int64_t step_count, slot_count;
+    int64_t bytes;                             // of all slots, a token
+    int64_t width;                             // of the result
+    int32_t result;                            // its slot, of float32
+    int32_t bfloat16;                          // operands: 1: bfloat16, 0: float32
+    int32_t level;                             // of `attention_level`
+};
+
+// A thread's place of work: consecutive texts and their slots.
+struct group {
+    const struct program *program;
+    const struct forward *call;
+    const int32_t *begins;                     // of its texts, from `first` on
+    int64_t text, texts, first, tokens;        // first text and token of the batch
+    char *memory;
+};
+
+struct forward {
+    const struct program *program;
+    const int64_t *ids, *positions, *types;    // [tokens]; types NULL: all 0
+    const int32_t *begins;                     // [texts + 1]
+    const int32_t *keys;                       // [texts]: leading tokens that are keys; NULL: all
+    int64_t texts, tokens;
+    float *out;                                // [tokens, width]
+    int32_t threads;                           // at most
+    parallel_function parallel;                // NULL: on the calling thread
+};
+
+// Columns of a panel of weights: a panel has the weights of that many neighbouring columns, for one element of x after
+// the other, or for one pair of elements after the other where operands are bfloat16.
+int64_t panel_width(int32_t level);
+
+// Computes `call->out`. Returns DONE, NO_MEMORY (`out` is then incomplete) or UNSUPPORTED.
+int forward(const struct forward *call);
+
+enum { ROW_TILE = 64, ROWS_AT_A_TIME = 8 };

@@ -1,0 +1,221 @@
+// The arithmetic of forward.c for one instruction set, which the including file names as simd.h describes.
+
+#include "simd.h"
+
+#if PAIRS
+typedef uint16_t LEVEL(operand);
+#else
+typedef float LEVEL(operand);
+#endif
+#define OPERAND LEVEL(operand)
+
+INLINE FLOATS LEVEL(load)(const float *from) { return *(const FLOATS *)from; }
+
+INLINE void LEVEL(store)(FLOATS value, float *floats, OPERAND *operands, int64_t column) {
+    if (floats != NULL) *(FLOATS *)(floats + column) = value;
+#if PAIRS
+    if (operands != NULL) _mm256_storeu_si256((__m256i *)(operands + column), (__m256i)_mm512_cvtneps_pbh((__m512)value));
+#else
+    if (operands != NULL) *(FLOATS *)(operands + column) = value;
+#endif
+}
+
+INLINE void LEVEL(store_one)(float value, float *floats, OPERAND *operands, int64_t column) {
+    if (floats != NULL) floats[column] = value;
+#if PAIRS
+    if (operands != NULL) operands[column] = to_bfloat16(value);
+#else
+    if (operands != NULL) operands[column] = value;
+#endif
+}
+
+INLINE FLOATS LEVEL(absolute)(FLOATS x) { return (FLOATS)((INTS)x & 0x7fffffff); }
+
+// e^-x for x ≥ 0
+INLINE FLOATS LEVEL(exponential)(FLOATS x) { return LEVEL(power_of_two)(x * -1.44269504f); }
+
+// 1 / (1 + e^-x)
+INLINE FLOATS LEVEL(sigmoid)(FLOATS x) {
+    const FLOATS small = LEVEL(exponential)(LEVEL(absolute)(x)), share = 1.0f / (1.0f + small);
+    const INTS negative = x < 0;
+    return (FLOATS)((negative & (INTS)(small * share)) | (~negative & (INTS)share));
+}
+
+// x Φ(x), with Abramowitz and Stegun's 7.1.26 for the error function: its error is below 1.5e-7.
+INLINE FLOATS LEVEL(gelu)(FLOATS x) {
+    const FLOATS z = LEVEL(absolute)(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+    FLOATS p = t * 1.061405429f - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const FLOATS tail = 0.5f * p * t * LEVEL(exponential)(z * z);  // 1 − Φ(|x|)
+    const INTS negative = x < 0;
+    return x * (FLOATS)((negative & (INTS)tail) | (~negative & (INTS)(1.0f - tail)));
+}
+
+INLINE FLOATS LEVEL(activated)(FLOATS x, int32_t activation) {
+    switch (activation) {
+    case GELU: return LEVEL(gelu)(x);
+    case GELU_TANH: return x * LEVEL(sigmoid)(1.59576912f * (x + 0.044715f * x * x * x));
+    case RELU: return (FLOATS)((INTS)x & (x > 0));
+    case SILU: return x * LEVEL(sigmoid)(x);
+    case TANH: return 2.0f * LEVEL(sigmoid)(2.0f * x) - 1.0f;
+    }
+    return x;
+}
+
+INLINE char *LEVEL(row)(const struct group *group, int32_t slot, int64_t row) {
+    const struct slot *place = group->program->slots + slot;
+    return group->memory + group->tokens * place->offset + row * place->stride;
+}
+
+INLINE float *LEVEL(floats_of)(const struct group *group, int32_t slot, int64_t row) {
+    return slot == NO_SLOT ? NULL : (float *)LEVEL(row)(group, slot, row);
+}
+
+INLINE OPERAND *LEVEL(operands_of)(const struct group *group, int32_t slot, int64_t row) {
+    return slot == NO_SLOT ? NULL : (OPERAND *)LEVEL(row)(group, slot, row);
+}
+
+// `rows` rows times one panel.
+INLINE void LEVEL(multiply_panel)(const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
+    const int64_t elements = step->inner / (1 + PAIRS);
+    const ELEMENT *weights = (const ELEMENT *)step->weights + panel * elements * PANEL, *x[MOST_ROWS];
+    FLOATS sums[MOST_ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++) {
+        x[r] = (const ELEMENT *)(LEVEL(operands_of)(group, step->x.slot, row + r) + step->x.column);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = (FLOATS){};
+    }
+    for (int64_t e = 0; e < elements; e++, weights += PANEL)
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = LEVEL(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
+    for (int r = 0; r < rows; r++) {
+        float *floats = LEVEL(floats_of)(group, step->floats, row + r);
+        OPERAND *operands = LEVEL(operands_of)(group, step->operands, row + r);
+        const float *with = LEVEL(floats_of)(group, step->with.slot, row + r);
+        for (int c = 0; c < COLUMNS; c++) {
+            const int64_t column = panel * PANEL + c * WIDTH;
+            FLOATS result = sums[r][c];
+            if (step->bias != NULL) result += LEVEL(load)(step->bias + column);
+            result = LEVEL(activated)(result, step->activation);
+            if (with != NULL) result += LEVEL(load)(with + step->with.column + column);
+            LEVEL(store)(result, floats, operands, column);
+        }
+    }
+}
+
+// A panel of columns of up to ROW_TILE rows, in blocks of nearly equal height.
+static TARGET void LEVEL(linear)(const struct step *step, const struct group *group, int64_t unit) {
+    const int64_t panels = (step->width + PANEL - 1) / PANEL, panel = unit % panels;
+    const int64_t first = unit / panels * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);
+    const int64_t blocks = (last - first + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t i = 0, row = first; i < blocks; i++) {
+        const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);
+        switch (rows) {
+        case 1: LEVEL(multiply_panel)(step, group, row, 1, panel); break;
+        case 2: LEVEL(multiply_panel)(step, group, row, 2, panel); break;
+        case 3: LEVEL(multiply_panel)(step, group, row, 3, panel); break;
+        case 4: LEVEL(multiply_panel)(step, group, row, 4, panel); break;
+        case 5: LEVEL(multiply_panel)(step, group, row, 5, panel); break;
+        default: LEVEL(multiply_panel)(step, group, row, 6, panel);
+        }
+        row += rows;
+    }
+}
+
+static TARGET void LEVEL(embed)(const struct step *step, const struct group *group, int64_t row) {
+    const struct forward *call = group->call;
+    const int64_t *indices[] = {call->ids, call->positions, call->types}, token = group->first + row;
+    const float *tables[MOST_TABLES];
+    for (int64_t i = 0; i < step->table_count; i++) {
+        const int64_t *from = indices[step->index[i]];
+        tables[i] = step->tables[i] + (from == NULL ? 0 : from[token]) * step->width;
+    }
+    float *floats = LEVEL(floats_of)(group, step->floats, row);
+    OPERAND *operands = LEVEL(operands_of)(group, step->operands, row);
+    for (int64_t column = 0; column < step->width; column += WIDTH) {
+        FLOATS sum = step->bias == NULL ? (FLOATS){} : LEVEL(load)(step->bias + column);
+        for (int64_t i = 0; i < step->table_count; i++) sum += LEVEL(load)(tables[i] + column);
+        LEVEL(store)(sum * step->scale, floats, operands, column);
+    }
+}
+
+static TARGET void LEVEL(normalise)(const struct step *step, const struct group *group, int64_t row) {
+    const float *weights = step->weights;
+    for (int64_t part = 0; part < step->groups; part++) {
+        const int64_t at = part * step->width;
+        const float *x = LEVEL(floats_of)(group, step->x.slot, row) + step->x.column + at;
+        float *floats = LEVEL(floats_of)(group, step->floats, row);
+        OPERAND *operands = LEVEL(operands_of)(group, step->operands, row);
+        FLOATS sums = {}, squares = {};
+        float mean = 0;
+        if (step->norm == LAYER_NORM) {
+            for (int64_t column = 0; column < step->width; column += WIDTH) sums += LEVEL(load)(x + column);
+            mean = LEVEL(sum_of)(sums) / (float)step->width;
+        }
+        for (int64_t column = 0; column < step->width; column += WIDTH) {
+            const FLOATS difference = LEVEL(load)(x + column) - mean;
+            squares += difference * difference;
+        }
+        const float scale = 1.0f / __builtin_sqrtf(LEVEL(sum_of)(squares) / (float)step->width + step->epsilon);
+        for (int64_t column = 0; column < step->width; column += WIDTH) {
+            FLOATS result = (LEVEL(load)(x + column) - mean) * scale;
+            if (weights != NULL) result *= LEVEL(load)(weights + column);
+            if (step->bias != NULL) result += LEVEL(load)(step->bias + column);
+            LEVEL(store)(result, floats, operands, at + column);
+        }
+    }
+}
+
+static TARGET void LEVEL(combine)(const struct step *step, const struct group *group, int64_t row) {
+    const float *x = LEVEL(floats_of)(group, step->x.slot, row) + step->x.column;
+    const float *with = LEVEL(floats_of)(group, step->with.slot, row);
+    if (with != NULL) with += step->with.column;
+    float *floats = LEVEL(floats_of)(group, step->floats, row);
+    OPERAND *operands = LEVEL(operands_of)(group, step->operands, row);
+    for (int64_t column = 0; column < step->width; column += WIDTH) {
+        FLOATS result = LEVEL(activated)(LEVEL(load)(x + column), step->activation);
+        if (step->kind == GATE) result *= LEVEL(load)(with + column);
+        if (step->kind == ADD) result += LEVEL(load)((with == NULL ? step->bias : with) + column);
+        LEVEL(store)(result, floats, operands, column);
+    }
+}
+
+static TARGET void LEVEL(rotate)(const struct step *step, const struct group *group, int64_t row) {
+    const int64_t half = step->width / 2, position = group->call->positions[group->first + row];
+    const float *cosines = step->tables[0] + position * step->width, *sines = step->tables[1] + position * step->width;
+    float *floats = LEVEL(floats_of)(group, step->floats, row);
+    OPERAND *operands = LEVEL(operands_of)(group, step->operands, row);
+    for (int64_t part = 0; part < step->groups; part++) {
+        const int64_t at = part * step->width;
+        const float *x = LEVEL(floats_of)(group, step->x.slot, row) + step->x.column + at;
+        int64_t column = 0;
+        for (; column + WIDTH <= half && half % WIDTH == 0; column += WIDTH) {
+            const FLOATS low = LEVEL(load)(x + column), high = LEVEL(load)(x + half + column);
+            const FLOATS first = low * LEVEL(load)(cosines + column) - high * LEVEL(load)(sines + column);
+            const FLOATS second = high * LEVEL(load)(cosines + half + column) + low * LEVEL(load)(sines + half + column);
+            LEVEL(store)(first, floats, operands, at + column);
+            LEVEL(store)(second, floats, operands, at + half + column);
+        }
+        for (; column < half; column++) {  // heads that are narrower than a register
+            const float low = x[column], high = x[half + column];
+            const float first = low * cosines[column] - high * sines[column];
+            const float second = high * cosines[half + column] + low * sines[half + column];
+            LEVEL(store_one)(first, floats, operands, at + column);
+            LEVEL(store_one)(second, floats, operands, at + half + column);
+        }
+    }
+}
+
+static TARGET void LEVEL(run_rows)(const struct step *step, const struct group *group, int64_t unit) {
+    const int64_t first = unit * ROWS_AT_A_TIME, last = lesser(first + ROWS_AT_A_TIME, group->tokens);
+    for (int64_t row = first; row < last; row++) switch (step->kind) {
+        case EMBED: LEVEL(embed)(step, group, row); break;
+        case NORM: LEVEL(normalise)(step, group, row); break;
+        case ROTATE: LEVEL(rotate)(step, group, row); break;
+        default: LEVEL(combine)(step, group, row);
+    }
+}
+
+#undef OPERAND
+#include "simd_end.h"

@@ -1,0 +1,65 @@
+// What the parts of the library share: calls of attention, instruction sets, bfloat16.
+
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Runs `body(data)` on `threads` threads (0: as many as OpenMP would), as libgomp's GOMP_parallel does.
+typedef void (*parallel_function)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+
+// Strides are in elements; within a head the elements are contiguous. Text i has the tokens begins[i] to begins[i + 1].
+struct attention {
+    const void *query, *key, *value;
+    void *out;                                         // [tokens, heads, head_size], the heads of a token contiguous
+    int64_t out_stride;                                // of a token, in elements
+    int64_t query_stride[2], key_stride[2], value_stride[2];  // of a token, of a head
+    const int32_t *begins;                             // [texts + 1]
+    const int32_t *keys;                               // [texts]: its leading tokens that are keys; NULL: all
+    int64_t texts, longest;                            // number of texts, tokens of the longest
+    int64_t heads, key_heads, head_size;               // key_heads divides heads
+    int64_t reach;                                     // a window of so many tokens to each side; -1: no window
+    int32_t causal;
+    int32_t bfloat16;                                  // 1: bfloat16 in and out; 0: float32
+    int32_t level;                                     // of `attention_level`, or a lower one
+    float scale;
+    parallel_function parallel;                        // NULL: on the calling thread
+};
+
+enum { BASELINE, AVX2, AVX512, AVX512_BF16 };
+enum { DONE, NO_MEMORY, UNSUPPORTED };
+
+enum { ALIGNMENT = 64 };
+
+// The best instruction set of this CPU that the library has code for.
+int attention_level(void);
+
+// An item is a text, a key head and up to a fixed number of queries; any two may be computed at the same time.
+int64_t attention_items(const struct attention *call);
+
+// Bytes of memory, aligned to ALIGNMENT, that a thread needs for its items.
+int64_t attention_scratch_bytes(const struct attention *call);
+
+// Computes an item; the first ones are those of the last texts.
+void attention_item(const struct attention *call, void *memory, int64_t i);
+
+static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+static inline float from_bfloat16(uint16_t value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+// To the nearest, ties to even; NaN stays NaN. Without a branch, for the vectorizer.
+static inline uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}

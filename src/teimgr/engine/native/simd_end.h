@@ -1,0 +1,12 @@
+// Undefines what simd.h and the file that includes it defined for one instruction set.
+
+#undef ELEMENT
+#undef PANEL
+#undef INLINE
+#undef INTS
+#undef FLOATS
+#undef PAIRS
+#undef COLUMNS
+#undef WIDTH
+#undef TARGET
+#undef LEVEL

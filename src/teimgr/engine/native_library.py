@@ -1,0 +1,68 @@
+"""The C library of `native/`, if the package was built with a compiler: where it is, and what this CPU can run of it.
+
+It is an extension without a Python module, loaded through ctypes, which releases the GIL for its calls. It runs on
+torch's own OpenMP threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")  # `attention_level` of library.h
+NO_MEMORY = "can't allocate memory"  # torch's words too: the caller tells by them that the batch was too large
+# "0": the library is not used. "attention": only its attention is, within the model's own forward.
+_SWITCH = "TEIMGR_NATIVE"
+
+
+class NativeLibrary:
+    """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has.
+
+    `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None where there is none: then
+    everything runs on the calling thread.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.attention = library.attention
+        self.forward = library.forward
+        self.panel_width = library.panel_width
+        self.panel_width.restype = ctypes.c_int64
+        self.level = int(library.attention_level())
+        self.parallel = _openmp_parallel()
+
+
+@functools.cache
+def native_library() -> NativeLibrary | None:
+    """The library, or None where the package was built without a compiler or the environment forbids it."""
+    if _switch() == "0":
+        return None
+    folder = Path(__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (path := folder / f"_native{suffix}").exists():
+            try:
+                return NativeLibrary(ctypes.CDLL(str(path)))
+            except (OSError, AttributeError) as error:
+                log.warning("the native library cannot be loaded: %s", error)
+    return None
+
+
+def native_forward_allowed() -> bool:
+    """Whether the environment allows more of the library than its attention."""
+    return _switch() not in ("0", "attention")
+
+
+def _switch() -> str:
+    return os.environ.get(_SWITCH, "")
+
+
+def _openmp_parallel() -> int | None:
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except AttributeError:
+        return None
