@@ -15,17 +15,17 @@ from tests.support.models import build, edit
 from torch import Tensor
 
 from teimgr.engine import attention, fidelity_gate
-from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
+from teimgr.engine.native_library import native_library
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.reading import read_layout
 
-PACKED = Batching.VARLEN if attention_kernel() else Batching.BY_RUN
+PACKED = Batching.NATIVE if native_library() else Batching.BY_RUN
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:

@@ -12,6 +12,7 @@ Whether the steps compute what the model does is decided by the fidelity gate, l
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -255,7 +256,7 @@ def lower(record: fx.GraphModule) -> ForwardProgram:
         found = _Lowering(record).run()
     except (TypeError, IndexError, AttributeError, KeyError, RuntimeError) as error:  # arguments that no handler takes
         raise CannotLowerError(f"an operator that is used in another way: {error}") from error
-    return _with_merged_linears(_with_fused_sums(_without_unused(found)))
+    return _with_merged_linears(_with_fused_activations(_with_fused_sums(_without_unused(found))))
 
 
 @dataclass(slots=True)
@@ -284,11 +285,11 @@ class _Lowering:
         raise CannotLowerError("no result")
 
     def _call(self, node: fx.Node) -> Any:
-        args = fx.node.map_arg(node.args, lambda one: self.values[one])
-        kwargs = fx.node.map_arg(node.kwargs, lambda one: self.values[one])
+        args: Any = fx.node.map_arg(node.args, lambda one: self.values[one])
+        kwargs: Any = fx.node.map_arg(node.kwargs, lambda one: self.values[one])
         target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload):
-            if getattr(target, "__name__", "") == "getitem":
+            if target is operator.getitem:
                 return args[0][args[1]]
             return None  # switches of autograd
         inputs = [one for one in _flat(args) if isinstance(one, _SYMBOLIC)]
@@ -339,7 +340,7 @@ class _Lowering:
         if isinstance(value, _Function):
             columns = self._columns(value.rows)
             made = self._add("activate", columns.width, x=columns, activation=_activation(value.run))
-            return _viewed(made, None, like=value.rows)
+            return _arranged(made, value.rows)
         raise CannotLowerError(f"a {type(value).__name__.strip('_').lower()} where rows are needed")
 
     def _columns(self, rows: _Rows) -> Columns:
@@ -391,7 +392,7 @@ class _Lowering:
             raise CannotLowerError(f"weights {tuple(weight.shape)} of a norm of {width} columns")
         groups = columns.width // width
         fields = {"x": columns, "groups": groups, "weights": weight, "norm": "rms", "epsilon": value.epsilon}
-        return _viewed(self._add("norm", width, **fields), None, like=value.rows)
+        return _arranged(self._add("norm", width, **fields), value.rows)
 
     def _attention(
         self, query: Any, key: Any, value: Any, scale: float | None, causal: bool, window: int | None
@@ -413,8 +414,8 @@ class _Lowering:
             return replace(a, epsilon=a.epsilon + b)
         if isinstance(a, _Turned) and isinstance(b, _Turned):
             return self._rotate(a, b)
-        if (function := _function(_aten.add.Tensor, a, b)) is not None:
-            return function
+        if (pointwise := _function(_aten.add.Tensor, a, b)) is not None:
+            return pointwise
         if (lookups := _summed(a, b)) is not None:
             return lookups
         if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -427,8 +428,8 @@ class _Lowering:
         return self._add("add", x.width, x=x, with_=y)
 
     def _product(self, a: Any, b: Any) -> Any:
-        if (function := _function(_aten.mul.Tensor, a, b)) is not None:
-            return function
+        if (pointwise := _function(_aten.mul.Tensor, a, b)) is not None:
+            return pointwise
         for one, other in ((a, b), (b, a)):
             if isinstance(one, _Lookups) and (scale := _number(other)) is not None:
                 return replace(one, scale=one.scale * scale)
@@ -463,7 +464,7 @@ class _Lowering:
             raise CannotLowerError("another rotation than of halves")
         tables = tuple((Table(_rows_by_position(one.factor, size)), "positions") for one in (straight, turned))
         rows = self._add("rotate", size, x=columns, groups=columns.width // size, tables=tables)
-        return _viewed(rows, None, like=straight.rows)
+        return _arranged(rows, straight.rows)
 
 
 _SYMBOLIC = (_Rows, _Index, _OfPositions, _Lookups, _Function, _MeanSquare, _Normalised, _Turned)
@@ -494,7 +495,7 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _function(operator: Any, a: Any, b: Any) -> _Function | None:
+def _function(function: Any, a: Any, b: Any) -> _Function | None:
     """The sum or product of functions of the same rows, or of one and a number; None for anything else."""
     numbers = [_number(one) for one in (a, b)]
     kinds = [isinstance(one, _Function) for one in (a, b)]
@@ -511,21 +512,21 @@ def _function(operator: Any, a: Any, b: Any) -> _Function | None:
         values = []
         for one, number in zip((a, b), numbers, strict=True):
             values.append(one.run(x) if isinstance(one, _Function) else x if number is None else number)
-        result: Tensor = operator(*values) if isinstance(values[0], Tensor) else operator(values[1], values[0])
+        result: Tensor = function(*values) if isinstance(values[0], Tensor) else function(values[1], values[0])
         return result
 
     return None if base.negated is not None else _Function(base, run)
 
 
-def _applied(operator: Any) -> Callable[..., Any]:
+def _applied(function: Any) -> Callable[..., Any]:
     """A function of ATen, applied to rows or to a function of rows."""
 
     def handler(_: _Lowering, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, _Rows):
-            return _Function(x, lambda values: operator(values, *args, **kwargs))
+            return _Function(x, lambda values: function(values, *args, **kwargs))
         if isinstance(x, _Function):
-            return _Function(x.rows, lambda values: operator(x.run(values), *args, **kwargs))
-        raise CannotLowerError(f"{operator} of a {type(x).__name__}")
+            return _Function(x.rows, lambda values: function(x.run(values), *args, **kwargs))
+        raise CannotLowerError(f"{function} of a {type(x).__name__}")
 
     return handler
 
@@ -559,6 +560,8 @@ def _joined(_: _Lowering, parts: list[Any], dim: int = 0) -> _Rows:
     if not all(isinstance(one, _Rows) and one.key == parts[0].key for one in parts):
         raise CannotLowerError("a concatenation")
     places = torch.cat([one.places for one in parts], dim)
+    if all(one.negated is None for one in parts):
+        return _Rows(parts[0].key, places)
     signs = [torch.zeros_like(one.places, dtype=torch.bool) if one.negated is None else one.negated for one in parts]
     return _Rows(parts[0].key, places, torch.cat(signs, dim))
 
@@ -581,7 +584,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.rsqrt.default: _inverse_root,
     _aten.neg.default: _negated,
     _aten.cat.default: _joined,
-    **{operator: _applied(operator) for operator in _POINTWISE},
+    **{target: _applied(target) for target in _POINTWISE},
 }
 
 
@@ -598,18 +601,21 @@ def _at(args: Any, positions: Tensor) -> Any:
     return args.run(positions) if isinstance(args, _OfPositions) else args
 
 
-def _viewed(rows: _Rows, places: Any, like: _Rows | None = None) -> Any:
-    """Other views of the same rows; with `like`, rows in the arrangement of `like`, whose columns they replace."""
-    if like is not None:
-        shape = like.places.shape
-        if len(shape) == 4 and shape[2] == _TOKENS:
-            return replace(rows, places=rows.places.view(1, _TOKENS, shape[1], shape[3]).transpose(1, 2))
-        return replace(rows, places=rows.places.view(shape))
+def _viewed(rows: _Rows, places: Any) -> Any:
+    """Other views of the same rows: one, or several as a list."""
     if rows.negated is not None:
         raise CannotLowerError("a view of negated values")
     if isinstance(places, (list, tuple)):
         return [_Rows(rows.key, one) for one in places]
     return _Rows(rows.key, places)
+
+
+def _arranged(rows: _Rows, like: _Rows) -> _Rows:
+    """The result [1, T, columns] of a step in the arrangement of the values that it was made from."""
+    shape = like.places.shape
+    if len(shape) == 4 and shape[2] == _TOKENS:
+        return replace(rows, places=rows.places.view(1, _TOKENS, shape[1], shape[3]).transpose(1, 2))
+    return replace(rows, places=rows.places.view(shape))
 
 
 def _lookups(value: Any) -> _Lookups | None:
@@ -663,6 +669,22 @@ def _consumers(steps: tuple[Step, ...]) -> dict[int, int]:
         for one in step.reads:
             counts[one.key] += 1
     return counts
+
+
+def _with_fused_activations(program: ForwardProgram) -> ForwardProgram:
+    """Activations that only a product reads, computed with it."""
+    steps, consumers = {step.key: step for step in program.steps}, _consumers(program.steps)
+    for step in program.steps:
+        for x, other in ((step.x, step.with_), (step.with_, step.x)):
+            if step.kind != "gate" or x is None or step.activation != "none":
+                continue
+            activate = steps[x.key]
+            if activate.kind == "activate" and consumers[x.key] == 1 and x.width == activate.width:
+                fused = replace(step, x=activate.x, with_=other, activation=activate.activation)
+                steps[step.key] = fused
+                del steps[x.key]
+                break
+    return _renumbered(replace(program, steps=tuple(steps[key] for key in sorted(steps))))
 
 
 def _with_fused_sums(program: ForwardProgram) -> ForwardProgram:

@@ -1,0 +1,162 @@
+"""The native forward against the model's own, for every instruction set of this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.support.plain_models import random_texts
+from torch import Tensor
+
+from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
+from teimgr.engine.forward_program import CannotLowerError, lower, trace_forward
+from teimgr.engine.native_library import LEVELS, native_library
+
+LIBRARY = native_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the package was built without a compiler")
+# Those that have a code of their own; attention alone has one for "baseline".
+HERE = LEVELS[1 : LIBRARY.level + 1] if LIBRARY else ()
+VOCABULARY = 300
+_WIDE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "intermediate_size": 208,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+MODELS: dict[str, transformers.PreTrainedConfig] = {
+    "bert": transformers.BertConfig(**_WIDE, num_attention_heads=3, type_vocab_size=2),
+    "modernbert": transformers.ModernBertConfig(
+        **_WIDE, num_attention_heads=3, local_attention=16, global_attn_every_n_layers=2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    ),
+    "qwen3": transformers.Qwen3Config(**_WIDE, **_HEADS),
+    "gemma3": transformers.Gemma3TextConfig(
+        **_WIDE, **_HEADS, sliding_window=12, use_bidirectional_attention=True, query_pre_attn_scalar=32
+    ),
+}  # fmt: skip
+LENGTHS = (1, 2, 5, 6, 7, 13, 64, 65, 130, 300)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def module(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    config = MODELS[request.param]
+    more = {"add_pooling_layer": False} if request.param == "bert" else {}
+    made = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **more)
+    return made.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def bert() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertModel(MODELS["bert"], add_pooling_layer=False).eval().requires_grad_(False)
+
+
+def options(module: Any) -> dict[str, Any]:
+    return {"use_cache": False} if module.config.model_type in ("qwen3", "gemma3_text") else {}
+
+
+def texts_of(lengths: Sequence[int], **fields: Any) -> list[Encoded]:
+    return [Encoded(ids, **fields) for ids in random_texts(lengths)]
+
+
+def own(module: Any, text: Encoded) -> Tensor:
+    """The model's own hidden states of one text, [length, H]."""
+    inputs = {"input_ids": torch.from_numpy(text.ids.astype(np.int64))[None], **options(module)}
+    if text.type_ids is not None:
+        inputs["token_type_ids"] = torch.from_numpy(text.type_ids.astype(np.int64))[None]
+    if text.keys is not None:
+        inputs["attention_mask"] = (torch.arange(len(text.ids)) < text.keys).long()[None]
+    with torch.inference_mode():
+        hidden: Tensor = module(**inputs).last_hidden_state[0]
+    return hidden
+
+
+def run(kernel: ForwardKernel, batch: PackedBatch, threads: int = 1) -> list[Tensor]:
+    """Hidden states by text, in the order of `pack`'s argument."""
+    hidden = kernel(batch, batch.position_ids, threads)
+    parts = hidden.split(np.diff(batch.cu_seqlens).tolist())
+    return [parts[place] for place in np.argsort(batch.order)]
+
+
+@pytest.mark.parametrize("level", HERE)
+def test_float32_is_the_models_own_forward(module: Any, level: str) -> None:
+    kernel = ForwardKernel(lower(trace_forward(module, options(module))), torch.float32, level=level)
+    texts = texts_of(LENGTHS)
+
+    for text, found in zip(texts, run(kernel, pack(texts)), strict=True):
+        torch.testing.assert_close(found, own(module, text), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif("avx512_bf16" not in HERE, reason="this CPU multiplies no bfloat16")
+def test_bfloat16_is_close(module: Any) -> None:
+    kernel = forward_kernel(module, options(module), torch.bfloat16)[0]
+    texts = texts_of(LENGTHS)
+
+    for text, found in zip(texts, run(kernel, pack(texts)), strict=True):
+        cosine = torch.nn.functional.cosine_similarity(found, own(module, text), dim=1)
+        assert float(cosine.min()) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_text_has_the_same_result_alone_in_any_batch_and_with_any_threads(module: Any, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
+        pytest.skip("this CPU multiplies no bfloat16")
+    kernel = forward_kernel(module, options(module), dtype)[0]
+    texts = texts_of((*LENGTHS, *[40] * 12))  # enough for groups of their own
+
+    together = run(kernel, pack(texts))
+
+    for text, found in zip(texts, together, strict=True):
+        assert torch.equal(run(kernel, pack([text]))[0], found)
+        assert torch.equal(run(kernel, pack([text]), threads=2)[0], found)  # threads share each step
+    for found, again in zip(together, run(kernel, pack(texts), threads=2), strict=True):
+        assert torch.equal(found, again)
+
+
+def test_token_types_and_masked_keys(bert: Any) -> None:
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    lengths = (9, 4, 40)
+    texts = [
+        Encoded(ids, type_ids=(np.arange(len(ids)) > 3).astype(np.uint8), keys=max(1, len(ids) - 3))
+        for ids in random_texts(lengths)
+    ]
+
+    for text, found in zip(texts, run(kernel, pack(texts)), strict=True):
+        torch.testing.assert_close(found, own(bert, text), atol=2e-4, rtol=1e-4)
+
+
+def test_tables_of_positions_grow_with_the_longest_text() -> None:
+    torch.manual_seed(0)
+    made = transformers.AutoModel.from_config(MODELS["qwen3"], attn_implementation="sdpa").eval().requires_grad_(False)
+    kernel = forward_kernel(made, {"use_cache": False}, torch.float32)[0]
+    short, long = texts_of([8, 1100])
+
+    first = run(kernel, pack([short]))[0]
+    torch.testing.assert_close(run(kernel, pack([long]))[0], own(made, long), atol=3e-4, rtol=1e-3)
+    assert torch.equal(run(kernel, pack([short]))[0], first)
+
+
+@pytest.mark.parametrize("value", ["0", "attention"])
+def test_the_environment_turns_it_off(value: str, bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEIMGR_NATIVE", value)
+
+    with pytest.raises(CannotLowerError, match="environment"):
+        forward_kernel(bert, {}, torch.float32)
+
+
+def test_a_dtype_that_the_instructions_do_not_multiply_is_refused(bert: Any) -> None:
+    program = lower(trace_forward(bert, {}))
+
+    with pytest.raises(CannotLowerError, match="float16"):
+        ForwardKernel(program, torch.float16)
+    with pytest.raises(CannotLowerError, match="bfloat16"):
+        ForwardKernel(program, torch.bfloat16, level="avx2")
