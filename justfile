@@ -30,7 +30,7 @@ fix:
 proto:
     {{python}} dev.py proto
 
-# one named benchmark: engine, peers, attention, start, mux, fidelity, gpu
+# one named benchmark: engine, peers, forward, start, mux, fidelity, gpu
 bench name *args:
     {{python}} dev.py bench {{name}} {{args}}
 

@@ -9,7 +9,7 @@ import sys
 SCENARIOS = {
     "engine": "bulk texts/s: sentence-transformers, the bare engine, the daemon",
     "peers": "bulk texts/s in process beside OpenVINO and ONNX Runtime, where they are installed",
-    "attention": "the C kernel against torch's operator, alone and in a forward",
+    "forward": "the native forward against the model's own, with native attention and with torch's operators",
     "start": "create, restart after a kill, memory of a first and a second worker",
     "mux": "latency of single queries, idle and beside bulk work; requests per second",
     "fidelity": "every kind of model against the library it was made with: cosines and differences",

@@ -1,4 +1,4 @@
-"""`bench attention`: the C kernel against torch's operator by runs of equal length, alone and in a whole forward."""
+"""`bench forward`: the native forward against the model's own, with native attention and with torch's operators."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 from bench import corpus, weights
 from bench.report import publish
 from teimgr.engine.attention import Packing, packed_attention
-from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.job import Output
-from teimgr.engine.loading import EngineOptions, load_parts
+from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import Model
+from teimgr.engine.native_library import LEVELS, native_library
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 
-HEADER = ("what", "texts", "tokens", "dtype", "kernel ms", "by run ms", "× best", "× median")
+HEADER = ("what", "texts", "tokens", "dtype", "native ms", "own ms", "torch ms", "× own", "× torch", "lowest cosine")
 _BUDGET_TOKENS = 2048
 _HEADS = ((12, 32), (12, 64))
 
@@ -37,30 +37,41 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
-    kernel = attention_kernel()
-    if kernel is None:
-        print("this installation has no attention kernel: it was built without a compiler")
+    library = native_library()
+    if library is None:
+        print("this installation has no native library: it was built without a compiler")
         return 1
     threads = len(os.sched_getaffinity(0))
     rows: list[tuple[Any, ...]] = []
     for dtype in ("bfloat16", "float32"):
-        parts = load_parts(EngineOptions(path=weights.minilm(), model_id="minilm", dtype=dtype, threads=threads))
+        native, own = (_load(dtype, threads, allowed) for allowed in ("", "attention"))
         torch.set_num_threads(threads)  # loading uses one
-        kind = getattr(torch, dtype)
-        for name, encoded in _texts(parts.tokenizer, options.texts).items():
+        for name, encoded in _texts(native.tokenizer, options.texts).items():
             batches = _batches(encoded)
+            ways = [_forward(native.model, batches)]
+            ways += [_forward(own.model, batches, way) for way in (Batching.VARLEN, Batching.BY_RUN)]
+            lowest = _lowest_cosine(native.model, encoded)
+            rows.append((*_row(f"MiniLM, {name}", encoded, dtype, ways, options.rounds), lowest))
             for heads, size in _HEADS:
-                ways = [_attend(batches, heads, size, kind, way) for way in (True, False)]
-                rows.append(_row(f"attention {heads} × {size}, {name}", encoded, dtype, ways, options.rounds))
-            ways = [_forward(parts.model, batches, way) for way in (Batching.VARLEN, Batching.BY_RUN)]
-            rows.append(_row(f"MiniLM, {name}", encoded, dtype, ways, options.rounds))
+                ways = [_attend(batches, heads, size, getattr(torch, dtype), way) for way in (True, False)]
+                spent = _row(f"attention {heads} × {size}, {name}", encoded, dtype, ways, options.rounds)
+                rows.append((*spent[:5], "", spent[5], "", spent[6], ""))
     facts = {
-        "kernel": f"{kernel.level}, {threads} threads",
+        "library": f"{LEVELS[library.level]}, {threads} threads",
+        "native": "the whole forward in one call of the C library; for attention alone: its attention",
+        "own": "the model's own code, its attention in one call of the C library",
+        "torch": "the model's own code, attention by torch's operator, a call per run of equal lengths",
         "batches": f"of {_BUDGET_TOKENS} tokens, shortest texts first; random numbers for attention alone",
-        "method": f"{options.rounds} rounds, one pass of each way in turn; ratios within a round",
+        "method": f"{options.rounds} rounds, one pass of each way in turn; medians, ratios within a round",
+        "lowest cosine": "of native vectors to the model's own in float32",
     }
-    publish("attention", facts, HEADER, rows, {"rows": [dict(zip(HEADER, row, strict=True)) for row in rows]})
+    publish("forward", facts, HEADER, rows, {"rows": [dict(zip(HEADER, row, strict=True)) for row in rows]})
     return 0
+
+
+def _load(dtype: str, threads: int, allowed: str) -> EngineParts:
+    os.environ["TEIMGR_NATIVE"] = allowed
+    return load_parts(EngineOptions(path=weights.minilm(), model_id="minilm", dtype=dtype, threads=threads))
 
 
 def _texts(tokenizer: TextTokenizer, count: int) -> dict[str, list[Encoded]]:
@@ -100,19 +111,30 @@ def _attend(
     return pass_
 
 
-def _forward(model: Model, batches: Sequence[PackedBatch], batching: Batching) -> Callable[[], None]:
+def _forward(model: Model, batches: Sequence[PackedBatch], batching: Batching | None = None) -> Callable[[], None]:
     def pass_() -> None:
-        model.backbone.use(batching)
+        if batching is not None:
+            model.backbone.use(batching)
         for batch in batches:
             model.run(batch, {Output.DENSE})
 
     return pass_
 
 
+def _lowest_cosine(model: Model, encoded: Sequence[Encoded]) -> float:
+    exact = _load("float32", 1, "0").model
+    lowest = 1.0
+    for batch in _batches(encoded):
+        ours, theirs = (each.run(batch, {Output.DENSE})[Output.DENSE].values.double() for each in (model, exact))
+        lowest = min(lowest, float(torch.cosine_similarity(ours, theirs).min()))
+    return lowest
+
+
 def _row(
     name: str, encoded: Sequence[Encoded], dtype: str, ways: Sequence[Callable[[], None]], rounds: int
 ) -> tuple[Any, ...]:
-    times: list[list[float]] = [[], []]
+    """Name, texts, tokens, dtype, the median of every way in ms, and the ratios of the others to the first."""
+    times: list[list[float]] = [[] for _ in ways]
     repeats = 1 if len(encoded) > 1 else 50
     with torch.inference_mode():
         for round_ in range(rounds + 1):
@@ -122,8 +144,6 @@ def _row(
                     way()
                 if round_:  # the first warms up
                     spent.append((time.perf_counter() - began) / repeats * 1e3)
-    ours, theirs = times
-    paired = statistics.median(np.array(theirs) / np.array(ours))
     tokens = sum(len(each.ids) for each in encoded)
-    best = min(theirs) / min(ours)
-    return (name, len(encoded), tokens, dtype, statistics.median(ours), statistics.median(theirs), best, float(paired))
+    ratios = [float(statistics.median(np.array(other) / np.array(times[0]))) for other in times[1:]]
+    return (name, len(encoded), tokens, dtype, *(statistics.median(spent) for spent in times), *ratios)
