@@ -67,6 +67,7 @@ def test_a_wrong_window_is_noticed_though_no_common_text_is_longer(
     def without_window(*inputs: Any) -> Tensor:
         return run(*inputs[:-1], None)
 
+    monkeypatch.setenv("TEIMGR_NATIVE", "attention")
     monkeypatch.setattr(attention, "_by_native_kernel", without_window)
     monkeypatch.setattr(attention, "_by_run", without_window)
     assert chosen(path, torch.float32).batching is Batching.EQUAL_LENGTH
@@ -115,7 +116,8 @@ def test_the_first_model_is_gone_before_another_is_loaded(
         return embedder
 
     choose(load, None, inputs)
-    assert alive == [0, 0]
+    assert len(alive) > 1
+    assert set(alive) == {0}
 
 
 def test_a_gpu_tries_the_other_sixteen_bit_type_before_float32() -> None:

@@ -252,6 +252,7 @@ def lower(record: fx.GraphModule) -> ForwardProgram:
     Raises:
         CannotLowerError: it has an operator, or an arrangement of columns, that no step implements.
     """
+    record.graph.eliminate_dead_code()  # a pooler, for one
     try:
         found = _Lowering(record).run()
     except (TypeError, IndexError, AttributeError, KeyError, RuntimeError) as error:  # arguments that no handler takes
