@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from bench.encoders import Task
+from bench.load import LoadTask
 from bench.machine import busy_s
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -26,13 +27,12 @@ class ChildFailed(RuntimeError):
 
 
 class Child:
-    """One encoder in its own process. `dtype` is what it computes in."""
+    """A process that is sent commands and answers them; of an encoder, `dtype` is what it computes in."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         loaded = self._answer()
-        self.dtype: str = loaded["dtype"]
-        self.load_s: float = loaded["load_seconds"]
+        self.dtype: str = loaded.get("dtype", "")
 
     def ask(self, verb: str, argument: Any = None) -> dict[str, float]:
         """Send a command and wait for its answer.
@@ -61,13 +61,14 @@ class Child:
 
 
 @contextmanager
-def child(task: Task) -> Iterator[Child]:
-    """A child that has loaded its encoder; it is gone when the block ends.
+def child(task: Task | LoadTask) -> Iterator[Child]:
+    """A child that has loaded its encoder, or a load generator; it is gone when the block ends.
 
     Raises:
         ChildFailed: it could not load.
     """
-    command = [sys.executable, "-m", "bench.child", json.dumps(asdict(task))]
+    module = "bench.child" if isinstance(task, Task) else "bench.load"
+    command = [sys.executable, "-m", module, json.dumps(asdict(task))]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=_ROOT
     ) as process:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from teimgr.errors import Unavailable
 _LISTEN_S = 60.0
 _STOP_S = 60.0
 _PORTS = 64
+_fleets = count()
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,20 @@ class Fleet:
     """The daemon's process and addresses, and an open client."""
 
     process: psutil.Process
+    api_port: int
     grpc: str
     client: Client
+
+    @property
+    def grpc_port(self) -> int:
+        return int(self.grpc.rpartition(":")[2])
+
+    def pids(self, instance: str) -> dict[str, int]:
+        """The daemon, the mux and the worker of an instance with one replica."""
+        muxes = [each for each in self.process.children() if "teimgr.mux.process" in " ".join(each.cmdline())]
+        worker = self.client.get(instance).pid
+        assert worker is not None
+        return {"daemon": self.process.pid, "mux": muxes[0].pid, "worker": worker}
 
     def cpu_s(self) -> float:
         """CPU seconds of the daemon and everything it started that still runs."""
@@ -39,8 +53,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet() -> Iterator[Fleet]:
-    """A running `teimgr serve`, stopped with its workers when the block ends.
+def fleet(checkout: Path | None = None) -> Iterator[Fleet]:
+    """A running `teimgr serve`, of this or another checkout, stopped with its workers when the block ends.
 
     Raises:
         RuntimeError: it did not start to listen; the message has the end of its log.
@@ -57,11 +71,13 @@ def fleet() -> Iterator[Fleet]:
         }
         with (folder / "daemon.log").open("wb") as log:
             command = [sys.executable, "-m", "teimgr", "serve"]
+            if checkout is not None:
+                settings["PYTHONPATH"] = str(checkout / "src")
             process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log)
         try:
             with Client(f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}", timeout_s=120) as client:
                 _await_listening(client, process, folder / "daemon.log")
-                yield Fleet(psutil.Process(process.pid), f"http://127.0.0.1:{grpc}", client)
+                yield Fleet(psutil.Process(process.pid), api, f"http://127.0.0.1:{grpc}", client)
         except Unavailable as error:
             raise RuntimeError(f"{error}; the daemon's last words:\n{_tail(folder / 'daemon.log')}") from error
         finally:
@@ -74,7 +90,7 @@ def _free_ports() -> tuple[int, int, int]:
         one.bind(("127.0.0.1", 0))
         two.bind(("127.0.0.1", 0))
         api, grpc = one.getsockname()[1], two.getsockname()[1]
-    return api, grpc, 20_000 + os.getpid() % 100 * _PORTS
+    return api, grpc, 20_000 + (os.getpid() + next(_fleets) * 50) % 100 * _PORTS
 
 
 def _await_listening(client: Client, process: subprocess.Popen[bytes], log: Path) -> None:

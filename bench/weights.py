@@ -39,6 +39,26 @@ def random_base(folder: Path, like: Path) -> Path:
     return folder
 
 
+def random_static(folder: Path, like: Path, width: int = 256) -> Path:
+    """A static embedding model (StaticEmbedding) of potion-base-8M's width in `folder`, with the tokenizer of `like`.
+
+    Its table is random. A forward is a look-up, so it measures everything around a model.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    place = folder / "0_StaticEmbedding"
+    place.mkdir(parents=True)
+    shutil.copy(like / "tokenizer.json", place)
+    vocabulary = json.loads((like / "config.json").read_text())["vocab_size"]
+    table = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(0))
+    save_file({"embedding.weight": table}, place / "model.safetensors")
+    kind = "sentence_transformers.models.StaticEmbedding"
+    (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": place.name, "type": kind}]))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {}, "default_prompt_name": None}))
+    return folder
+
+
 _BASE = {
     "hidden_size": 768,
     "num_hidden_layers": 12,

@@ -139,7 +139,8 @@ class Daemon:
                 if self.preflight.must_pass:
                     await preflight
                 await self.registry.start()
-                async with self.tls.serving(self.app, listener), self.webhooks.running(self.settings.webhooks):
+                serving = self.tls.serving(self.app, listener, self.app.state.direct)
+                async with serving, self.webhooks.running(self.settings.webhooks):
                     await self.manager.boot()
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()

@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import Cancelled
+from teimgr.http_direct import MAX_BODY_BYTES, PART_BYTES, Direct, DirectExchange, DirectRequest
 from teimgr.observability.memory import max_connections
 
 # A kept connection without requests is closed after this time. Longer than clients keep theirs (aiohttp 15 s, Java
@@ -37,11 +38,9 @@ STALL_S = 30.0
 LEAST_READ_BYTES = 16 * 1024
 _FRAMING = (b"content-length", b"transfer-encoding")
 
-# Responses are written in parts of this size, each when the client has read most of those before.
-_PART_BYTES = 256 * 1024
 # Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
 # holds), and on the time in which its client sends it.
-_BUDGET_WAIT_S = 30.0
+BUDGET_WAIT_S = 30.0
 _GROWTH_WAIT_S = 5.0
 BODY_TIMEOUT_S = 120.0
 _MAX_DISCARDED_BYTES = 64 * 2**20
@@ -92,9 +91,11 @@ class StallGuard:
 
 
 class ServerConnections(ServerState):
-    """Uvicorn's lists of connections and tasks, and where a server that leaves passes connections on to."""
+    """Uvicorn's lists of connections and tasks; where a server that leaves passes connections on to; what answers
+    requests without ASGI."""
 
     pass_on: PassOn | None = None
+    direct: Direct | None = None
 
 
 def _detach(transport: asyncio.Transport) -> socket.socket:
@@ -117,6 +118,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     silence_s: float | None = None  # limit on the wait for the first byte, where it is not that of new connections
     server_state: ServerConnections
+    _held: list[bytes] | None = None  # the body so far of a request that may be answered without ASGI
+    _exchange: DirectExchange | None = None
     _is_resuming = False
     _is_in_message = False
     _is_in_head = True
@@ -134,6 +137,8 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stall_guard.resumed()
+        if self._exchange is not None:
+            self._exchange.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -146,6 +151,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._feed(data)
+        if self._held is not None and not self.transport.is_closing():
+            self._to_asgi()  # the rest of the body is to come
         if not self._is_in_head:
             self._head_bytes = 0
             self._stop_head_timer()
@@ -209,12 +216,52 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self.parser.get_method() == b"CONNECT":
             raise ValueError("CONNECT is not served")  # the parser makes it an HttpParserError
-        super().on_headers_complete()
+        if self._may_be_direct():
+            self._held = []
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._held is None:
+            super().on_body(body)
+        else:
+            self._held.append(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():  # else `_ignore_upgrade` follows
             self._is_in_message = False
-            super().on_message_complete()
+            if self._held is None or not self._answer_directly(self._held):
+                super().on_message_complete()
+
+    def _may_be_direct(self) -> bool:
+        if self.server_state.direct is None or self.pipeline:
+            return False
+        is_idle, parser = self.cycle is None or self.cycle.response_complete, self.parser
+        is_plain = parser.get_method() == b"POST" and parser.get_http_version() == "1.1" and not parser.should_upgrade()
+        return is_idle and is_plain
+
+    def _answer_directly(self, held: list[bytes]) -> bool:
+        """Answer a request that came in one read without ASGI; False where ASGI is to serve it."""
+        body = held[0] if len(held) == 1 else b"".join(held)
+        direct = self.server_state.direct
+        answer = None
+        if direct is not None and len(body) <= MAX_BODY_BYTES:
+            answer = direct(DirectRequest(self.url, dict(reversed(self.headers)), body, self.scope))
+        if answer is None:
+            self._to_asgi()
+            return False
+        self._held = None
+        self._exchange = exchange = DirectExchange(self, answer, self.parser.should_keep_alive())
+        self.cycle = cast(Any, exchange)
+        self.tasks.add(exchange.task)
+        exchange.task.add_done_callback(self.tasks.discard)
+        return True
+
+    def _to_asgi(self) -> None:
+        held, self._held = self._held, None
+        super().on_headers_complete()
+        for body in held or ():
+            super().on_body(body)
 
     def _ignore_upgrade(self) -> None:
         framing = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING)
@@ -335,8 +382,8 @@ class HeldResponse(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             body = memoryview(self.body)
-            for start in range(0, len(body) or 1, _PART_BYTES):
-                end = start + _PART_BYTES
+            for start in range(0, len(body) or 1, PART_BYTES):
+                end = start + PART_BYTES
                 await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
         finally:
             self._charge.release()
@@ -353,7 +400,7 @@ async def read_body(request: Request, limit_bytes: int, charge: Charge, start: b
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal():
-        await charge.take(min(int(length), limit_bytes), _BUDGET_WAIT_S)
+        await charge.take(min(int(length), limit_bytes), BUDGET_WAIT_S)
     buffer = bytearray(start)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -389,7 +436,7 @@ async def _read_into(
         room -= len(chunk)
         if room >= 0:
             if charge is not None and (missing := limit_bytes - room - charge.bytes) > 0:
-                await charge.take(missing, _BUDGET_WAIT_S if not buffer else _GROWTH_WAIT_S)
+                await charge.take(missing, BUDGET_WAIT_S if not buffer else _GROWTH_WAIT_S)
             buffer += chunk
             continue
         buffer.clear()

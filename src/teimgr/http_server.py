@@ -14,6 +14,7 @@ from typing import Any, cast
 import uvicorn
 
 from teimgr.errors import InvalidConfig, PortConflict
+from teimgr.http_direct import Direct
 from teimgr.http_protocol import (
     KEEP_ALIVE_S,
     H2Connection,
@@ -118,12 +119,12 @@ class Listener:
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None, **tls: Any
+    app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None, direct: Direct | None = None, **tls: Any
 ) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
 
     The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
-    without it HTTP/2 is not served. `tls` are arguments of uvicorn (`rest/app.py`).
+    without it HTTP/2 is not served. `direct` may answer requests without `app`. `tls` are arguments of uvicorn (`rest/app.py`).
 
     Raises:
         PortConflict: another process began to listen on the address since it was bound.
@@ -142,6 +143,7 @@ async def serving(
         **({"http": HttpProtocol if h2 is None else partial(ProtocolSniffer, h2)} | tls),
     )
     server = Server(config)
+    server.server_state.direct = direct
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await _listening(server, task, sock)

@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from teimgr.auth.policy import caller_of
+from teimgr.auth.policy import Caller, caller_of
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.config.settings import Settings
 from teimgr.errors import (
@@ -38,7 +38,7 @@ from teimgr.errors import (
     Unavailable,
 )
 from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, paths
-from teimgr.http_protocol import HeldResponse, SlowClient, read_body, unless_hung_up
+from teimgr.http_protocol import BUDGET_WAIT_S, HeldResponse, SlowClient, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 
 # The request headers that a dialect may read.
 _HEADERS = ("content-type", "accept", DIALECT_HEADER)
+_KEYS = [(name, name.encode()) for name in _HEADERS]
 # Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20
 
@@ -96,68 +97,92 @@ class Gateway:
         await self._router.close()
 
     async def _endpoint(self, path: DialectPath, request: Request) -> Response:
-        """The worker's reply, or a failure in the form of the dialect; counted by dialect, route and status."""
-        dialect = request.headers.get(DIALECT_HEADER, path.dialect)
-        if dialect not in path.others:
-            dialect = path.dialect
-        began = time.perf_counter()
-        try:
-            reply = await self._forward(dialect, path, request)
-        except TeimgrError as error:
-            reply = error_bodies.failure(dialect, error)
-        except HeadTooLong:
-            reply = error_bodies.refusal(dialect, 431, "The query and the headers are too long")
-        except SlowClient:
-            reply = error_bodies.refusal(dialect, 408, "The request body did not come in time")
-        except ClientDisconnect:
-            reply = error_bodies.failure(dialect, Cancelled("the client hung up"))
-        except Exception:
-            log.exception("an inference request failed", extra={"path": path.path})
-            reply = error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
-        seconds = time.perf_counter() - began
-        self._metrics.observe(catalogue.INFERENCE, seconds, dialect, path.inner, str(reply.status))
+        headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
+        head = HttpRequest(path.dialect_in(headers), request.method, path.inner, request.url.query, headers)
+        caller = caller_of(request.scope)
+
+        async def forwarded() -> HttpReply:
+            async with self._bodies.read(request, request_head(head)) as body:
+                call = self._forward(head, self._names_for(caller), request.path_params, body)
+                return await unless_hung_up(call, request.receive)
+
+        reply = await self._answered(path, head.dialect, forwarded())
         return HeldResponse(reply.body, reply.status, reply.headers, self._bodies.large)
 
-    async def _forward(self, dialect: str, path: DialectPath, request: Request) -> HttpReply:
-        headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
-        head = request_head(HttpRequest(dialect, request.method, path.inner, request.url.query, headers))
-        async with self._bodies.read(request, head) as body:
-            payload = body.payload
-            with await self._lease(request, payload, len(head)) as lease, self._bodies.held_for(lease.instance, body):
-                flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
-                kind = (path.inner, flags)
-                lease.check_refusals(kind, len(payload), self._timeout_s)
-                call = lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
-                reply = read_reply((await unless_hung_up(call, request.receive)).payload)
-                if reply.status == STATUS[Code.OVERLOADED].http:
-                    whole_s = int(reply.headers.get("retry-after", "0"))  # rounded up
-                    lease.refused(kind, len(payload), self._timeout_s, whole_s - 1)
-            self._metrics.count(catalogue.INFERENCE_BYTES, dialect, "in", by=len(payload) - len(head))
-            self._metrics.count(catalogue.INFERENCE_BYTES, dialect, "out", by=len(reply.body))
-            return reply
+    async def answer(self, path: DialectPath, given: Mapping[bytes, bytes], body: bytes, caller: Caller) -> HttpReply:
+        """The reply to a POST whose body is there; `path` has no parameters, `given` are the headers."""
+        headers = {name: value.decode("latin-1") for name, key in _KEYS if (value := given.get(key)) is not None}
+        head = HttpRequest(path.dialect_in(headers), path.method, path.inner, "", headers)
 
-    async def _lease(self, request: Request, payload: bytearray, start: int) -> Lease:
-        """A lease on a worker of what the path names, else of the body's `model`."""
-        names = self._names_for(request)
-        named: dict[str, str] = request.path_params
+        async def forwarded() -> HttpReply:
+            async with self._bodies.hold(request_head(head), body) as held:
+                return await self._forward(head, self._names_for(caller), {}, held)
+
+        return await self._answered(path, head.dialect, forwarded())
+
+    async def _answered(self, path: DialectPath, dialect: str, forwarded: Coroutine[Any, Any, HttpReply]) -> HttpReply:
+        """The worker's reply, or a failure in the form of the dialect; counted by dialect, route and status."""
+        began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
+        try:
+            reply = await self._reply_of(path, dialect, forwarded)
+            status = reply.status
+        finally:
+            seconds = time.perf_counter() - began
+            self._metrics.observe(catalogue.INFERENCE, seconds, dialect, path.inner, str(status))
+        return reply
+
+    async def _reply_of(self, path: DialectPath, dialect: str, forwarded: Coroutine[Any, Any, HttpReply]) -> HttpReply:
+        try:
+            return await forwarded
+        except TeimgrError as error:
+            return error_bodies.failure(dialect, error)
+        except HeadTooLong:
+            return error_bodies.refusal(dialect, 431, "The query and the headers are too long")
+        except SlowClient:
+            return error_bodies.refusal(dialect, 408, "The request body did not come in time")
+        except ClientDisconnect:
+            return error_bodies.failure(dialect, Cancelled("the client hung up"))
+        except Exception:
+            log.exception("an inference request failed", extra={"path": path.path})
+            return error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
+
+    async def _forward(
+        self, head: HttpRequest, names: ModelNames, named: Mapping[str, str], body: ReadBody
+    ) -> HttpReply:
+        """The reply of a worker of what the path names (`named`), else of the body's `model`."""
+        payload = body.payload
+        with await self._lease(names, named, body) as lease, self._bodies.held_for(lease.instance, body):
+            flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
+            kind = (head.path, flags)
+            lease.check_refusals(kind, len(payload), self._timeout_s)
+            answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
+            reply = read_reply(answer.payload)
+            if reply.status == STATUS[Code.OVERLOADED].http:
+                whole_s = int(reply.headers.get("retry-after", "0"))  # rounded up
+                lease.refused(kind, len(payload), self._timeout_s, whole_s - 1)
+        self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "in", by=len(payload) - body.start)
+        self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "out", by=len(reply.body))
+        return reply
+
+    async def _lease(self, names: ModelNames, named: Mapping[str, str], body: ReadBody) -> Lease:
         if "name" in named:
             return names.lease_instance(named["name"])
         if "model" in named:
             return names.lease(named["model"])
-        if len(payload) - start > SCANNED_BYTES:
-            return names.lease(await asyncio.to_thread(model_of, payload, start))
-        return names.lease(model_of(payload, start))
+        if len(body.payload) - body.start > SCANNED_BYTES:
+            return names.lease(await asyncio.to_thread(model_of, body.payload, body.start))
+        return names.lease(model_of(body.payload, body.start))
 
-    def _names_for(self, request: Request) -> ModelNames:
-        return self._names.restricted(router_view(caller_of(request.scope), self._router))
+    def _names_for(self, caller: Caller) -> ModelNames:
+        return self._names.restricted(router_view(caller, self._router))
 
     async def _list_models(self, request: Request) -> Response:
-        names = self._names_for(request)
+        names = self._names_for(caller_of(request.scope))
         cards = [names.card(name, self._since) for name in names.names()]
         return Response(orjson.dumps({"object": "list", "data": cards}), headers=dict(JSON_TYPE))
 
     async def _get_model(self, request: Request) -> Response:
-        names, name = self._names_for(request), request.path_params["model"]
+        names, name = self._names_for(caller_of(request.scope)), request.path_params["model"]
         try:
             names.check(name)
         except ModelNotFound as error:
@@ -227,9 +252,10 @@ _REPLIES = 2
 
 
 class ReadBody(NamedTuple):
-    """A request's head and body, the bytes charged for it, and their budget."""
+    """A request's head and body, which begins at `start`, the bytes charged for it, and their budget."""
 
     payload: bytearray
+    start: int
     charged: int
     budget: ByteBudget
 
@@ -255,8 +281,7 @@ class Bodies:
             Overloaded: the budget stayed exhausted for too long.
             SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
         """
-        if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:
-            raise Overloaded("Too many replies wait for clients that do not read them; try again later")
+        self._check_replies()
         length = request.headers.get("content-length", "")
         budget = self.small if length.isdecimal() and int(length) <= SMALL_BYTES else self.large
         charge = Charge(budget)
@@ -267,9 +292,24 @@ class Bodies:
                 raise Overloaded("Too many large requests are being read; try again later") from None
             if buffer is None:
                 raise TooLarge(f"The request body is larger than the limit of {self.limit_bytes} bytes")
-            yield ReadBody(buffer, charge.bytes, budget)
+            yield ReadBody(buffer, len(head), charge.bytes, budget)
         finally:
             charge.release()
+
+    @asynccontextmanager
+    async def hold(self, head: bytes, body: bytes) -> AsyncIterator[ReadBody]:
+        """As `read`, of a small body that is there."""
+        self._check_replies()
+        charge = Charge(self.small)
+        try:
+            await charge.take(len(body), BUDGET_WAIT_S)
+            yield ReadBody(bytearray(head + body), len(head), charge.bytes, self.small)
+        finally:
+            charge.release()
+
+    def _check_replies(self) -> None:
+        if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:
+            raise Overloaded("Too many replies wait for clients that do not read them; try again later")
 
     @contextmanager
     def held_for(self, instance: str, body: ReadBody) -> Iterator[None]:

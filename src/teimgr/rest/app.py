@@ -26,12 +26,14 @@ from teimgr.docs_page import HEADERS, page
 from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
 from teimgr.gateway.routes import describe
+from teimgr.http_direct import Direct
 from teimgr.http_protocol import HttpProtocol
 from teimgr.http_server import AsgiApp, Listener, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import config, error_answers, events, fleet, gpus, instances, logs, models, probes
+from teimgr.rest.direct import DirectInference
 from teimgr.rest.gpus import GpuReport
 from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, RejectEncodedSeparators
 from teimgr.rest.probes import Alarms
@@ -119,6 +121,8 @@ def create_app(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
+    if gateway is not None:
+        app.state.direct = DirectInference(gateway, Observe(app, metrics, telemetry), policy)
     return app
 
 
@@ -158,9 +162,9 @@ class RestTls:
         return [self._watch.alarm] if self._watch and self._watch.alarm else []
 
     @contextlib.asynccontextmanager
-    async def serving(self, app: AsgiApp, sock: socket.socket) -> AsyncIterator[Listener]:
+    async def serving(self, app: AsgiApp, sock: socket.socket, direct: Direct | None = None) -> AsyncIterator[Listener]:
         """As `http_server.serving`, with these certificates."""
-        async with serving(app, sock, **uvicorn_options(self._context)) as listener:
+        async with serving(app, sock, direct=direct, **uvicorn_options(self._context)) as listener:
             if self._files is None:
                 yield listener
                 return

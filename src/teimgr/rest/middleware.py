@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -25,7 +25,15 @@ from teimgr.gateway.routes import paths
 from teimgr.http_protocol import foreign_page
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.observability.request_context import REQUEST_ID, TRACEPARENT, TRACESTATE, Attributes, Telemetry, use_context
+from teimgr.observability.request_context import (
+    REQUEST_ID,
+    TRACEPARENT,
+    TRACESTATE,
+    Attributes,
+    RequestContext,
+    Telemetry,
+    use_context,
+)
 from teimgr.rest.error_answers import VERBS, error_response
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 
@@ -34,7 +42,7 @@ log = logging.getLogger(__name__)
 READS = ("GET", "HEAD", "OPTIONS")
 # Longer paths are not cached, so that callers cannot fill the memory with them.
 _CACHED_PATHS, _CACHED_CHARS = 4096, 256
-_CONTEXT_HEADERS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
+_CONTEXT_HEADERS = [(name.encode(), name) for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)]
 
 
 class Observe:
@@ -54,13 +62,7 @@ class Observe:
             return await self._app(scope, receive, send)
         status, began = 500, time.perf_counter()
         method = scope["method"] if scope["method"] in (*VERBS, "OPTIONS") else "other"
-        tracer = self._no_telemetry if method in READS else self._telemetry
-        headers = {
-            name: value.decode("latin-1")
-            for key, value in scope["headers"]
-            if (name := key.decode("latin-1")) in _CONTEXT_HEADERS
-        }
-        context = tracer.begin(method, headers, {"http.request.method": method})
+        context = self.begin(method, dict(reversed(scope["headers"])))
 
         async def send_with_request_id(message: Message) -> None:
             nonlocal status
@@ -75,15 +77,25 @@ class Observe:
                 await self._app(scope, receive, send_with_request_id)
             finally:
                 # The route's template or one fixed label: callers must not be able to create new series.
-                route = getattr(scope.get("route"), "path", "unmatched")
-                seconds = time.perf_counter() - began
-                self._metrics.observe(catalogue.REST_REQUESTS, seconds, method, route, str(status))
-                if self._telemetry.is_on:
-                    attributes: Attributes = {"http.route": route, "http.response.status_code": status}
-                    error = f"status {status}" if status >= 500 else None
-                    context.end(attributes, error, f"{method} {route}")
-                fields = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 3)}
-                log.debug("request answered", extra=fields)
+                self.end(context, method, getattr(scope.get("route"), "path", "unmatched"), status, began)
+
+    def begin(self, method: str, headers: Mapping[bytes, bytes]) -> RequestContext:
+        """The context of a request; `end` must follow."""
+        given = {name: value.decode("latin-1") for key, name in _CONTEXT_HEADERS if (value := headers.get(key))}
+        tracer = self._no_telemetry if method in READS else self._telemetry
+        return tracer.begin(method, given, {"http.request.method": method})
+
+    def end(self, context: RequestContext, method: str, route: str, status: int, began: float) -> None:
+        """Count, trace and log an answered request; `began` is of `time.perf_counter`."""
+        seconds = time.perf_counter() - began
+        self._metrics.observe(catalogue.REST_REQUESTS, seconds, method, route, str(status))
+        if self._telemetry.is_on:
+            attributes: Attributes = {"http.route": route, "http.response.status_code": status}
+            error = f"status {status}" if status >= 500 else None
+            context.end(attributes, error, f"{method} {route}")
+        if log.isEnabledFor(logging.DEBUG):
+            fields = {"method": method, "route": route, "status": status, "ms": round(seconds * 1000, 3)}
+            log.debug("request answered", extra=fields)
 
 
 class HeadAsGet:

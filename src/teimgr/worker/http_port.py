@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,11 +16,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, Forbidden, TeimgrError, Unavailable
-from teimgr.http_protocol import HeldResponse, SlowClient, foreign_page, read_body, unless_hung_up
-from teimgr.observability.request_context import REQUEST_ID, RequestContext, use_context
+from teimgr.http_direct import Answer, DirectReply, DirectRequest
+from teimgr.http_protocol import BUDGET_WAIT_S, HeldResponse, SlowClient, foreign_page, read_body, unless_hung_up
+from teimgr.observability.request_context import (
+    CURRENT,
+    REQUEST_ID,
+    TRACEPARENT,
+    TRACESTATE,
+    RequestContext,
+    use_context,
+)
 from teimgr.spec import WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
-from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.status import STATUS
 from teimgr.worker.dialects import tei
 from teimgr.worker.dialects.openapi import instance_document
@@ -29,8 +38,8 @@ from teimgr.worker.worker_metrics import TeiMetrics
 
 _PUBLIC = {"/health", "/ping", "/metrics", "/docs"}
 _PUBLIC_FOLDERS = ("/docs/", "/api-doc/")
-_VARY = (b"vary", b"origin, access-control-request-method, access-control-request-headers")
-_ALLOW_ORIGIN = b"access-control-allow-origin"
+_VARY = {"vary": "origin, access-control-request-method, access-control-request-headers"}
+_ALLOW_ORIGIN = "access-control-allow-origin"
 _PREFLIGHT = {"access-control-allow-methods": "GET,POST", "access-control-allow-headers": "content-type"}
 
 
@@ -54,7 +63,8 @@ class PortMiddleware:
         # Reversed: the first of several headers of one name counts.
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in reversed(scope["headers"])}
         context = RequestContext.from_headers(headers)
-        added = [*self._cors(headers.get("origin")), (REQUEST_ID.encode(), context.request_id.encode())]
+        named = cors_headers(self._origins, headers.get("origin")) | {REQUEST_ID: context.request_id}
+        added = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -77,12 +87,12 @@ class PortMiddleware:
         every_page_may = not self._origins or "*" in self._origins
         return None if every_page_may or method in ("GET", "HEAD") else foreign_page(headers, self._origins)
 
-    def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        if not self._origins or "*" in self._origins:
-            return [_VARY, (_ALLOW_ORIGIN, b"*")]
-        if origin is not None and origin in self._origins:
-            return [_VARY, (_ALLOW_ORIGIN, origin.encode("latin-1"))]
-        return [_VARY]
+
+def cors_headers(origins: Collection[str], origin: str | None) -> dict[str, str]:
+    """The CORS headers of a response to a page of `origin`, where those of `origins` may read it, or all."""
+    if not origins or "*" in origins:
+        return _VARY | {_ALLOW_ORIGIN: "*"}
+    return _VARY | ({_ALLOW_ORIGIN: origin} if origin is not None and origin in origins else {})
 
 
 def _is_public(scope: Scope) -> bool:
@@ -93,6 +103,10 @@ def _is_public(scope: Scope) -> bool:
 
 
 _HEALTH_TIMEOUT_S = 5.0
+# Of these a request context is made.
+_CONTEXT = (REQUEST_ID, TRACEPARENT, TRACESTATE)
+# The routes of inference by the target of a request.
+_PATHS = {path.encode(): path for method, path in tei.ROUTES if method == "POST"}
 _NOT_BUFFERED = "Failed to buffer the request body"
 _TEXT = "text/plain; charset=utf-8"
 
@@ -100,11 +114,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class InstancePort:
-    """Endpoints of the instance port; `post` makes one of a route of TEI."""
+    """Endpoints of the instance port; `post` makes one of a route of TEI, `direct` answers most of their requests."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._inference = HttpInference(dispatcher)
+        self._cors = cors_headers(dispatcher.spec.cors_allow_origin, None)
 
     async def health(self, request: Request) -> Response:
         """200 with an empty body once the engine's self-test has passed."""
@@ -127,39 +142,74 @@ class InstancePort:
         return HTMLResponse(page(instance_document(), "/api-doc/openapi.json"), headers=HEADERS)
 
     def post(self, path: str, route: HttpHandler) -> Endpoint:
-        dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
-
         async def endpoint(request: Request) -> Response:
-            budget = self._dispatcher.port_budget
-            charge = Charge(budget)
-            try:
-                content_type = request.headers.get("content-type", "")
-                check_content_type(content_type)
-                body = await read_body(request, self._dispatcher.spec.payload_limit_bytes, charge)
-                if body is None:
-                    raise BadRequest(413, f"{_NOT_BUFFERED}: length limit exceeded")
-                parsed = HttpRequest(TEI, request.method, path, headers={"content-type": content_type}, body=body)
-                reply = await unless_hung_up(route(self._inference, parsed), request.receive)
-                return HeldResponse(reply.body, reply.status, reply.headers, budget)
-            except SlowClient:
-                return _response(BadRequest(408, f"{_NOT_BUFFERED}: it did not come in time").reply(dialect))
-            except TeimgrError as error:
-                return _response(failure(dialect, error))
-            except BadRequest as error:
-                return _response(error.reply(dialect))
-            except ClientDisconnect:  # while it sent its body; uvicorn discards the response
-                return Response(status_code=STATUS[Code.CANCELLED].http)
-            except Exception as error:
-                return _response(failure(dialect, masked(error)))
-            finally:
-                charge.release()
+            content_type = request.headers.get("content-type", "")
+
+            async def read(charge: Charge) -> Buffer | None:
+                return await read_body(request, self._dispatcher.spec.payload_limit_bytes, charge)
+
+            async def inferred(parsed: HttpRequest) -> HttpReply:
+                return await unless_hung_up(route(self._inference, parsed), request.receive)
+
+            reply = await self._answer(path, content_type, read, inferred)
+            return HeldResponse(reply.body, reply.status, reply.headers, self._dispatcher.port_budget)
 
         return endpoint
 
+    def direct(self, request: DirectRequest) -> Answer | None:
+        """Answers a POST to a route of TEI that came whole and with the right key, by no web page."""
+        path = _PATHS.get(request.target)
+        if path is None or request.is_of_page:
+            return None
+        if not self._dispatcher.spec.accepts(request.headers.get(b"authorization", b"")):
+            return None
+        return partial(self._answer_whole, path, request)
 
-def create_app(dispatcher: Dispatcher) -> ASGIApp:
-    """The application of the instance port; the dispatcher must have its engine."""
-    port = InstancePort(dispatcher)
+    async def _answer_whole(self, path: str, request: DirectRequest) -> DirectReply:
+        given = {name: value.decode("latin-1") for name in _CONTEXT if (value := request.headers.get(name.encode()))}
+        context = RequestContext.from_headers(given)
+        CURRENT.set(context)
+
+        async def read(charge: Charge) -> Buffer:
+            await charge.take(len(request.body), BUDGET_WAIT_S)
+            return request.body
+
+        content_type = request.headers.get(b"content-type", b"").decode("latin-1")
+        reply = await self._answer(path, content_type, read, partial(tei.ROUTES["POST", path], self._inference))
+        return DirectReply(reply.status, {**reply.headers, **self._cors, REQUEST_ID: context.request_id}, reply.body)
+
+    async def _answer(
+        self,
+        path: str,
+        content_type: str,
+        read: Callable[[Charge], Awaitable[Buffer | None]],
+        infer: Callable[[HttpRequest], Awaitable[HttpReply]],
+    ) -> HttpReply:
+        """The reply to a request whose body is what `read` gives, or None where that is too long."""
+        dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
+        charge = Charge(self._dispatcher.port_budget)
+        try:
+            check_content_type(content_type)
+            body = await read(charge)
+            if body is None:
+                raise BadRequest(413, f"{_NOT_BUFFERED}: length limit exceeded")
+            return await infer(HttpRequest(TEI, "POST", path, headers={"content-type": content_type}, body=body))
+        except SlowClient:
+            return BadRequest(408, f"{_NOT_BUFFERED}: it did not come in time").reply(dialect)
+        except TeimgrError as error:
+            return failure(dialect, error)
+        except BadRequest as error:
+            return error.reply(dialect)
+        except ClientDisconnect:  # while it sent its body; uvicorn discards the response
+            return HttpReply(STATUS[Code.CANCELLED].http, {}, b"")
+        except Exception as error:
+            return failure(dialect, masked(error))
+        finally:
+            charge.release()
+
+
+def create_app(port: InstancePort, spec: WorkerSpec) -> ASGIApp:
+    """The application of the instance port, whose dispatcher must have its engine."""
     app = Starlette(
         routes=[
             *(Route(path, port.health) for path in ("/", "/health", "/ping")),
@@ -177,7 +227,7 @@ def create_app(dispatcher: Dispatcher) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    return PortMiddleware(app, dispatcher.spec)
+    return PortMiddleware(app, spec)
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:

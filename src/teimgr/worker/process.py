@@ -35,7 +35,7 @@ from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Method
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.http_port import create_app, metrics_app
+from teimgr.worker.http_port import InstancePort, create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
 from teimgr.worker.worker_metrics import engine_page, process_page
 
@@ -147,7 +147,9 @@ class Worker:
 
             grpc = GrpcPort(self._dispatcher)
             number = port.getsockname()[1]
-            async with serving(create_app(self._dispatcher), port, grpc.protocol) as listeners[number]:
+            http = InstancePort(self._dispatcher)
+            app = create_app(http, self._dispatcher.spec)
+            async with serving(app, port, grpc.protocol, http.direct) as listeners[number]:
                 queue.serve(partial(self._take, listeners))
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())

@@ -1,0 +1,202 @@
+"""`bench front`: requests per second and latency by interface and callers, with the CPU time of every process.
+
+The model is a look-up table, so that what is measured is everything around a model. With `--against` a daemon of another
+checkout answers the same calls in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from bench import corpus, weights
+from bench.contest import Child, child
+from bench.encoders import Task
+from bench.fleet import Fleet, fleet
+from bench.load import LoadTask
+from bench.machine import busy_s, cpu_s
+from bench.report import publish
+from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+
+HEADER = (
+    *("load", "callers", "calls/s", "× median", "× low", "× high", "p50 ms", "p99 ms", "max ms"),
+    *("daemon µs", "mux µs", "worker µs", "client µs", "foreign cores"),
+)
+_INSTANCE = "bench"
+_BATCH_TEXTS = 64
+_BATCH_CALLERS = 8
+_SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the scenario."""
+    parser.add_argument("--callers", type=int, nargs="+", default=[1, 8, 64, 256], help="of single texts (1 8 64 256)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of one load, after half a second of warm-up (3)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, with every load once in each (5)")
+    parser.add_argument("--bulk", type=int, default=60_000, help="texts of the bulk job (60,000)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="LOAD", help="only loads whose name has one of these in it"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="PATH", help="another checkout, measured in turns with this one"
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """One kind of call at one number of callers; `requests` names its bodies, "" is the bulk job of the client."""
+
+    name: str
+    callers: int
+    texts: int = 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    texts = corpus.queries(4096)
+    loads = [
+        *(Load(name, callers) for name in ("/embed", "/v1/embeddings", "mux Embed") for callers in options.callers),
+        Load("/v1/embeddings base64 × 64", _BATCH_CALLERS, _BATCH_TEXTS),
+        Load("mux EmbedArrow × 64", _BATCH_CALLERS, _BATCH_TEXTS),
+        Load("EmbedArrow by the client", 1, options.bulk),
+    ]
+    loads = [load for load in loads if not options.only or any(part in load.name for part in options.only)]
+    checkouts = {"here": None} | ({"against": options.against} if options.against else {})
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = weights.random_static(folder / "static", weights.minilm())
+        targets = {
+            name: Target(stack, stack.enter_context(fleet(checkout)), model, texts, options.bulk, folder / name)
+            for name, checkout in checkouts.items()
+        }
+        passes: dict[tuple[str, Load], list[dict[str, float]]] = {}
+        for _ in range(options.rounds):
+            for load in loads:
+                for name, target in targets.items():
+                    passes.setdefault((name, load), []).append(target.measure(load, options.seconds))
+    rows = [_row(load, name, passes) for load in loads for name in targets]
+    facts = {
+        "model": "a table of 30,522 × 256 random numbers with MiniLM's tokenizer, one replica",
+        "texts": f"{len(texts)} of 4 to 14 words (digest {corpus.digest(texts)}), one a call, or as the load names",
+        "method": f"{options.rounds} rounds, each load {options.seconds:g} s in each, in turn; medians; × is the calls per "
+        "second here over those of the other checkout in the same round: median, lowest and highest",
+        "columns": "µs are CPU time per call of each process (of the bulk load per text); "
+        "the load generator shares the cores",
+    }
+    data = [
+        {"load": load.name, "callers": load.callers, "checkout": name, "passes": passes[name, load]}
+        for name, load in passes
+    ]
+    publish("front", facts, HEADER, rows, {"rows": data})
+    return 0
+
+
+class Target:
+    """A daemon with one static model, and the load generators that call it."""
+
+    def __init__(
+        self, stack: ExitStack, running: Fleet, model: Path, texts: Sequence[str], bulk: int, folder: Path
+    ) -> None:
+        running.client.create(_INSTANCE, str(model))
+        running.client.wait_until_running(_INSTANCE, deadline_s=120)
+        self._pids = running.pids(_INSTANCE)
+        port = running.client.get(_INSTANCE).port
+        folder.mkdir()
+        self._stack, self._folder = stack, folder
+        batches = [texts[start : start + _BATCH_TEXTS] for start in range(0, len(texts), _BATCH_TEXTS)]
+        openai = LoadTask("http", running.api_port, "/v1/embeddings")
+        in_base64 = {"model": _INSTANCE, "encoding_format": "base64"}
+        self._tasks: dict[str, tuple[LoadTask | Task, list[bytes]]] = {
+            "/embed": (LoadTask("http", port, "/embed"), [_json({"inputs": text}) for text in texts]),
+            "/v1/embeddings": (openai, [_json({"model": _INSTANCE, "input": text}) for text in texts]),
+            "mux Embed": (LoadTask("grpc", running.grpc_port, f"{_SERVICE}Embed"), [_embed(text) for text in texts]),
+            "/v1/embeddings base64 × 64": (openai, [_json({"input": batch} | in_base64) for batch in batches]),
+            "mux EmbedArrow × 64": (
+                LoadTask("grpc", running.grpc_port, f"{_SERVICE}EmbedArrow"),
+                [_arrow(batch) for batch in batches],
+            ),
+            "EmbedArrow by the client": (Task("served", grpc=running.grpc, instance=_INSTANCE), []),
+        }
+        self._children: dict[str, Child] = {}
+        self._bulk = [texts[index % len(texts)] for index in range(bulk)]
+
+    def measure(self, load: Load, seconds: float) -> dict[str, float]:
+        """One load: its figures, and CPU seconds of every process."""
+        entrant = self._children.get(load.name) or self._start(load.name)
+        before, busy = {name: cpu_s(pid) for name, pid in self._pids.items()}, busy_s()
+        if isinstance(self._tasks[load.name][0], Task):
+            answer = entrant.ask("pass")
+            answer["calls"] = load.texts
+        else:
+            answer = entrant.ask("run", {"callers": load.callers, "seconds": seconds})
+        used = {f"{name}_cpu_s": cpu_s(pid) - before[name] for name, pid in self._pids.items()}
+        foreign_s = busy_s() - busy - sum(used.values()) - answer["cpu_seconds"]
+        return answer | used | {"foreign_cores": max(0.0, foreign_s / answer["seconds"])}
+
+    def _start(self, name: str) -> Child:
+        task, bodies = self._tasks[name]
+        entrant = self._children[name] = self._stack.enter_context(child(task))
+        file = self._folder / f"{len(self._children)}.json"
+        if isinstance(task, Task):
+            file.write_text(json.dumps(self._bulk))
+            entrant.ask("texts", str(file))
+        else:
+            file.write_text(json.dumps([base64.b64encode(body).decode() for body in bodies]))
+            entrant.ask("requests", str(file))
+        return entrant
+
+
+def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, float]]]) -> list[Any]:
+    own = passes[name, load]
+
+    def median(of: str) -> float | None:
+        values = [each[of] for each in own if of in each]
+        return statistics.median(values) if values else None
+
+    def cost_us(of: str) -> float:
+        return statistics.median(each[of] / each["calls"] * 1e6 for each in own)
+
+    rates = [each["calls"] / each["seconds"] for each in own]
+    label = load.name if name == "here" else f"{load.name} (the other checkout)"
+    factors: list[float | None] = [None, None, None]
+    if name == "here" and ("against", load) in passes:
+        theirs = [each["calls"] / each["seconds"] for each in passes["against", load]]
+        paired = [here / there for here, there in zip(rates, theirs, strict=True)]
+        factors = [statistics.median(paired), min(paired), max(paired)]
+    times = [median("p50_ms"), median("p99_ms"), median("max_ms")]
+    costs = [cost_us(f"{process}_cpu_s") for process in ("daemon", "mux", "worker")]
+    return [
+        *(label, load.callers, statistics.median(rates), *factors, *times),
+        *(*costs, cost_us("cpu_seconds"), median("foreign_cores")),
+    ]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _embed(text: str) -> bytes:
+    message = multiplexer_pb2.EmbedRequest()
+    message.target.instance_name = _INSTANCE
+    message.request.inputs = text
+    return message.SerializeToString()
+
+
+def _arrow(texts: Sequence[str]) -> bytes:
+    sink = pa.BufferOutputStream()
+    batch = pa.record_batch({"text": pa.array(texts, pa.string())})
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    message = multiplexer_pb2.EmbedArrowRequest(arrow_ipc=sink.getvalue().to_pybytes(), normalize=True)
+    message.target.instance_name = _INSTANCE
+    return message.SerializeToString()
