@@ -1,7 +1,7 @@
 """`bench front`: requests per second and latency by interface and callers, with the CPU time of every process.
 
-The model is a look-up table, so that what is measured is everything around a model. With `--against` a daemon of another
-checkout answers the same calls in turn.
+The model is a look-up table, so that what is measured is everything around a model. With `--against` a daemon of
+another checkout answers the same calls in turn.
 """
 
 from __future__ import annotations
@@ -44,12 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of one load, after half a second of warm-up (3)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, with every load once in each (5)")
     parser.add_argument("--bulk", type=int, default=60_000, help="texts of the bulk job (60,000)")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="LOAD", help="only loads whose name has one of these in it"
-    )
-    parser.add_argument(
-        "--against", type=Path, metavar="PATH", help="another checkout, measured in turns with this one"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="LOAD", help="loads with one of these in their name")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout, measured in turns")
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
     facts = {
         "model": "a table of 30,522 × 256 random numbers with MiniLM's tokenizer, one replica",
         "texts": f"{len(texts)} of 4 to 14 words (digest {corpus.digest(texts)}), one a call, or as the load names",
-        "method": f"{options.rounds} rounds, each load {options.seconds:g} s in each, in turn; medians; × is the calls per "
-        "second here over those of the other checkout in the same round: median, lowest and highest",
+        "method": f"{options.rounds} rounds, each load {options.seconds:g} s in each, in turn; medians; × is the calls "
+        "per second here over those of the other checkout in the same round: median, lowest and highest",
         "columns": "µs are CPU time per call of each process (of the bulk load per text); "
         "the load generator shares the cores",
     }
@@ -136,7 +132,7 @@ class Target:
         before, busy = {name: cpu_s(pid) for name, pid in self._pids.items()}, busy_s()
         if isinstance(self._tasks[load.name][0], Task):
             answer = entrant.ask("pass")
-            answer["calls"] = load.texts
+            answer["calls"] = answer["all_calls"] = load.texts
         else:
             answer = entrant.ask("run", {"callers": load.callers, "seconds": seconds})
         used = {f"{name}_cpu_s": cpu_s(pid) - before[name] for name, pid in self._pids.items()}
@@ -164,7 +160,7 @@ def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, fl
         return statistics.median(values) if values else None
 
     def cost_us(of: str) -> float:
-        return statistics.median(each[of] / each["calls"] * 1e6 for each in own)
+        return statistics.median(each[of] / each["all_calls"] * 1e6 for each in own)
 
     rates = [each["calls"] / each["seconds"] for each in own]
     label = load.name if name == "here" else f"{load.name} (the other checkout)"

@@ -1,6 +1,6 @@
 """Requests that arrive whole, answered by the protocol of their connection, without ASGI.
 
-A server that has a `Direct` offers it each POST whose head and body came in one read; what it declines, and everything
+A server that has a `Direct` offers it each POST whose body is small and comes at once; what it declines, and everything
 else, is served by the ASGI application. Half of a small request's cost was the way through ASGI's layers.
 """
 

@@ -36,11 +36,13 @@ _MAX_HEAD_BYTES = 256 * 2**10
 # A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
 STALL_S = 30.0
 LEAST_READ_BYTES = 16 * 1024
+# How long a small body is awaited for an answer without ASGI, which would wait for it within other limits.
+_HOLD_S = 1.0
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 # Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
 # holds), and on the time in which its client sends it.
-BUDGET_WAIT_S = 30.0
+_BUDGET_WAIT_S = 30.0
 _GROWTH_WAIT_S = 5.0
 BODY_TIMEOUT_S = 120.0
 _MAX_DISCARDED_BYTES = 64 * 2**20
@@ -119,6 +121,7 @@ class HttpProtocol(HttpToolsProtocol):
     silence_s: float | None = None  # limit on the wait for the first byte, where it is not that of new connections
     server_state: ServerConnections
     _held: list[bytes] | None = None  # the body so far of a request that may be answered without ASGI
+    _hold_timer: asyncio.TimerHandle | None = None
     _exchange: DirectExchange | None = None
     _is_resuming = False
     _is_in_message = False
@@ -137,9 +140,16 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stall_guard.resumed()
+        self._end_hold()
         if self._exchange is not None:
             self._exchange.set()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Called by uvicorn as the server ends."""
+        if self._held is not None:
+            self._to_asgi()
+        super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -151,8 +161,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._feed(data)
-        if self._held is not None and not self.transport.is_closing():
-            self._to_asgi()  # the rest of the body is to come
+        if self._held is not None and self._hold_timer is None and not self.transport.is_closing():
+            self._await_rest()
         if not self._is_in_head:
             self._head_bytes = 0
             self._stop_head_timer()
@@ -241,7 +251,7 @@ class HttpProtocol(HttpToolsProtocol):
         return is_idle and is_plain
 
     def _answer_directly(self, held: list[bytes]) -> bool:
-        """Answer a request that came in one read without ASGI; False where ASGI is to serve it."""
+        """Answer a request that came whole without ASGI; False where ASGI is to serve it."""
         body = held[0] if len(held) == 1 else b"".join(held)
         direct = self.server_state.direct
         answer = None
@@ -250,17 +260,33 @@ class HttpProtocol(HttpToolsProtocol):
         if answer is None:
             self._to_asgi()
             return False
-        self._held = None
+        self._end_hold()
         self._exchange = exchange = DirectExchange(self, answer, self.parser.should_keep_alive())
         self.cycle = cast(Any, exchange)
         self.tasks.add(exchange.task)
         exchange.task.add_done_callback(self.tasks.discard)
         return True
 
-    def _to_asgi(self) -> None:
+    def _await_rest(self) -> None:
+        """Wait for the rest of a body; many clients send it after the head, but at once."""
+        length = dict(self.headers).get(b"content-length", b"")
+        if self.expect_100_continue or not length or int(length) > MAX_BODY_BYTES:
+            self._to_asgi()
+        else:
+            self._hold_timer = self.loop.call_later(_HOLD_S, self._to_asgi)
+
+    def _end_hold(self) -> list[bytes]:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
         held, self._held = self._held, None
+        return held or []
+
+    def _to_asgi(self) -> None:
+        """Have the application serve a request that is held."""
+        held = self._end_hold()
         super().on_headers_complete()
-        for body in held or ():
+        for body in held:
             super().on_body(body)
 
     def _ignore_upgrade(self) -> None:
@@ -389,6 +415,11 @@ class HeldResponse(Response):
             self._charge.release()
 
 
+async def charge_body(charge: Charge, size: int) -> None:
+    """Charge a body of known size; raises Overloaded where the budget stays exhausted."""
+    await charge.take(size, _BUDGET_WAIT_S)
+
+
 async def read_body(request: Request, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
     """`start` and the whole body, charged; None when the body is larger than `limit_bytes`.
 
@@ -400,7 +431,7 @@ async def read_body(request: Request, limit_bytes: int, charge: Charge, start: b
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal():
-        await charge.take(min(int(length), limit_bytes), BUDGET_WAIT_S)
+        await charge_body(charge, min(int(length), limit_bytes))
     buffer = bytearray(start)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -436,7 +467,7 @@ async def _read_into(
         room -= len(chunk)
         if room >= 0:
             if charge is not None and (missing := limit_bytes - room - charge.bytes) > 0:
-                await charge.take(missing, BUDGET_WAIT_S if not buffer else _GROWTH_WAIT_S)
+                await charge.take(missing, _BUDGET_WAIT_S if not buffer else _GROWTH_WAIT_S)
             buffer += chunk
             continue
         buffer.clear()

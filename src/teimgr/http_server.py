@@ -124,7 +124,8 @@ async def serving(
     """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
 
     The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
-    without it HTTP/2 is not served. `direct` may answer requests without `app`. `tls` are arguments of uvicorn (`rest/app.py`).
+    without it HTTP/2 is not served. `direct` may answer requests without `app`. `tls` are arguments of uvicorn
+    (`rest/app.py`).
 
     Raises:
         PortConflict: another process began to listen on the address since it was bound.

@@ -26,6 +26,7 @@ from teimgr.engine.batch import PackedBatch, Run, to_device
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads.projections import read_weights
+from teimgr.engine.heads.table import TableMeanHead
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.layout import Backbone, Layout
 
@@ -266,6 +267,14 @@ class StaticTable:
     def make_native(self, dtype: torch.dtype) -> None:
         """Raises CannotLowerError always: a look-up has no layers."""
         raise CannotLowerError("a look-up table")
+
+    @property
+    def is_float32_on_cpu(self) -> bool:
+        return self._table.dtype is torch.float32 and self.device.type == "cpu"
+
+    def mean_head(self, projections: nn.Sequential) -> TableMeanHead:
+        """The mean of a text's rows, then `projections`; for tables that are float32 on the CPU."""
+        return TableMeanHead(self._table, self._mapping, self._weights, projections)
 
     def use(self, batching: Batching) -> None:
         self.batching = batching

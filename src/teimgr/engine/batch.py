@@ -109,6 +109,14 @@ class PackedBatch:
         return int(self.cu_seqlens[-1])
 
 
+def pack_as_given(texts: Sequence[Encoded]) -> PackedBatch:
+    """For look-up tables: the texts in their own order, with neither positions nor runs of equal length."""
+    cu_seqlens = np.zeros(len(texts) + 1, dtype=np.int32)
+    np.cumsum([len(text.ids) for text in texts], out=cu_seqlens[1:])
+    ids = np.concatenate([text.ids for text in texts]).astype(np.int64)
+    return PackedBatch(ids, _NO_POSITIONS, cu_seqlens, 0, (), np.arange(len(texts)))
+
+
 def pack(texts: Sequence[Encoded]) -> PackedBatch:
     lengths = np.fromiter((len(text.ids) for text in texts), dtype=np.int32, count=len(texts))
     order = np.argsort(lengths, kind="stable")
@@ -148,6 +156,9 @@ def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:
     for length, texts in zip(values.tolist(), counts.tolist(), strict=True):
         yield Run(start, texts, length)
         start += texts * length
+
+
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -250,8 +250,10 @@ class Finisher:
         for i, entry in enumerate(batch.entries):
             texts_of[entry.job].append(i)
         for job, texts in texts_of.items():
-            entries = [batch.entries[i] for i in texts]
-            if failed := _written(results, job, [batch.places[i] for i in texts], [entry.row for entry in entries]):
+            is_only = len(texts) == len(batch.entries)
+            entries = batch.entries if is_only else [batch.entries[i] for i in texts]
+            places = batch.places if is_only else [batch.places[i] for i in texts]
+            if failed := _written(results, job, places, [entry.row for entry in entries]):
                 self._on_bad_result()
                 self.stats.failed_texts += len(failed)
                 job.errors.update(failed)
@@ -291,7 +293,7 @@ class Finisher:
         return max(floor_s, factor * self.slowest_s * (self.in_flight.tokens + _BATCHES_IN_FLIGHT * _COST_TOKENS))
 
 
-def _written(results: BatchResults, job: Job, texts: list[int], rows: list[int]) -> dict[int, InferenceFailed]:
+def _written(results: BatchResults, job: Job, texts: Sequence[int], rows: Sequence[int]) -> dict[int, InferenceFailed]:
     """As `BatchResults.write`; where it raises, an overflow in an activation for one, only the texts at fault fail."""
     try:
         return results.write(job, texts, rows)
@@ -309,7 +311,7 @@ class BatchResults:
     def __init__(self, rows: Mapping[Output, HostRows], activation: str) -> None:
         self._rows = rows
         self._activation = activation
-        self._finite: dict[Output, NDArray[np.bool_]] = {}
+        self._bad: dict[Output, set[int]] = {}  # texts with NaN or infinity
         self._vectors: dict[tuple[int | None, bool], Floats] = {}
         self._scores: Floats | None = None
 
@@ -320,15 +322,17 @@ class BatchResults:
         """
         failed: dict[int, InferenceFailed] = {}
         for output in sorted(job.options.outputs, key=_ORDER.index):
-            if output not in self._finite:
-                self._finite[output] = self._rows[output].finite()
-            for text, row in zip(texts, rows, strict=True):
-                if not self._finite[output][text] and row not in failed:
+            if output not in self._bad:
+                self._bad[output] = set(np.flatnonzero(~self._rows[output].finite()).tolist())
+            for text in self._bad[output].intersection(texts):
+                for row in (row for each, row in zip(texts, rows, strict=True) if each == text and row not in failed):
                     failed[row] = InferenceFailed(self._error_text(output, text))
-        good = [(text, row) for text, row in zip(texts, rows, strict=True) if row not in failed]
-        if good:
+        if failed:
+            good = [(text, row) for text, row in zip(texts, rows, strict=True) if row not in failed]
+            texts, rows = [text for text, _ in good], [row for _, row in good]
+        if rows:
             for output in job.options.outputs:
-                self._write_output(output, job, [text for text, _ in good], [row for _, row in good])
+                self._write_output(output, job, texts, rows)
         return failed
 
     def _error_text(self, output: Output, text: int) -> str:
@@ -337,7 +341,7 @@ class BatchResults:
         nan = np.isnan(self._rows[output].values[text]).any()
         return "score is NaN" if nan else "Backend error: a score is infinite"
 
-    def _write_output(self, output: Output, job: Job, texts: list[int], rows: list[int]) -> None:
+    def _write_output(self, output: Output, job: Job, texts: Sequence[int], rows: Sequence[int]) -> None:
         source = self._rows[output]
         if output is Output.DENSE:
             key = (job.options.dimensions, job.options.normalize)

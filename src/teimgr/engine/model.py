@@ -19,6 +19,7 @@ from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.engine.heads.scoring import CausalHead, SequenceHead, keep_two_tokens, sequence_head
 from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
+from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.job import Output
 from teimgr.model_files.layout import Backbone, Layout, Splade
 from teimgr.spec import Kind
@@ -26,16 +27,20 @@ from teimgr.spec import Kind
 log = logging.getLogger(__name__)
 
 Heads = Mapping[Output, Head]
+_NO_HIDDEN = torch.empty(0)
 
 
 class Model:
     """A model on one device; one thread uses it at a time.
 
-    Where the head is the library's, `whole` is the same model run by the library alone, with heads for its logits.
+    Where `heads` are not those of the reference, `whole` is the same model with these, such as the library's own head.
     """
 
     def __init__(
-        self, backbone: Transformer | StaticTable, heads: Heads, whole: tuple[WholeModel, Heads] | None = None
+        self,
+        backbone: Transformer | StaticTable,
+        heads: Heads,
+        whole: tuple[WholeModel | StaticTable, Heads] | None = None,
     ) -> None:
         self.backbone = backbone
         self._heads = dict(heads)
@@ -58,7 +63,8 @@ class Model:
             KeyError: the model has no such output.
         """
         heads = {output: self._heads[output] for output in outputs}
-        hidden = self.backbone.hidden(batch)
+        needs_hidden = not all(isinstance(head, TableMeanHead) for head in heads.values())
+        hidden = self.backbone.hidden(batch) if needs_hidden else _NO_HIDDEN
         return {output: head(hidden, batch) for output, head in heads.items()}
 
     @torch.inference_mode()
@@ -80,7 +86,11 @@ def load_model(layout: Layout, device: torch.device) -> Model:
     """
     if layout.backbone is Backbone.STATIC:
         table = load_table(layout, device)
-        return Model(table, _heads_of(layout, table.width, device))
+        heads = _heads_of(layout, table.width, device)
+        fast = dict(heads)
+        if Output.DENSE in heads and layout.poolings == ("mean",) and layout.include_prompt and table.is_float32_on_cpu:
+            fast[Output.DENSE] = table.mean_head(load_projections(layout.projections, device))
+        return Model(table, fast, (table, heads))
     module = load_module(layout, device)
     if layout.backbone is Backbone.ENCODER:
         transformer = Transformer(module, layout.position_offset, device)

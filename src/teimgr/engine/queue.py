@@ -25,6 +25,7 @@ from teimgr.engine.job import Job, Lane
 _SAMPLE_S = 0.1  # batches shorter than this are counted together
 _SAMPLES = 32
 _MOST_AGE_S = 30.0
+_KNOWN_S = 0.05  # computing a throughput for every call would cost each some percent
 # Fewer are no estimate: the first batches after a start are slow, and one slow text would stand for all.
 _LEAST_SAMPLES = 4
 
@@ -191,6 +192,7 @@ class LaneThroughput:
     def __init__(self) -> None:
         self._samples: dict[Lane, deque[_Sample]] = {lane: deque(maxlen=_SAMPLES) for lane in Lane}
         self._last: tuple[float, Lane, int, Collection[Lane]] | None = None
+        self._known: dict[Lane, tuple[float, float | None]] = {}  # a moment, and the throughput then
 
     def took(self, now: float, lane: Lane, tokens: int, waiting: Collection[Lane]) -> None:
         """A batch of `lane` leaves the queue; in the lanes `waiting` more is left."""
@@ -206,6 +208,12 @@ class LaneThroughput:
 
     def tokens_per_s(self, lane: Lane, now: float) -> float | None:
         """None where the lane had no backlog of late. The slowest sample does not count."""
+        known = self._known.get(lane)
+        if known is None or now - known[0] > _KNOWN_S:
+            known = self._known[lane] = now, self._computed(lane, now)
+        return known[1]
+
+    def _computed(self, lane: Lane, now: float) -> float | None:
         recent = [one for one in self._samples[lane] if one.seconds >= _SAMPLE_S and now - one.at < _MOST_AGE_S]
         if len(recent) < _LEAST_SAMPLES:
             return None
@@ -217,6 +225,7 @@ class LaneThroughput:
         samples = self._samples[lane]
         if not samples or samples[-1].seconds >= _SAMPLE_S:
             samples.append(_Sample(now))
+            self._known.clear()
         samples[-1].at = now
         samples[-1].seconds += now - began
         samples[-1].tokens += tokens

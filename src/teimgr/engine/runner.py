@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from teimgr.engine.backbone import StaticTable
-from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.batch import Encoded, pack, pack_as_given
 from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
@@ -61,6 +61,7 @@ class Runner:
         self._memory_returned = True
         self._returned_at = time.monotonic()
         self._in_flight = finisher.in_flight
+        self._pack = pack_as_given if isinstance(model.backbone, StaticTable) else pack
 
     @property
     def running_tokens(self) -> int:
@@ -132,10 +133,9 @@ class Runner:
         self._in_flight.enter(tokens)
         started_ns = time.monotonic_ns()
         try:
-            batch = pack(inputs)
+            batch = self._pack(inputs)
             rows = self._model.run(batch, _wanted(entries))
-            place_of = np.argsort(batch.order)
-            places = [int(place_of[i]) for i in inputs_of]
+            places = np.argsort(batch.order)[inputs_of].tolist()
             started = StartedBatch(entries, places, _to_host(rows), started_ns, tokens)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             self._in_flight.leave(tokens)

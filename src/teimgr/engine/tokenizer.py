@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,12 +314,35 @@ class TextTokenizer:
             truncation = Truncation(self._limit(options) - prefix, options.left)
         short = texts if truncation is None else [self._shortener.short(text, truncation.left) for text in texts]
         encodings = self._library.encode(short, self._add_specials)
-        results: list[Encoded | TeimgrError] = []
-        for encoding, shortened, text in zip(encodings, short, texts, strict=True):
-            whole = encoding
-            if truncation is not None and not self._shortener.holds(encoding, shortened, text, truncation):
-                (whole,) = self._library.encode([text], self._add_specials)
-            results.append(self._encoded(whole, options, truncation))
+        for i, text in enumerate(texts):
+            if truncation is not None and not self._shortener.holds(encodings[i], short[i], text, truncation):
+                (encodings[i],) = self._library.encode([text], self._add_specials)
+        if len(texts) == 1 or self._roles is not None:
+            return [self._encoded(encoding, options, truncation) for encoding in encodings]
+        return self._encoded_together(encodings, options, truncation)
+
+    def _encoded_together(
+        self, encodings: Sequence[Encoding], options: TokenizeOptions, truncation: Truncation | None
+    ) -> list[Encoded | TeimgrError]:
+        """As `_encoded` of each, by arrays of all ids and types; those that are cut or refused one by one."""
+        lists = [encoding.ids for encoding in encodings]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        ids, ends = _joined(lists, np.int32), np.cumsum(lengths)
+        types = _joined([encoding.type_ids for encoding in encodings], np.uint8) if self._type_ids else None
+        special = lengths > self._limit(options)
+        if self._skipped_id is not None:
+            special |= _any_within(ids == self._skipped_id, ends)
+        if self._check_result_ids:
+            special |= _any_within(ids >= self._vocabulary, ends)
+        special |= lengths == 0
+        prompt_tokens = self.prompt_len(options.prompt)
+        bounds = [0, *ends.tolist()]
+        results: list[Encoded | TeimgrError] = [
+            Encoded(ids[begin:end], None if types is None else types[begin:end], prompt_tokens=prompt_tokens)
+            for begin, end in pairwise(bounds)
+        ]
+        for i in np.flatnonzero(special).tolist():
+            results[i] = self._encoded(encodings[i], options, truncation)
         return results
 
     def _encoded(
@@ -341,6 +366,18 @@ class TextTokenizer:
     def _without_skipped(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Drop unknown tokens where the model does; after truncation, as in Model2Vec."""
         return ids if self._skipped_id is None else ids[ids != self._skipped_id]
+
+
+def _joined(lists: Sequence[list[int]], dtype: type[np.generic]) -> NDArray[Any]:
+    """All numbers of the lists in one array."""
+    return np.fromiter(chain.from_iterable(lists), dtype, sum(map(len, lists)))
+
+
+def _any_within(marks: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of consecutive parts that end at `ends`, which have a mark: bool of the shape of `ends`."""
+    found = np.zeros(len(ends), np.bool_)
+    found[np.searchsorted(ends, np.flatnonzero(marks), side="right")] = True
+    return found
 
 
 def _too_long(limit: int, given: int) -> InvalidInput:

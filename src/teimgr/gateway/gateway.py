@@ -38,7 +38,7 @@ from teimgr.errors import (
     Unavailable,
 )
 from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, paths
-from teimgr.http_protocol import BUDGET_WAIT_S, HeldResponse, SlowClient, read_body, unless_hung_up
+from teimgr.http_protocol import HeldResponse, SlowClient, charge_body, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
@@ -302,7 +302,7 @@ class Bodies:
         self._check_replies()
         charge = Charge(self.small)
         try:
-            await charge.take(len(body), BUDGET_WAIT_S)
+            await charge_body(charge, len(body))
             yield ReadBody(bytearray(head + body), len(head), charge.bytes, self.small)
         finally:
             charge.release()

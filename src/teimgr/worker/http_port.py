@@ -17,7 +17,7 @@ from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
 from teimgr.errors import Code, Forbidden, TeimgrError, Unavailable
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
-from teimgr.http_protocol import BUDGET_WAIT_S, HeldResponse, SlowClient, foreign_page, read_body, unless_hung_up
+from teimgr.http_protocol import HeldResponse, SlowClient, charge_body, foreign_page, read_body, unless_hung_up
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -170,8 +170,10 @@ class InstancePort:
         context = RequestContext.from_headers(given)
         CURRENT.set(context)
 
-        async def read(charge: Charge) -> Buffer:
-            await charge.take(len(request.body), BUDGET_WAIT_S)
+        async def read(charge: Charge) -> Buffer | None:
+            if len(request.body) > self._dispatcher.spec.payload_limit_bytes:
+                return None
+            await charge_body(charge, len(request.body))
             return request.body
 
         content_type = request.headers.get(b"content-type", b"").decode("latin-1")
