@@ -2,7 +2,8 @@
 
     {"requests": FILE}                            load the bodies, a JSON list of base64 texts
     {"run": {"callers": n, "seconds": s}}         n callers, each with one call under way, for s seconds
-                                                  → {"calls", "all_calls", "p50_ms", "p99_ms", "max_ms", "seconds", "cpu_seconds"}
+                                                  → {"calls", "all_calls" with those of the warm-up,
+                                                     "p50_ms", "p99_ms", "max_ms", "seconds", "cpu_seconds"}
 
 The first line it writes, when it runs, is {}; a failure is {"error": text}.
 It speaks just enough HTTP/1.1, and HTTP/2 for gRPC, over blocking sockets and one epoll: some 10 µs per call, so that

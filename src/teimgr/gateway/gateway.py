@@ -11,8 +11,8 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,8 +115,11 @@ class Gateway:
         head = HttpRequest(path.dialect_in(headers), path.method, path.inner, "", headers)
 
         async def forwarded() -> HttpReply:
-            async with self._bodies.hold(request_head(head), body) as held:
+            held, charge = await self._bodies.hold(request_head(head), body)
+            try:
                 return await self._forward(head, self._names_for(caller), {}, held)
+            finally:
+                charge.release()
 
         return await self._answered(path, head.dialect, forwarded())
 
@@ -296,38 +299,46 @@ class Bodies:
         finally:
             charge.release()
 
-    @asynccontextmanager
-    async def hold(self, head: bytes, body: bytes) -> AsyncIterator[ReadBody]:
-        """As `read`, of a small body that is there."""
+    async def hold(self, head: bytes, body: bytes) -> tuple[ReadBody, Charge]:
+        """As `read`, of a small body that is there; the caller releases the charge."""
         self._check_replies()
         charge = Charge(self.small)
-        try:
-            await charge_body(charge, len(body))
-            yield ReadBody(bytearray(head + body), len(head), charge.bytes, self.small)
-        finally:
-            charge.release()
+        await charge_body(charge, len(body))
+        return ReadBody(bytearray(head + body), len(head), charge.bytes, self.small), charge
 
     def _check_replies(self) -> None:
         if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:
             raise Overloaded("Too many replies wait for clients that do not read them; try again later")
 
-    @contextmanager
-    def held_for(self, instance: str, body: ReadBody) -> Iterator[None]:
+    def held_for(self, instance: str, body: ReadBody) -> Holding:
         """Count `body` as held by `instance` within the block.
 
         Raises:
             Overloaded: the calls to it hold their share already.
         """
-        key = instance, body.budget
-        if self._held[key] and self._held[key] + body.charged > body.budget.limit_bytes // _INSTANCE_SHARE:
+        held = self._held.get((instance, body.budget), 0)
+        if held and held + body.charged > body.budget.limit_bytes // _INSTANCE_SHARE:
             raise Overloaded(f"Too many bytes of requests wait for instance '{instance}'; try again later")
-        self._held[key] += body.charged
-        try:
-            yield
-        finally:
-            self._held[key] -= body.charged
-            if not self._held[key]:
-                del self._held[key]
+        return Holding(self._held, (instance, body.budget), body.charged)
+
+
+class Holding:
+    """A context manager: `count` more is held under `key` within its block."""
+
+    __slots__ = ("_count", "_held", "_key")
+
+    def __init__(self, held: Counter[tuple[str, ByteBudget]], key: tuple[str, ByteBudget], count: int) -> None:
+        self._held = held
+        self._key = key
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._held[self._key] += self._count
+
+    def __exit__(self, *failure: object) -> None:
+        self._held[self._key] -= self._count
+        if not self._held[self._key]:
+            del self._held[self._key]
 
 
 _NEAREST = 3

@@ -35,6 +35,7 @@ class DaemonMetrics:
         self.sources: list[Callable[[], Awaitable[Page]]] = []
         self._registry = CollectorRegistry()
         self._collectors: dict[Family, Counter | Gauge | Histogram] = {}
+        self._labelled: dict[tuple[Family, tuple[str, ...]], Counter | Gauge | Histogram] = {}
         self._muxes: dict[str, Mapping[str, Any]] = {}
         self.fleet(())
         self.set(catalogue.ALARMS, 0)
@@ -80,6 +81,13 @@ class DaemonMetrics:
 
     def _series(self, kind: type[CollectorT], family: Family, labels: tuple[str, ...]) -> CollectorT:
         """The collector of `family` for these labels; families are registered on first use."""
+        known = self._labelled.get((family, labels))
+        if known is None:
+            known = self._labelled[family, labels] = self._new_series(kind, family, labels)
+        assert isinstance(known, kind)
+        return known
+
+    def _new_series(self, kind: type[CollectorT], family: Family, labels: tuple[str, ...]) -> CollectorT:
         if family not in self._collectors:
             more = {"buckets": family.bounds} if kind is Histogram else {}
             self._collectors[family] = kind(
