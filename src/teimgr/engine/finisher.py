@@ -257,23 +257,26 @@ class Finisher:
         duration_ns = self._device_free_ns - began_ns
         self._count(batch, duration_ns)
         results = BatchResults(rows, self._activation)
+        jobs = dict.fromkeys([entry.job for entry in batch.entries])  # in their order
         texts_of: dict[Job, list[int]] = defaultdict(list)
-        for i, entry in enumerate(batch.entries):
-            texts_of[entry.job].append(i)
-        for job, texts in texts_of.items():
-            is_only = len(texts) == len(batch.entries)
-            entries = batch.entries if is_only else [batch.entries[i] for i in texts]
-            places = batch.places if is_only else [batch.places[i] for i in texts]
+        if len(jobs) > 1:
+            for i, entry in enumerate(batch.entries):
+                texts_of[entry.job].append(i)
+        for job in jobs:
+            entries, places = batch.entries, batch.places
+            if texts := texts_of[job]:
+                entries, places = [entries[i] for i in texts], [places[i] for i in texts]
             if failed := _written(results, job, places, [entry.row for entry in entries]):
                 self._on_bad_result()
                 self.stats.failed_texts += len(failed)
                 job.errors.update(failed)
-            job.tokens += sum(entry.length for entry in entries)
-            job.remaining -= len(entries)
-            job.queue_ns += sum(began_ns - entry.enqueued_ns for entry in entries)
-            job.tokenization_ns += sum(entry.enqueued_ns - job.submitted_ns for entry in entries)
-            job.inference_ns += duration_ns * len(entries)
-        return list(texts_of)
+            count, enqueued_ns = len(entries), sum([entry.enqueued_ns for entry in entries])
+            job.tokens += sum([entry.length for entry in entries])
+            job.remaining -= count
+            job.queue_ns += began_ns * count - enqueued_ns
+            job.tokenization_ns += enqueued_ns - job.submitted_ns * count
+            job.inference_ns += duration_ns * count
+        return list(jobs)
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
         for job, row, error in rows:

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from teimgr.engine.batch import Encoded
@@ -25,6 +24,7 @@ log = logging.getLogger(__name__)
 _CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
 _CHUNK_CHARS = 50_000
 _BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
+_PROMPTED_PAIR = "Input validation error: `prompt_name` cannot be set with dual inputs"
 _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
 
 
@@ -40,15 +40,29 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows to tokenize together."""
+    """Rows to tokenize together: of each job a range, which is its next."""
 
-    rows: list[tuple[_Pending, int]] = field(default_factory=list)
+    parts: list[tuple[_Pending, range]] = field(default_factory=list)
     empty: list[Job] = field(default_factory=list)
+    texts: int = 0
     chars: int = 0
 
     @property
     def full(self) -> bool:
-        return len(self.rows) >= _CHUNK_TEXTS or self.chars >= _CHUNK_CHARS
+        return self.texts >= _CHUNK_TEXTS or self.chars >= _CHUNK_CHARS
+
+    def take(self, pending: _Pending) -> None:
+        """Add rows of a job until it or the room ends."""
+        begin, inputs = pending.next_row, pending.job.inputs
+        end = limit = min(len(inputs), begin + _CHUNK_TEXTS - self.texts)
+        for row in range(begin, limit):
+            self.chars += characters(inputs[row])
+            if self.chars >= _CHUNK_CHARS:
+                end = row + 1
+                break
+        pending.next_row = end
+        self.texts += end - begin
+        self.parts.append((pending, range(begin, end)))
 
 
 class Intake:
@@ -95,8 +109,8 @@ class Intake:
         while (chunk := self._next_chunk()) is not None:
             self._tokenize(chunk)
             with self._changed:  # the queue counts the tokens of these rows now
-                for pending, row in chunk.rows:
-                    tokenized = pending.estimate // (len(pending.job.inputs) - row)
+                for pending, rows in chunk.parts:
+                    tokenized = pending.estimate * len(rows) // (len(pending.job.inputs) - rows.start)
                     pending.estimate -= tokenized
                     self._estimates[pending.job.lane] -= tokenized
 
@@ -163,28 +177,32 @@ class Intake:
             if pending.job.cancelled:
                 self._estimates[pending.job.lane] -= pending.estimate
                 continue
-            while pending.next_row < len(texts) and not chunk.full:
-                chunk.rows.append((pending, pending.next_row))
-                chunk.chars += characters(texts[pending.next_row])
-                pending.next_row += 1
+            if not texts:
+                chunk.empty.append(pending.job)
+                continue
+            chunk.take(pending)
             if pending.next_row < len(texts):
                 inbox.append(pending)
-            elif not texts:
-                chunk.empty.append(pending.job)
         return chunk
 
     def _tokenize(self, chunk: _Chunk) -> None:
         entries: list[QueueEntry] = []
         failures: list[tuple[Job, int, TeimgrError]] = []
-        groups: dict[TokenizeOptions, list[tuple[_Pending, int]]] = {}
-        for pending, row in chunk.rows:
-            groups.setdefault(pending.options, []).append((pending, row))
-        for options, rows in groups.items():
-            for pending, row, result in self._encode(rows, options):
-                if isinstance(result, TeimgrError):
-                    failures.append((pending.job, row, result))
-                else:
-                    entries.append(QueueEntry(pending.job, row, result))
+        groups: dict[TokenizeOptions, list[tuple[Job, range]]] = {}
+        for pending, rows in chunk.parts:
+            groups.setdefault(pending.options, []).append((pending.job, rows))
+        for options, parts in groups.items():
+            inputs = [item for job, rows in parts for item in job.inputs[rows.start : rows.stop]]
+            results = iter(self._results(inputs, options))
+            for job, rows in parts:
+                refuses_pairs = job.options.prompt_name is not None
+                for row, result in zip(rows, results, strict=False):
+                    if refuses_pairs and isinstance(job.inputs[row], Pair):
+                        failures.append((job, row, InvalidInput(_PROMPTED_PAIR)))
+                    elif isinstance(result, TeimgrError):
+                        failures.append((job, row, result))
+                    else:
+                        entries.append(QueueEntry(job, row, result))
         now = time.monotonic_ns()
         for entry in entries:
             entry.enqueued_ns = now
@@ -192,20 +210,6 @@ class Intake:
             self._queue.put(entries)
         if failures or chunk.empty:
             self._finisher.put(Failures(failures, chunk.empty))
-
-    def _encode(
-        self, rows: list[tuple[_Pending, int]], options: TokenizeOptions
-    ) -> Iterator[tuple[_Pending, int, Encoded | TeimgrError]]:
-        good: list[tuple[_Pending, int]] = []
-        inputs: list[Input] = []
-        for pending, row in rows:
-            item = pending.job.inputs[row]
-            if isinstance(item, Pair) and pending.job.options.prompt_name is not None:
-                yield pending, row, InvalidInput("Input validation error: `prompt_name` cannot be set with dual inputs")
-            else:
-                good.append((pending, row))
-                inputs.append(item)
-        yield from ((*place, result) for place, result in zip(good, self._results(inputs, options), strict=True))
 
     def _results(self, inputs: list[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
         """As `TextTokenizer.encode`; where that raises, only the inputs at fault fail."""

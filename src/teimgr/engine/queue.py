@@ -39,10 +39,10 @@ class QueueEntry:
     encoded: Encoded
     enqueued_ns: int = 0
     taken: bool = False
+    length: int = field(init=False)
 
-    @property
-    def length(self) -> int:
-        return len(self.encoded.ids)
+    def __post_init__(self) -> None:
+        self.length = len(self.encoded.ids)
 
     def expired(self, now: float) -> bool:
         return self.job.deadline is not None and now > self.job.deadline

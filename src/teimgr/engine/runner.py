@@ -173,7 +173,7 @@ _PER_TEXT = frozenset({Output.DENSE, Output.SCORES})
 
 
 def _wanted(entries: Sequence[QueueEntry]) -> frozenset[Output]:
-    return frozenset().union(*{entry.job.options.outputs for entry in entries})
+    return frozenset().union(*(job.options.outputs for job in {entry.job for entry in entries}))
 
 
 def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
