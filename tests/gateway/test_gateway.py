@@ -36,9 +36,9 @@ __all__ = ["start_worker"]
 @pytest.fixture
 async def client(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
     inference = Gateway(settings, Directory(), DaemonMetrics())
-    sock = bind("127.0.0.1", 0)
+    app, sock = create_app(Fleet(settings), settings, DaemonMetrics(), gateway=inference), bind("127.0.0.1", 0)
     async with (
-        serving(create_app(Fleet(settings), settings, DaemonMetrics(), gateway=inference), sock),
+        serving(app, sock, direct=app.state.direct),
         aiohttp.ClientSession(f"http://127.0.0.1:{sock.getsockname()[1]}") as session,
     ):
         yield session
@@ -109,7 +109,7 @@ async def fleet(settings: Settings, start_worker: Any) -> AsyncIterator[tuple[st
     inference = Gateway(settings, directory, DaemonMetrics())
     sock = bind("127.0.0.1", 0)
     app = create_app(Fleet(settings), settings, DaemonMetrics(), gateway=inference)
-    async with serving(app, sock):
+    async with serving(app, sock, direct=app.state.direct):
         yield f"http://127.0.0.1:{sock.getsockname()[1]}", inference, hung
     await inference.close()
 

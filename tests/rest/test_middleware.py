@@ -65,7 +65,7 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
     behind: Any = Anything()
     app = create_app(Fleet(settings), settings, DaemonMetrics(), registry=behind, gateway=inference, gpu_report=behind)
     sock = bind("127.0.0.1", 0)
-    async with serving(app, sock):
+    async with serving(app, sock, direct=app.state.direct):
         routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]
         yield Everything(f"http://127.0.0.1:{sock.getsockname()[1]}", routes)
     await inference.close()
