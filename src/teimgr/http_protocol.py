@@ -256,7 +256,8 @@ class HttpProtocol(HttpToolsProtocol):
         direct = self.server_state.direct
         answer = None
         if direct is not None and len(body) <= MAX_BODY_BYTES:
-            answer = direct(DirectRequest(self.url, dict(reversed(self.headers)), body, self.scope))
+            scope = cast(dict[str, Any], self.scope)
+            answer = direct(DirectRequest(self.url, dict(reversed(self.headers)), body, scope))
         if answer is None:
             self._to_asgi()
             return False
