@@ -29,7 +29,7 @@ from bench.report import publish
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 HEADER = (
-    *("load", "callers", "calls/s", "× median", "× low", "× high", "p50 ms", "p99 ms", "max ms"),
+    *("load", "callers", "calls/s", "× median", "× low", "× high", "CPU ×", "p50 ms", "p99 ms", "max ms"),
     *("daemon µs", "mux µs", "worker µs", "client µs", "foreign cores"),
 )
 _INSTANCE = "bench"
@@ -86,8 +86,8 @@ def run(options: argparse.Namespace) -> int:
         "texts": f"{len(texts)} of 4 to 14 words (digest {corpus.digest(texts)}), one a call, or as the load names",
         "method": f"{options.rounds} rounds, each load {options.seconds:g} s in each, in turn; medians; × is the calls "
         "per second here over those of the other checkout in the same round: median, lowest and highest",
-        "columns": "µs are CPU time per call of each process (of the bulk load per text); "
-        "the load generator shares the cores",
+        "columns": "µs are CPU time per call of each process (of the bulk load per text); CPU × is that of all server "
+        "processes of the other checkout over that here; the load generator shares the cores",
     }
     data = [
         {"load": load.name, "callers": load.callers, "checkout": name, "passes": passes[name, load]}
@@ -164,17 +164,25 @@ def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, fl
 
     rates = [each["calls"] / each["seconds"] for each in own]
     label = load.name if name == "here" else f"{load.name} (the other checkout)"
-    factors: list[float | None] = [None, None, None]
+    factors: list[float | None] = [None, None, None, None]
     if name == "here" and ("against", load) in passes:
         theirs = [each["calls"] / each["seconds"] for each in passes["against", load]]
         paired = [here / there for here, there in zip(rates, theirs, strict=True)]
-        factors = [statistics.median(paired), min(paired), max(paired)]
+        less = [
+            _server_cpu_s(there) / _server_cpu_s(here) for here, there in zip(own, passes["against", load], strict=True)
+        ]
+        factors = [statistics.median(paired), min(paired), max(paired), statistics.median(less)]
     times = [median("p50_ms"), median("p99_ms"), median("max_ms")]
     costs = [cost_us(f"{process}_cpu_s") for process in ("daemon", "mux", "worker")]
     return [
         *(label, load.callers, statistics.median(rates), *factors, *times),
         *(*costs, cost_us("cpu_seconds"), median("foreign_cores")),
     ]
+
+
+def _server_cpu_s(each: dict[str, float]) -> float:
+    """CPU seconds of all server processes per call."""
+    return sum(each[f"{process}_cpu_s"] for process in ("daemon", "mux", "worker")) / each["all_calls"]
 
 
 def _json(value: Any) -> bytes:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from teimgr.engine.backbone import StaticTable
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher
 from teimgr.engine.intake import Intake
@@ -75,10 +74,7 @@ class Engine:
         self._model_bytes = tensor_bytes(parts.model)
         self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
-        is_table = isinstance(parts.model.backbone, StaticTable)
-        self._finisher = Finisher(
-            self._deliver, self._mark_unhealthy, activation, self._on_bad_result, at_once=is_table
-        )
+        self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
         self._runner = Runner(parts.model, self._queue, self._finisher, options.threads, parts.serial_tokens)
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)

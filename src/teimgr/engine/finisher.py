@@ -1,6 +1,6 @@
-"""The finisher: results of a batch become rows of its jobs, and complete jobs are delivered, on a thread of its own.
+"""The finisher thread: results of a batch become rows of its jobs, and complete jobs are delivered.
 
-It alone writes results into a job, one batch at a time, so a job needs no lock.
+It alone writes results into a job, so a job needs no lock.
 """
 
 from __future__ import annotations
@@ -168,8 +168,7 @@ class Finisher:
 
     `deliver` receives the jobs that one batch completed, `on_fault` the reason why results cannot be trusted any more.
     `on_bad_result` is called when the forward of a text failed or gave no numbers; the text fails alone. `activation`
-    turns logits into scores. Callers count a batch in `in_flight` before they put it. Where `at_once`, for models whose
-    forward is too short to overlap anything with it, work is finished on the thread that puts it.
+    turns logits into scores. Callers count a batch in `in_flight` before they put it.
     """
 
     def __init__(
@@ -178,11 +177,7 @@ class Finisher:
         on_fault: Callable[[str], None],
         activation: str = "identity",
         on_bad_result: Callable[[], None] = lambda: None,
-        *,
-        at_once: bool = False,
     ) -> None:
-        self._at_once = at_once
-        self._finishing = threading.Lock()
         self._deliver = deliver
         self._on_fault = on_fault
         self._on_bad_result = on_bad_result
@@ -197,12 +192,6 @@ class Finisher:
 
     def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
-        if self._at_once and work is not None:
-            if self._ended.is_set():
-                return False
-            with self._finishing:
-                self._finish(work)
-            return True
         deadline = time.monotonic() + timeout_s
         while not self._ended.is_set() and (left_s := deadline - time.monotonic()) > 0:
             try:
