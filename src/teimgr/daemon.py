@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
@@ -123,6 +124,7 @@ class Daemon:
         workers, muxes. Stop: downloads and trials, REST, muxes, workers, so that workers end after all
         that calls them.
         """
+        log.info("daemon starts", extra=self._places())
         for warning in self.settings.warnings():
             log.warning(warning)
         self.settings.prepare_folders()
@@ -156,6 +158,12 @@ class Daemon:
             finally:
                 await self._stop()
         return 0
+
+    def _places(self) -> dict[str, object]:
+        """Where this daemon keeps what it keeps, as absolute paths, for the first line of its log."""
+        file = self.reloader.source.file
+        folders = {name: str(getattr(self.settings, name).absolute()) for name in ("state_file", "log_dir", "run_dir")}
+        return {"version": __version__, "pid": os.getpid(), "config": file and str(file.absolute()), **folders}
 
     async def _stop(self) -> None:
         """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases."""

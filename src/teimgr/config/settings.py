@@ -104,8 +104,11 @@ class Settings:
     max_instances: int | None = key(None, "most instances at a time; absent: no limit", low=1, high=U32)
     max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
 
+    state_dir: Path = key(Path("state"), "folder of the state file, logs and run files, unless those are given")
     state_file: Path = key(
-        Path("state/state.toml"), "wanted instances, written at every change", also="TEI_MANAGER_STATE_FILE"
+        None,
+        "wanted instances, written at every change; default: state.toml in state_dir",
+        also="TEI_MANAGER_STATE_FILE",
     )
     run_dir: Path = key(None, "sockets and run files of live workers; default: run/ beside the state file")
     log_dir: Path = key(
@@ -114,7 +117,9 @@ class Settings:
     log_level: str = key(
         "info", "level, with exceptions: 'warn,teimgr.mux=debug'; a reload changes the daemon's own", live=True
     )
-    log_format: Literal["json", "pretty"] = key("json", "one JSON object per event, or lines for people")
+    log_format: Literal["json", "pretty"] = key(
+        "json", "of the daemon's own output: JSON objects, or lines for people; files are JSON"
+    )
     log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=I64)
     log_keep: int = key(3, "rotated log files kept per instance", low=0, high=100)
 
@@ -140,7 +145,7 @@ class Settings:
     restart_backoff_max_secs: float = key(30.0, "longest wait between two restarts", low=0, high=86400)
     auto_max_batch_tokens_per_gib: int = key(
         2048,
-        'tokens for each GiB of free GPU memory, where max_batch_tokens is 0 or "auto"',
+        'tokens for each GiB of free GPU memory, where max_batch_tokens is "auto" (or 0)',
         low=1,
         high=U32,
         live=True,
@@ -171,6 +176,8 @@ class Settings:
     otel: Otel = key(Otel, "export of traces")
 
     def __post_init__(self) -> None:
+        if self.state_file is None:
+            object.__setattr__(self, "state_file", self.state_dir / "state.toml")
         for name, folder in (("run_dir", "run"), ("log_dir", "logs")):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.state_file.parent / folder)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from teimgr.errors import Broken, Code, Internal, TeimgrError
-from teimgr.rest.schemas import answer
+from teimgr.rest.schemas import answer, in_own_words
 from teimgr.spec import now_rfc3339
 from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
 
@@ -89,7 +89,8 @@ def _is_allowed(request: Request, verb: str) -> bool:
 
 async def _on_invalid_parameters(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    problems = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors())
+    places = ((".".join(map(str, problem["loc"][1:])), problem["msg"]) for problem in error.errors())
+    problems = "; ".join(f"{place}: {in_own_words(message)}" for place, message in places)
     return _error(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
 
 

@@ -21,6 +21,7 @@ from teimgr.registry.tasks import ModelTask
 from teimgr.rest.error_answers import error_body
 from teimgr.rest.events import EVENT_SCHEMA, EVENT_STREAM, Event, event_stream, wants_events
 from teimgr.rest.schemas import ANY_FAILURE, Body, Failure, Text, answer, has_body, json_body, read_json
+from teimgr.rest.strict_query import StrictQueryRoute
 from teimgr.spec import U32
 
 ModelId = Annotated[Text, Field(min_length=1, description="id on the model hub, or a local directory")]
@@ -89,7 +90,7 @@ class ModelInfo(BaseModel):
     download_error: str | None = Field(None, description="why the last download since the daemon's start failed")
 
 
-router = APIRouter(tags=["models"], responses=ANY_FAILURE)
+router = APIRouter(tags=["models"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 Responses = dict[int | str, dict[str, Any]]
 
