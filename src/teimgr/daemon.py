@@ -97,6 +97,7 @@ class Daemon:
         # HTTP
         self.tls = RestTls(settings.tls_files)
         self.gateway = Gateway(settings, self.directory, self.metrics)
+        self.gateway.views = self.manager.list
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,14 +37,19 @@ class DialectPath(NamedTuple):
 
 
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
-    "/v1/embeddings": (OPENAI, VLLM),
+    "/v1/embeddings": (OPENAI, VLLM, VOYAGE),
     "/v1/embed": (COHERE,),
     "/v2/embed": (COHERE,),
-    "/v1/rerank": (COHERE, JINA, VLLM),
+    "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE),
     "/v2/rerank": (COHERE, VLLM),
     "/rerank": (INFINITY, VLLM),
     "/embeddings": (INFINITY,),
     "/classify": (VLLM, INFINITY),
+    "/v1/classify": (COHERE, INFINITY),
+    "/v1/tokenize": (COHERE,),
+    "/v1/detokenize": (COHERE,),
+    "/tokenize": (VLLM,),
+    "/detokenize": (VLLM,),
     "/pooling": (VLLM,),
     "/score": (VLLM,),
     "/v1/score": (VLLM,),
@@ -61,7 +66,7 @@ def paths() -> Iterator[DialectPath]:
     for path, (first, *others) in _DIALECTS_OF_PATH.items():
         yield DialectPath(path, first, path, others=tuple(others))
         for dialect in (first, *others):
-            if dialect in (JINA, VLLM, INFINITY):
+            if dialect in (JINA, VLLM, INFINITY, VOYAGE):
                 yield DialectPath(f"/{dialect}{path}", dialect, path)
     for inner in ("/v1/encode", "/v1/score"):
         yield DialectPath(inner + "/{model:path}", SIE, inner)

@@ -70,6 +70,11 @@ async def _on_domain_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
+def is_of_clients(path: str) -> bool:
+    """Whether a path belongs to the APIs of other products, whose clients expect OpenAI's error object."""
+    return path.startswith(("/v1/", "/v2/"))
+
+
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers, message = dict(error.headers or {}), str(error.detail)
@@ -78,6 +83,12 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
         headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
+    if is_of_clients(request.url.path):
+        code = "unknown_url" if error.status_code == 404 else None
+        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+        response = answer(body, error.status_code)
+        response.headers.update(headers)
+        return response
     return _error(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
 
 

@@ -136,7 +136,7 @@ async def test_the_rerankers_scores_are_teis(ask: Asking) -> None:
     ("path", "body", "status", "code", "said"),
     [
         ("/v1/encode/nothing", {"items": ITEMS}, 404, "MODEL_NOT_FOUND", "does not exist"),
-        ("/v1/encode/idle", {"items": ITEMS}, 503, "MODEL_LOADING", "not running"),
+        ("/v1/encode/idle", {"items": ITEMS}, 503, "MODEL_NOT_LOADED", "not running"),
         ("/v1/encode/dense", {"items": []}, 400, "INVALID_INPUT", "`items` cannot be empty"),
         ("/v1/encode/dense", {"items": [{"images": []}]}, 400, "INVALID_INPUT", "items.0: must have a text"),
         ("/v1/encode/dense", {"items": [{"text": "a"}], "params": {"output_types": ["sparse"]}}, 400, None, "SPLADE"),
@@ -160,3 +160,19 @@ async def test_what_is_no_msgpack_is_refused(ask: Asking, body: bytes) -> None:
     told = await ask.post("/v1/encode/dense", body, content_type="application/msgpack")
 
     assert (told.status, told.json["detail"]["code"]) == (400, "INVALID_INPUT")
+
+
+async def test_an_instruction_may_be_a_text(ask: Asking) -> None:
+    body = {"items": [{"text": "fog"}], "params": {"instruction": "find the weather"}}
+    [item] = (await ask.post("/v1/encode/dense", body)).ok["items"]
+    expected = await ask.vectors("dense", ["find the weather fog"])
+    assert np.allclose(item["dense"]["values"], expected[0], atol=1e-6)
+    named = (await ask.post("/v1/encode/dense", {"items": [{"text": "fog"}], "params": {"instruction": "query"}})).ok
+    expected = await ask.vectors("dense", ["fog"], prompt_name="query")
+    assert np.allclose(named["items"][0]["dense"]["values"], expected[0], atol=1e-6)
+
+
+async def test_a_stopped_instance_is_not_worth_another_attempt(ask: Asking) -> None:
+    told = await ask.post("/v1/encode/idle", {"items": [{"text": "fog"}]})
+    assert (told.status, told.json["error"]["code"]) == (503, "MODEL_NOT_LOADED")
+    assert "retry-after" not in told.headers

@@ -19,9 +19,9 @@ from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
 from teimgr import __version__
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
 from teimgr.wire.status import STATUS
-from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, vllm
+from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, tokens, vllm
 
 _TAG = "Text Embeddings Inference"
 
@@ -323,12 +323,20 @@ def _definitions(
 _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (OPENAI, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (VLLM, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (VOYAGE, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (VLLM, "/tokenize"): ("Tokens of a text", tokens.VllmTokenizeRequest),
+    (VLLM, "/detokenize"): ("The text of token ids", tokens.VllmDetokenizeRequest),
+    (COHERE, "/v1/tokenize"): ("Tokens of a text", tokens.CohereTokenizeRequest),
+    (COHERE, "/v1/detokenize"): ("The text of token ids", tokens.CohereDetokenizeRequest),
+    (COHERE, "/v1/classify"): ("Labels of texts", cohere.CohereClassifyRequest),
+    (INFINITY, "/v1/classify"): ("All labels with their scores", infinity.InfinityClassifyRequest),
     (COHERE, "/v1/embed"): ("Vectors, as floats or by type", cohere.CohereEmbedRequest),
     (COHERE, "/v2/embed"): ("Vectors by type", cohere.CohereEmbedRequest),
     (INFINITY, "/embeddings"): ("Vectors", infinity.InfinityEmbeddingsRequest),
     **dict.fromkeys(
         (
             *((COHERE, "/v1/rerank"), (COHERE, "/v2/rerank"), (JINA, "/v1/rerank"), (INFINITY, "/rerank")),
+            (VOYAGE, "/v1/rerank"),
             *((VLLM, "/rerank"), (VLLM, "/v1/rerank"), (VLLM, "/v2/rerank")),
         ),
         ("Documents by how well they answer a query", rerank.RerankRequest),
