@@ -140,7 +140,7 @@ async def test_the_rerankers_scores_are_teis(ask: Asking) -> None:
         ("/v1/encode/dense", {"items": []}, 400, "INVALID_INPUT", "`items` cannot be empty"),
         ("/v1/encode/dense", {"items": [{"images": []}]}, 400, "INVALID_INPUT", "items.0: must have a text"),
         ("/v1/encode/dense", {"items": [{"text": "a"}], "params": {"output_types": ["sparse"]}}, 400, None, "SPLADE"),
-        ("/v1/encode/dense", {"items": ITEMS, "params": {"instruction": "find"}}, 400, None, "query, document"),
+        ("/v1/encode/dense", {"items": ITEMS, "params": {"instruction": "x" * 5000}}, 400, None, "instruction"),
         ("/v1/encode/dense", {"items": ITEMS, "params": {"options": {"lora_id": "x"}}}, 400, None, "lora_id"),
         ("/v1/encode/dense", {}, 400, "INVALID_INPUT", "items"),
         ("/v1/score/classifier", {"query": {"text": "a"}, "items": ITEMS}, 400, None, "does not do scoring"),
@@ -152,7 +152,7 @@ async def test_errors_are_sies(ask: Asking, path: str, body: Any, status: int, c
     detail = told.json["detail"]
     assert (told.status, detail["code"]) == (status, code or "INVALID_INPUT"), detail
     assert said in detail["message"]
-    assert told.headers.get("retry-after") == ("5" if status == 503 else None)
+    assert "retry-after" not in told.headers
 
 
 @pytest.mark.parametrize("body", [b"\xc1", b"", b"\x81\xa5items", b"\x91" * 3000, b"\xdd\xff\xff\xff\xff"])
