@@ -435,6 +435,8 @@ class Manager:
 
     def _add(self, spec: InstanceSpec) -> ManagedInstance:
         instance = self._instances[spec.name] = ManagedInstance(spec, self._context)
+        for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
+            self._metrics.count(family, spec.name, by=0)
         return instance
 
     async def _begun(self, name: str) -> ManagedInstance:
