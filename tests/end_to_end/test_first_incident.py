@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +19,8 @@ import pytest
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models import build, build_cross_encoder
 from tests.support.polling import until
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +112,24 @@ def test_the_deletion_of_a_seed_says_that_it_does_not_last(daemon: DaemonProcess
     assert deleted["notice"].startswith(says)
     assert rest(daemon, "GET", "/health")[1]["notices"][0].startswith(says)
     assert says in daemon_log(daemon)
+
+
+def test_the_stubs_of_the_package_and_generated_ones_work_as_documented(
+    daemon: DaemonProcess, models: dict[str, Path], tmp_path: Path
+) -> None:
+    rest(daemon, "POST", "/instances?wait=true", {"name": "mini", "model_id": str(models["dense"])})
+    text = (ROOT / "proto" / "README.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [command] = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    program = program.replace("localhost:9001", f"127.0.0.1:{daemon.grpc_port}")
+    (tmp_path / "stubs").mkdir()
+    (tmp_path / "proto").symlink_to(ROOT / "proto")
+    words = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    generated = program.replace("teimgr.pb.", "")
+    for code, path in ((program, None), (generated, tmp_path / "stubs")):
+        environ = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.stdout, done.returncode) == ("32\n", 0), done.stderr
