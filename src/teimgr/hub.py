@@ -24,7 +24,7 @@ _OTHER_RUNTIMES = ["onnx/*", "openvino/*", "coreml/*", *(f"*.{ending}" for endin
 _OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # How like a name must be to be offered in place of a mistyped one, how many are, and how much of a name is compared.
-_SIMILAR = 0.8
+_SIMILAR = 0.7
 _NEAREST = 3
 _COMPARED_CHARS = 256
 _MAX_SAFETENSORS_HEAD = 100 * 2**20  # the format's own limit
@@ -174,10 +174,7 @@ def check_directory(model_id: str) -> None:
         ModelNotFound: no such directory; the message has the nearest models on this host.
     """
     path = Path(model_id).expanduser()
-    if path.is_dir():
-        return
-    beside = _beside(path) if names_a_path(model_id) or path.parent != Path() else ()
-    if names_a_path(model_id) or difflib.get_close_matches(str(path), beside, 1, _SIMILAR):
+    if not path.is_dir() and (names_a_path(model_id) or ("/" in model_id and _similar_beside(path))):
         raise ModelNotFound(f"no such directory: {model_id}{nearest_here(model_id)}")
 
 
@@ -186,18 +183,20 @@ def nearest_here(model_id: str) -> str:
 
     Compared are the directories beside a path, the models in the hub cache, and those of installed packages.
     """
-    path = Path(model_id).expanduser()
-    known = [*_beside(path), *_cached_ids(), *PACKAGED]
-    given = (str(path) if names_a_path(model_id) else model_id)[:_COMPARED_CHARS]
-    similar = difflib.get_close_matches(given, known, _NEAREST, _SIMILAR)
-    return f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+    similar = _similar_beside(Path(model_id).expanduser())
+    if not names_a_path(model_id):
+        known = [*_cached_ids(), *PACKAGED]
+        similar += difflib.get_close_matches(model_id[:_COMPARED_CHARS], known, _NEAREST, _SIMILAR)
+    return f"; did you mean {' or '.join(map(repr, similar[:_NEAREST]))}?" if similar else ""
 
 
-def _beside(path: Path) -> tuple[str, ...]:
+def _similar_beside(path: Path) -> list[str]:
+    """The directories beside `path` whose names are most like its own."""
     try:
-        return tuple(str(each) for each in path.parent.iterdir() if each.is_dir())
+        names = [each.name for each in path.parent.iterdir() if each.is_dir()]
     except OSError:
-        return ()
+        return []
+    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, _NEAREST, _SIMILAR)]
 
 
 def _cached_ids() -> list[str]:

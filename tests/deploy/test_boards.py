@@ -269,3 +269,15 @@ def test_a_scrape_has_few_samples_per_instance(watched: Watched) -> None:
     with urllib.request.urlopen(f"{watched.daemon.api}/metrics?buckets=all", timeout=10) as reply:
         whole = reply.read().decode().splitlines()
     assert sum('instance="dense"' in line for line in whole) > 400
+
+
+@needs_promtool
+def test_the_commands_of_the_readme_work_and_its_links_lead_somewhere() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        done = subprocess.run(
+            ["bash", "-euc", block], cwd=DEPLOY.parent, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert link.startswith("http") or (DEPLOY / link).exists(), link

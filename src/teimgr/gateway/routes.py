@@ -139,13 +139,18 @@ def _post(path: DialectPath) -> dict[str, Any]:
         "description": known.get("description", known["summary"] + ".") + f" In the dialect {path.dialect}.{also}",
         "operationId": f"{path.dialect}{path.path}".translate(_AS_NAME),
         "parameters": [_parameter(name) for name in ("name", "model") if f"{{{name}" in path.path],
-        "requestBody": {"required": True, "content": {kind: {"schema": known["request"]} for kind in known["types"]}},
+        "requestBody": {"required": True, "content": {kind: _request(known, kind) for kind in known["types"]}},
         "responses": {
             "200": {"description": "OK", "content": {kind: {"schema": known["response"]} for kind in known["types"]}},
             **{status: _failure(note) for status, note in _NOTES.items()},
             "default": _failure("any other failure"),
         },
     }
+
+
+def _request(known: dict[str, Any], kind: str) -> dict[str, Any]:
+    example = {"example": known["example"]} if kind == "application/json" and "example" in known else {}
+    return {"schema": known["request"]} | example
 
 
 def _get(summary: str, responses: dict[str, Any], *parameters: str) -> dict[str, Any]:

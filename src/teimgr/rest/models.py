@@ -37,6 +37,8 @@ class Strict(BaseModel):
 class AddModel(Strict):
     """Body of POST /models."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model_id": "BAAI/bge-small-en-v1.5"}]})
+
     model_id: ModelId
     revision: Revision | None = None
 
@@ -44,12 +46,16 @@ class AddModel(Strict):
 class DownloadModel(Strict):
     """Body of a download; absent is the same as empty."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"revision": "main", "update": True}]})
+
     revision: Revision | None = None
     update: bool = Field(False, description="look on the hub also where the model is here: the branch may have moved")
 
 
 class LoadModel(Strict):
     """Body of a trial; absent is the same as empty."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"device": "cpu", "dtype": "float32"}]})
 
     gpu_id: int | None = Field(None, ge=0, le=U32, description="index of the GPU; absent: the freest one")
     device: Literal["auto", "cpu"] = Field("auto", description="cpu: not on a GPU, even if there is one")

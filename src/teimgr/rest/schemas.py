@@ -234,7 +234,7 @@ class UpdateInstance(_Update):  # type: ignore[misc]
 class RestartInstance(BaseModel):
     """What POST /instances/{name}/restart may take."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"examples": [{"rolling": True}]})
 
     rolling: bool = Field(False, description="new workers start beside the old ones; no call is lost")
 
