@@ -126,7 +126,7 @@ class Daemon:
         that calls them.
         """
         log.info("daemon starts", extra=self._places())
-        for warning in self.settings.warnings():
+        for warning in (*self.settings.warnings(), *map(str, self.settings.missing_models())):
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)

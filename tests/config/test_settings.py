@@ -397,3 +397,12 @@ def test_state_dir_has_the_state_the_logs_and_the_run_files() -> None:
         "/var/lib/t/logs",
         "/var/lib/t/run",
     ]
+
+
+def test_a_seed_whose_directory_is_missing_is_named_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "tiny-splade").mkdir()
+    seeds = (InstanceSpec(name="a", model_id=f"{tmp_path}/tiny-spalde"), InstanceSpec(name="b", model_id="some/model"))
+    [fault] = Settings(instances=seeds).missing_models()
+    assert str(fault) == (
+        f"instances[0].model_id: no such directory: {tmp_path}/tiny-spalde; did you mean '{tmp_path}/tiny-splade'?"
+    )

@@ -171,7 +171,7 @@ def test_weights_cut_short_fail_for_good(daemon: DaemonProcess, tmp_path: Path, 
     with daemon.client() as client:
         client.create("cut", str(folder))
         try:
-            assert await_failure(daemon, "cut")
+            assert f"{weights} ends too soon" in await_failure(daemon, "cut")
         finally:
             client.delete("cut")
 

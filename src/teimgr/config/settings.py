@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from teimgr import hub
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
 from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
-from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.observability import logs
 from teimgr.spec import EVENTS, I64, U16, U32, InstanceSpec, check_name, declared, key
 
@@ -204,6 +205,14 @@ class Settings:
                 yield f"{name} = {host!r}: whoever reaches this address may call, without authentication"
             elif not is_loopback(host) and self.tls_files is None:
                 yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
+
+    def missing_models(self) -> Iterator[ConfigFault]:
+        """Seeds whose model can only be a directory, and there is none: a fault now, though it may be mounted later."""
+        for index, seed in enumerate(self.instances):
+            try:
+                hub.check_directory(seed.model_id)
+            except ModelNotFound as error:
+                yield ConfigFault(f"instances[{index}].model_id", error.message)
 
     def prepare_folders(self) -> None:
         """Create the folders of state, logs and run files; the last is private to this user.

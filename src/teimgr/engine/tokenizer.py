@@ -388,7 +388,7 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout)
     except Exception as error:
-        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {error}") from error
+        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {path}: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if layout.lower_case and not _lower_cases(tokenizer):
