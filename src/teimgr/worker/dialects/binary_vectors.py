@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.wire.quantisation import Precision, converted
 from teimgr.wire.frames import HttpReply
+from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 
 EmbedDtype = Literal["float32", "float16"]

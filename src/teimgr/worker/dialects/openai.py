@@ -18,8 +18,8 @@ from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput
 from teimgr.spec import LoadedModel
-from teimgr.wire.quantisation import Precision, converted
 from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker.calls import raise_first
 from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
