@@ -173,9 +173,13 @@ def check_directory(model_id: str) -> None:
     Raises:
         ModelNotFound: no such directory; the message has the nearest models on this host.
     """
-    path = Path(model_id).expanduser()
-    if not path.is_dir() and (names_a_path(model_id) or ("/" in model_id and _similar_beside(path))):
-        raise ModelNotFound(f"no such directory: {model_id}{nearest_here(model_id)}")
+    try:
+        path = Path(model_id).expanduser()
+        is_there = path.is_dir()
+    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, or with a null character
+        path, is_there = Path(model_id), False
+    if not is_there and (names_a_path(model_id) or ("/" in model_id and _similar_beside(path))):
+        raise ModelNotFound(f"no such directory: {model_id[:_COMPARED_CHARS]}{nearest_here(model_id)}")
 
 
 def nearest_here(model_id: str) -> str:
@@ -183,7 +187,7 @@ def nearest_here(model_id: str) -> str:
 
     Compared are the directories beside a path, the models in the hub cache, and those of installed packages.
     """
-    similar = _similar_beside(Path(model_id).expanduser())
+    similar = _similar_beside(Path(model_id))
     if not names_a_path(model_id):
         known = [*_cached_ids(), *PACKAGED]
         similar += difflib.get_close_matches(model_id[:_COMPARED_CHARS], known, _NEAREST, _SIMILAR)
@@ -193,10 +197,11 @@ def nearest_here(model_id: str) -> str:
 def _similar_beside(path: Path) -> list[str]:
     """The directories beside `path` whose names are most like its own."""
     try:
-        names = [each.name for each in path.parent.iterdir() if each.is_dir()]
-    except OSError:
+        names = [each.name for each in path.parent.expanduser().iterdir() if each.is_dir()]
+    except (OSError, RuntimeError, ValueError):
         return []
-    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, _NEAREST, _SIMILAR)]
+    similar = difflib.get_close_matches(path.name[:_COMPARED_CHARS], names, _NEAREST, _SIMILAR)
+    return [str(path.parent / name) for name in similar]
 
 
 def _cached_ids() -> list[str]:

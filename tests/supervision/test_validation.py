@@ -69,8 +69,11 @@ def test_a_missing_directory_is_refused_with_the_nearest(tmp_path: Path, monkeyp
             InvalidConfig, match=r"model_id: no such directory: .*did you mean '.*models/tiny-splade'\?"
         ):
             check_model(orders(model_id))
-    with pytest.raises(InvalidConfig, match=r"no such directory: /nowhere/at/all$"):
-        check_model(orders("/nowhere/at/all"))
+    for model_id in ("/nowhere/at/all", "~nobody-of-this-name/x", "/" + "x" * 5000, "/nul\0"):
+        with pytest.raises(InvalidConfig, match="model_id: no such directory: "):
+            check_model(orders(model_id))
+    with pytest.raises(InvalidConfig, match="model_id: cannot be read: File name too long"):
+        check_model(orders("x" * 5000))
 
 
 def test_a_pooling_that_would_not_be_used_is_refused(tmp_path: Path) -> None:

@@ -340,6 +340,10 @@ def _check_id(model_id: str) -> None:
     Raises:
         ValidationError: neither a directory's path nor an id that the hub accepts.
     """
+    try:
+        hub.check_directory(model_id)
+    except ModelNotFound as error:
+        raise ValidationError(f"model_id: {error.message}") from error
     if disk.is_directory(model_id):
         return
     from huggingface_hub.errors import HFValidationError

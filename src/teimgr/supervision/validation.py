@@ -151,6 +151,8 @@ def check_model(worker: WorkerSpec) -> None:
                 )
     except ModelNotFound as error:
         log.info("%s is checked by its worker: %s", worker.model_id, error.message)
+    except OSError as error:  # such as a name that no file system takes
+        raise InvalidConfig(f"model_id: cannot be read: {error.strerror}") from error
     except ModelLoadFailed as error:
         raise InvalidConfig(f"model_id: {worker.model_id} cannot be served: {error.message}") from error
 
