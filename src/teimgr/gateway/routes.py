@@ -132,7 +132,8 @@ def _paths() -> dict[str, Any]:
 
 def _post(path: DialectPath) -> dict[str, Any]:
     known = _file()["operations"][path.dialect][path.inner]
-    also = f" The header `{DIALECT_HEADER}` chooses {' or '.join(path.others)} instead." if path.others else ""
+    others = " or ".join(path.others)
+    also = f" The header `{DIALECT_HEADER}`, or a path below `/{path.others[-1]}`, chooses {others}." if others else ""
     return {
         "tags": [_TAG],
         "summary": known["summary"],
