@@ -150,11 +150,12 @@ def proto(arguments: list[str]) -> int:
     target = ROOT / "src" / "teimgr" / "pb"
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
-        outputs = [f"--python_out={fresh}", f"--pyi_out={fresh}"]
+        outputs = [f"--python_out={fresh}", f"--pyi_out={fresh}", f"--grpc_python_out={fresh}"]
         if status := call(PYTHON, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}", *outputs, *PROTOS):
             return status
         stale = False
-        for file in sorted(fresh.rglob("*_pb2.py*")):
+        (fresh / "teimgr/v1/frames_pb2_grpc.py").unlink()  # it has no service
+        for file in sorted(fresh.rglob("*_pb2*.py*")):
             text = relocate(file.read_text())
             kept = target / file.relative_to(fresh)
             if "--check" in arguments:

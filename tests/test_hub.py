@@ -117,11 +117,14 @@ def test_a_gated_model_says_what_to_do(tmp_path: Path) -> None:
     assert "HF_TOKEN" in found["message"]
 
 
-def test_offline_without_a_copy_is_worth_another_try_later(tmp_path: Path) -> None:
-    found = resolve(tmp_path, MODEL, HF_HUB_OFFLINE="1")
+def test_offline_without_a_copy_is_not_found_and_names_the_nearest_copies(tmp_path: Path) -> None:
+    with Hub(MODEL, FILES) as hub:
+        resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
+    found = resolve(tmp_path, MODEL.replace("tiny", "tnyi"), HF_HUB_OFFLINE="1")
 
-    assert found["error"] == "Unavailable"
+    assert found["error"] == "ModelNotFound"
     assert "HF_HUB_OFFLINE" in found["message"]
+    assert f"did you mean '{MODEL}'?" in found["message"]
 
 
 def test_packaged_weights_stand_in_where_no_hub_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
@@ -96,6 +97,7 @@ class Daemon:
         # HTTP
         self.tls = RestTls(settings.tls_files)
         self.gateway = Gateway(settings, self.directory, self.metrics)
+        self.gateway.views = self.manager.list
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)
@@ -123,7 +125,8 @@ class Daemon:
         workers, muxes. Stop: downloads and trials, REST, muxes, workers, so that workers end after all
         that calls them.
         """
-        for warning in self.settings.warnings():
+        log.info("daemon starts", extra=self._places())
+        for warning in (*self.settings.warnings(), *map(str, self.settings.missing_models())):
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port)
@@ -157,6 +160,12 @@ class Daemon:
             finally:
                 await self._stop()
         return 0
+
+    def _places(self) -> dict[str, object]:
+        """Where this daemon keeps what it keeps, as absolute paths, for the first line of its log."""
+        file = self.reloader.source.file
+        folders = {name: str(getattr(self.settings, name).absolute()) for name in ("state_file", "log_dir", "run_dir")}
+        return {"version": __version__, "pid": os.getpid(), "config": file and str(file.absolute()), **folders}
 
     async def _stop(self) -> None:
         """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases."""

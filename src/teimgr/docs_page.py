@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -12,6 +13,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 section { border-top: 1px solid #8884; padding: .5rem 0 }
 h2 { font-size: 1rem; margin: .5rem 0 } h2 b { display: inline-block; min-width: 4.5rem }
+pre { overflow-x: auto; font-size: .85rem; background: #8882; padding: .5rem }
 code, h2 { font-family: ui-monospace, monospace } table { border-collapse: collapse; font-size: .9rem }
 td { padding: .1rem 1rem .1rem 0; vertical-align: top } :root { color-scheme: light dark }
 """
@@ -47,7 +49,24 @@ def _section(document: dict[str, Any], verb: str, path: str, operation: dict[str
     answers = ", ".join(
         f"{status} {answer.get('description', '')}" for status, answer in operation["responses"].items()
     )
-    return f"<section>{title}{text}<table>{rows}</table><p><small>{escape(answers)}</small></p></section>"
+    shown = _example(verb, path, document, operation)
+    return f"<section>{title}{text}<table>{rows}</table>{shown}<p><small>{escape(answers)}</small></p></section>"
+
+
+def _example(verb: str, path: str, document: dict[str, Any], operation: dict[str, Any]) -> str:
+    """The call as a curl command, with the example of the body where there is one."""
+    known = _example_of(document, operation)
+    if known is None:
+        return ""
+    body = json.dumps(known, ensure_ascii=False).replace("'", r"'\''")
+    how = "" if verb == "post" else f" -X {verb.upper()}"
+    command = f"curl -s{how} \"$URL{path}\" -H 'content-type: application/json' -d '{body}'"
+    return f"<pre><code>{escape(command)}</code></pre>"
+
+
+def _example_of(document: dict[str, Any], operation: dict[str, Any]) -> Any:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    return body["example"] if "example" in body else (body.get("schema", {}).get("examples") or [None])[0]
 
 
 def _row(name: str, fact: dict[str, Any]) -> str:

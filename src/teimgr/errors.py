@@ -259,6 +259,14 @@ class Unavailable(TryLater, code=Code.BACKEND_UNAVAILABLE):
     """The instance exists but does not serve now."""
 
 
+class Stopped(Unavailable):
+    """The instance was stopped by a user: no attempt succeeds until it is started again."""
+
+
+class FailedToLoad(Unavailable):
+    """The instance failed: an attempt succeeds only after an operator's help or a late retry."""
+
+
 class StateNotSaved(TryLater, code=Code.STATE_NOT_SAVED):
     """The state file cannot be written, so the change was not made."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import logging
@@ -22,6 +23,11 @@ _OTHER_RUNTIMES = ["onnx/*", "openvino/*", "coreml/*", *(f"*.{ending}" for endin
 # Ignored when the hub library looks for a snapshot in the cache; `is_complete` then checks the weights.
 _OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# How like a name must be to be offered in place of a mistyped one, how many are, and how much of a name is compared.
+_SIMILAR = 0.7
+_NEAREST = 3
+_COMPARED_CHARS = 256
+_MAX_SAFETENSORS_HEAD = 100 * 2**20  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ def resolve(model_id: str, revision: str | None = None) -> ModelSource:
     Resumes interrupted downloads; shows huggingface-hub's progress bars on stderr.
 
     Raises:
-        ModelNotFound: no such directory, repository or revision.
+        ModelNotFound: no such directory, repository or revision; or no local copy, and HF_HUB_OFFLINE is set.
         ModelGated: its licence was not accepted, or HF_TOKEN is not set.
         Unavailable: the hub cannot be reached and there is no local copy.
     """
@@ -49,12 +55,26 @@ def resolve(model_id: str, revision: str | None = None) -> ModelSource:
         return cached
     try:
         return _download(model_id, revision)
-    except Unavailable as error:
+    except (ModelNotFound, Unavailable) as error:
         packaged = find_packaged(model_id) if revision is None else None
         if packaged is None:
+            similar = nearest_here(model_id)
+            if is_offline():  # no attempt can end otherwise
+                raise ModelNotFound(
+                    f"Model '{model_id}' is neither a directory here nor in the hub cache, and HF_HUB_OFFLINE is set"
+                    f"{similar}"
+                ) from error
+            error.message += similar
             raise
         log.info("%s; using the packaged weights of %s", error.message, model_id)
         return packaged
+
+
+def is_offline() -> bool:
+    """Whether huggingface-hub may not use the network (HF_HUB_OFFLINE)."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    return bool(HF_HUB_OFFLINE)
 
 
 def find_cached(model_id: str, revision: str | None = None) -> ModelSource | None:
@@ -87,8 +107,33 @@ def is_complete(path: Path) -> bool:
     index = path / "model.safetensors.index.json"
     if index.exists():
         shards = set(json.loads(index.read_text())["weight_map"].values())
-        return all((path / shard).exists() for shard in shards)
-    return any((path / name).exists() for name in _WEIGHTS) or any(path.glob("*/model.safetensors"))
+        return all((path / shard).exists() and not is_cut_short(path / shard) for shard in shards)
+    found = [path / name for name in _WEIGHTS if (path / name).exists()] or [*path.glob("*/model.safetensors")]
+    return bool(found) and not any(map(is_cut_short, found))
+
+
+def broken_weights(path: Path) -> str | None:
+    """The first file of weights in a model directory that is cut short, by its name there; None where all are whole."""
+    found = sorted((*path.glob("*.safetensors"), *path.glob("*/*.safetensors")))
+    return next((str(file.relative_to(path)) for file in found if is_cut_short(file)), None)
+
+
+def is_cut_short(weights: Path) -> bool:
+    """Whether a safetensors file ends before the data that its head announces; other files are not looked into."""
+    if weights.suffix != ".safetensors":
+        return False
+    try:
+        with weights.open("rb") as file:
+            head_bytes, whole = int.from_bytes(file.read(8), "little"), weights.stat().st_size
+            if whole < 8 or not 0 < head_bytes <= _MAX_SAFETENSORS_HEAD:
+                return False  # no safetensors at all
+            if whole < 8 + head_bytes:
+                return True
+            head = json.loads(file.read(head_bytes))
+        ends = (tensor["data_offsets"][1] for name, tensor in head.items() if name != "__metadata__")
+        return whole < 8 + head_bytes + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
 
 
 def pickled_weights(path: Path) -> Path | None:
@@ -120,10 +165,61 @@ def names_a_path(model_id: str) -> bool:
     return model_id.startswith(("/", "./", "../", "~"))
 
 
+def check_directory(model_id: str) -> None:
+    """Check a model id that is meant as a path; others pass. Reads one folder.
+
+    An id such as `models/tiny-spalde` is meant as a path where `models` is a folder here with a similar name in it.
+
+    Raises:
+        ModelNotFound: no such directory; the message has the nearest models on this host.
+    """
+    try:
+        path = Path(model_id).expanduser()
+        is_there = path.is_dir()
+    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, or with a null character
+        path, is_there = Path(model_id), False
+    if not is_there and (names_a_path(model_id) or ("/" in model_id and _similar_beside(path))):
+        raise ModelNotFound(f"no such directory: {model_id[:_COMPARED_CHARS]}{nearest_here(model_id)}")
+
+
+def nearest_here(model_id: str) -> str:
+    """A clause with the models on this host whose id or path is most like `model_id`; empty where none is like it.
+
+    Compared are the directories beside a path, the models in the hub cache, and those of installed packages.
+    """
+    similar = _similar_beside(Path(model_id))
+    if not names_a_path(model_id):
+        known = [*_cached_ids(), *PACKAGED]
+        similar += difflib.get_close_matches(model_id[:_COMPARED_CHARS], known, _NEAREST, _SIMILAR)
+    return f"; did you mean {' or '.join(map(repr, similar[:_NEAREST]))}?" if similar else ""
+
+
+def _similar_beside(path: Path) -> list[str]:
+    """The directories beside `path` whose names are most like its own."""
+    try:
+        names = [each.name for each in path.parent.expanduser().iterdir() if each.is_dir()]
+    except (OSError, RuntimeError, ValueError):
+        return []
+    similar = difflib.get_close_matches(path.name[:_COMPARED_CHARS], names, _NEAREST, _SIMILAR)
+    return [str(path.parent / name) for name in similar]
+
+
+def _cached_ids() -> list[str]:
+    """The ids of the models in the hub's cache, as huggingface-hub finds it."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    prefix = "models--"
+    try:
+        names = [each.name for each in Path(HF_HUB_CACHE).iterdir()]
+    except OSError:
+        return []
+    return [name.removeprefix(prefix).replace("--", "/", 1) for name in names if name.startswith(prefix)]
+
+
 def _local(model_id: str) -> ModelSource:
     path = Path(model_id).expanduser()
     if not path.is_dir():
-        raise ModelNotFound(f"Model directory '{model_id}' does not exist")
+        raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest_here(model_id)}")
     if not has_configuration(path):
         raise ModelNotFound(f"Directory '{model_id}' holds no model: neither config.json nor modules.json is there")
     return ModelSource(path.resolve(), None)

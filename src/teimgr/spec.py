@@ -291,6 +291,8 @@ class WorkerSpec:
     nice: int = 0
     log_level: str = "info"
     log_format: str = "json"
+    restarts: int = 0
+    """Of the replica until this worker: the next daemon, which adopts it, counts on."""
 
     def accepts(self, authorization: bytes) -> bool:
         """Whether an `Authorization` header has the instance's API key, if it has one; compared in constant time."""
@@ -307,11 +309,13 @@ class WorkerSpec:
 
     @property
     def hash(self) -> str:
-        """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place."""
+        """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place, and
+        `restarts` is a figure for display.
+        """
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
         unset = {"safetensors_only": False, "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS}
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
-        del facts["threads"]
+        del facts["threads"], facts["restarts"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -379,3 +379,30 @@ def test_origins_and_hosts_of_pages_are_checked(file: Path) -> None:
         "allowed_origins[3]: must be an origin such as https://app.example:8443, null, or * (got 'app.example')\n"
         "allowed_hosts[0]: must be a host name without scheme and port (got 'a:1')"
     )
+
+
+def test_auto_is_a_word_of_toml_too(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[[instances]]\nname = "a"\nmodel_id = "m"\nmax_batch_tokens = "auto"\n')
+    assert read(Source(file=file, environ={})).settings.instances[0].max_batch_tokens == 0
+    file.write_text(file.read_text().replace("auto", "many"))
+    with pytest.raises(InvalidConfig, match=r'max_batch_tokens: must be an integer or "auto" \(got text \'many\'\)'):
+        read(Source(file=file, environ={}))
+
+
+def test_state_dir_has_the_state_the_logs_and_the_run_files() -> None:
+    settings = read(Source(environ={"TEIMGR_STATE_DIR": "/var/lib/t"})).settings
+    assert [str(settings.state_file), str(settings.log_dir), str(settings.run_dir)] == [
+        "/var/lib/t/state.toml",
+        "/var/lib/t/logs",
+        "/var/lib/t/run",
+    ]
+
+
+def test_a_seed_whose_directory_is_missing_is_named_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "tiny-splade").mkdir()
+    seeds = (InstanceSpec(name="a", model_id=f"{tmp_path}/tiny-spalde"), InstanceSpec(name="b", model_id="some/model"))
+    [fault] = Settings(instances=seeds).missing_models()
+    assert str(fault) == (
+        f"instances[0].model_id: no such directory: {tmp_path}/tiny-spalde; did you mean '{tmp_path}/tiny-splade'?"
+    )

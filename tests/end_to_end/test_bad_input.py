@@ -130,15 +130,20 @@ def test_a_model_whose_files_tell_that_it_cannot_be_served_is_refused_at_creatio
         client.create("broken", str(folder))
 
 
+def test_a_model_directory_that_is_missing_is_refused_at_creation(daemon: DaemonProcess, tmp_path: Path) -> None:
+    with daemon.client() as client, pytest.raises(InvalidConfig, match=f"no such directory: {tmp_path}/model"):
+        client.create("missing", str(tmp_path / "model"))
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "does not exist"), ({}, "neither config.json nor modules.json")],
-    ids=["missing", "empty"],
+    [(None, "neither a directory here nor in the hub cache"), ({}, "neither config.json nor modules.json")],
+    ids=["unknown id", "empty"],
 )
 def test_a_model_that_cannot_load_fails_for_good_with_the_reason(
     daemon: DaemonProcess, tmp_path: Path, content: dict[str, str] | None, says: str
 ) -> None:
-    folder = tmp_path / "model" if content is None else written(tmp_path / "model", content)
+    folder = "nobody/has-this" if content is None else written(tmp_path / "model", content)
     with daemon.client() as client:
         client.create("broken", str(folder))
         try:
@@ -166,7 +171,7 @@ def test_weights_cut_short_fail_for_good(daemon: DaemonProcess, tmp_path: Path, 
     with daemon.client() as client:
         client.create("cut", str(folder))
         try:
-            assert await_failure(daemon, "cut")
+            assert f"{weights} ends too soon" in await_failure(daemon, "cut")
         finally:
             client.delete("cut")
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from tests.support.models import build
 
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache
@@ -218,3 +219,13 @@ async def test_a_key_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
     records.path.write_text('{"version": 2, "models": {"a": {"added_at": "x", "colour": "green"}}}')
     await records.load()
     assert {model_id: records.of(model_id) for model_id in records} == {"a": ModelRecord(added_at="x")}
+
+
+def test_weights_that_are_cut_short_are_not_complete(tmp_path: Path) -> None:
+    path = build("bert", tmp_path / "model")
+    assert disk.find_directory(str(path)).complete  # type: ignore[union-attr]
+    weights = path / "model.safetensors"
+    whole = weights.read_bytes()
+    for cut in (len(whole) - 1, 20):  # within the data, within the head
+        weights.write_bytes(whole[:cut])
+        assert not disk.find_directory(str(path)).complete  # type: ignore[union-attr]

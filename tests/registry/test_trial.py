@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.support.fleet import RESIDENT, children, local_launcher, settings_for
+from tests.support.models import build
 from tests.support.polling import eventually
 
 from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable
@@ -204,3 +206,16 @@ async def test_it_runs_on_the_card_that_is_asked_for_else_the_freest(
     assert shown["verification"].get("gpu_id") == gpu_id
     with pytest.raises(InvalidGpuId, match=r"Available GPUs: \[0, 1\]"):
         await registry.try_out(shown["model_id"], TrialOptions(gpu_id=2))
+
+
+async def test_a_directory_whose_weights_are_cut_short_is_named_with_the_file(make: Make, folder: Path) -> None:
+    path = Path(build("bert", folder / "cut"))
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    registry = make()
+    await registry.add(str(path))
+    with pytest.raises(ModelLoadFailed, match=f"{weights} ends too soon$"):
+        await registry.try_out(str(path), TrialOptions())
+    shutil.rmtree(path)
+    with pytest.raises(ModelLoadFailed, match="no such directory, or neither"):
+        await registry.try_out(str(path), TrialOptions())

@@ -157,6 +157,8 @@ async def test_tls_without_certificates_of_clients(settings: Settings, ours: Aut
     async with listening(replace(settings, auth=auth)) as front, session(front.url, client(ours.ca)) as front.http:
         await front.call("GET", "/health", 200)
         await front.call("GET", "/instances", 401)
+        for path in ("/v1/models", "/v1/nothing"):  # OpenAI's object
+            assert (await front.call("GET", path, 401))["error"]["code"] == "invalid_api_key"
 
 
 @asynccontextmanager

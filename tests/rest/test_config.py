@@ -163,6 +163,7 @@ async def test_another_port_is_another_instance(moving: Moving) -> None:
 async def test_a_wrong_file_changes_nothing_and_is_an_alarm_until_it_is_mended(moving: Moving) -> None:
     bad = SEEDS.replace("api_port", "api_prot") + "port = 80\n[[instances]]\nname='c'\nmodel_id='m'\n"
     dry = await moving.reload(bad, "?dry_run=true", 400)
+    assert "did you mean 'dry_run'?" in (await moving.reload(bad, "?dryrun=true", 400))["error"]
     assert moving.reloader.alarms() == []
     refused = await moving.reload(bad, "", 400)
     assert refused["code"] == dry["code"] == "INVALID_CONFIG"

@@ -266,3 +266,49 @@ async def test_the_document_knows_both(front: Front) -> None:
     schema = patched["requestBody"]["content"]["application/json"]["schema"]
     assert schema["properties"].keys() == UpdateInstance.model_fields.keys()
     assert {"200", "202", "400", "404", "409", "422"} <= patched["responses"].keys()
+
+
+@pytest.mark.parametrize("key", ["name", "port", "prometheus_port"])
+async def test_a_key_that_no_update_can_change_is_refused_by_name(front: Front, key: str) -> None:
+    await front.create("a")
+    refused = await front.call("PATCH", "/instances/a", 422, json={key: 1})
+    assert refused["error"].startswith(f"Validation error: {key}: cannot be changed; delete the instance")
+
+
+async def test_what_was_asked_for_is_shown_beside_what_is_in_effect(front: Front) -> None:
+    await front.create("a")
+    front.fleet.ready("a")
+    info = await front.call("GET", "/instances/a", 200)
+    assert (info["dtype"], info["pooling"], info["kind"]) == ("float32", "mean", "embedding")
+    assert info["requested"] == {"dtype": "auto", "pooling": None, "kind": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"max_batch_tokens": 0}, "max_batch_tokens: must be >= 1, or auto (got integer 0)"),
+        ({"pooling": "foo"}, "pooling: must be one of cls, mean, max, last-token, splade (got text 'foo')"),
+    ],
+)
+async def test_refusals_have_no_words_of_the_library(front: Front, body: dict[str, Any], says: str) -> None:
+    assert (await front.create("a", 422, **body))["error"] == f"Validation error: {says}"
+
+
+async def test_purge_deletes_the_logs_of_that_instance_alone(front: Front, settings: Settings) -> None:
+    crashes = settings.log_dir / "crashes"
+    crashes.mkdir(parents=True)
+    mine = [settings.log_dir / "a.log", settings.log_dir / "a.log.1", crashes / "a-0-20261121T120000.000000Z.json"]
+    others = [
+        settings.log_dir / "a.log.log",
+        settings.log_dir / "a-0.log",
+        crashes / "a-0-0-20261121T120000.000000Z.json",
+    ]
+    for path in (*mine, *others):
+        path.write_text("{}")
+    await front.create("a")
+    await front.create("a-0")
+    await front.call("DELETE", "/instances/a-0", 200)
+    assert others[1].exists()
+    await front.call("DELETE", "/instances/a?purge=true", 200)
+    assert not any(path.exists() for path in mine)
+    assert all(path.exists() for path in others)

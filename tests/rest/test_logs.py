@@ -304,3 +304,30 @@ def test_a_follower_holds_little_of_a_line_that_never_ends(log: Path) -> None:
         file.write(b"x" * (3 * FOLLOW_CHUNK_BYTES) + b"\nnext\n")
     found = [item for _ in range(5) for item in follower.read()]
     assert found == ["x" * LINE_LIMIT_BYTES + CUT, "next"]
+
+
+SHOWN = "2026-11-21 12:00:00.000 warning  a hot day                            degrees=31 teimgr.x"
+
+
+def _event_line() -> str:
+    event = {"ts": "2026-11-21T12:00:00.000000Z", "level": "warning", "logger": "teimgr.x"}
+    return json.dumps(event | {"message": "a hot day", "degrees": 31})
+
+
+async def test_a_slice_is_lines_for_people_where_plain_text_is_accepted(front: Front, log: Path) -> None:
+    log.write_text(f"{_event_line()}\nTraceback of a library\n")
+    async with front.http.get("/instances/a/logs?level=info", headers={"Accept": "text/plain"}) as reply:
+        assert reply.content_type == "text/plain"
+        assert (await reply.text()).splitlines() == [SHOWN, "Traceback of a library"]
+
+
+async def test_a_log_is_followed_in_lines_for_people(front: Front, log: Path) -> None:
+    log.write_text(f"{_event_line()}\n")
+    async with (
+        asyncio.timeout(LIMIT_S),
+        front.http.get("/instances/a/logs?follow=true", headers={"Accept": "text/plain"}) as reply,
+    ):
+        assert (await reply.content.readline()).decode() == f"{SHOWN}\n"
+        with log.open("a") as file:
+            file.write("more\n")
+        assert await reply.content.readline() == b"more\n"

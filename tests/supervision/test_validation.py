@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.fleet import Fleet
-from tests.support.models import build, build_classifier, build_yes_no_reranker, edit
+from tests.support.models import build, build_classifier, build_cross_encoder, build_yes_no_reranker, edit
 
 from teimgr.errors import InvalidConfig, InvalidPort, PortAllocationFailed, PortConflict
 from teimgr.spec import InstanceSpec, WorkerSpec
@@ -56,9 +56,29 @@ def test_a_template_is_not_run_by_the_daemon(tmp_path: Path) -> None:
     check_model(orders(path))
 
 
-@pytest.mark.parametrize("model_id", ["/nowhere/at/all", "nobody/has-this-model", "no id at all"])
+@pytest.mark.parametrize("model_id", ["nobody/has-this-model", "no id at all"])
 def test_what_is_not_here_is_left_to_the_worker(model_id: str) -> None:
     check_model(orders(model_id))
+
+
+def test_a_missing_directory_is_refused_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "tiny-splade").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for model_id in (str(tmp_path / "models" / "tiny-spalde"), "./models/tiny-spalde", "models/tiny-spalde"):
+        with pytest.raises(
+            InvalidConfig, match=r"model_id: no such directory: .*did you mean '.*models/tiny-splade'\?"
+        ):
+            check_model(orders(model_id))
+    for model_id in ("/nowhere/at/all", "~nobody-of-this-name/x", "/" + "x" * 5000, "/nul\0"):
+        with pytest.raises(InvalidConfig, match="model_id: no such directory: "):
+            check_model(orders(model_id))
+    with pytest.raises(InvalidConfig, match="model_id: cannot be read: File name too long"):
+        check_model(orders("x" * 5000))
+
+
+def test_a_pooling_that_would_not_be_used_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"pooling: 'mean' would not be used: .* is of kind reranker"):
+        check_model(orders(build_cross_encoder("bert", tmp_path), pooling="mean"))
 
 
 async def test_the_manager_refuses_it_before_anything_is_stored(fleet: Fleet, tmp_path: Path) -> None:

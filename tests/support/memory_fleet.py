@@ -55,6 +55,9 @@ class Fleet:
             raise AlreadyRunning(name, view.state.value)
         return self.put(replace(view, spec=replace(view.spec, wanted_running=True), state=State.STARTING, pid=4243))
 
+    async def started(self, name: str) -> InstanceView:
+        return self.get(name)
+
     async def stop(self, name: str) -> InstanceView:
         view = self.get(name)
         if not view.spec.wanted_running:

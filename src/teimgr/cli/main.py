@@ -60,7 +60,7 @@ def config_check(options: argparse.Namespace) -> int:
     settings = read(Source(file=file)).settings
     if settings.tls_files is not None:
         settings.tls_files.context()
-    for warning in settings.warnings():
+    for warning in (*settings.warnings(), *map(str, settings.missing_models())):
         print(f"{file}: warning: {warning}")
     print(f"{file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")
     return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from teimgr.errors import InvalidConfig
-from teimgr.spec import DeclaredKey, key_of
+from teimgr.spec import DeclaredKey, InstanceKey, key_of
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -129,6 +129,10 @@ def convert(value: object, annotation: Any, path: str, key: DeclaredKey | None =
         return each(value.items(), lambda name, item: convert(item, arguments[1], join(path, name)))
     if is_dataclass(annotation):
         return build(annotation, value, path)  # type: ignore[arg-type]
+    if isinstance(key, InstanceKey) and key.auto and isinstance(value, str):
+        if value != "auto":
+            raise refused(path, f'must be an integer or "auto" (got {quoted(value)})')
+        return 0
     accepted, noun = _SCALARS[annotation]
     if not isinstance(value, accepted) or (isinstance(value, bool) and annotation is not bool):
         raise refused(path, f"must be {noun} (got {quoted(value)})")

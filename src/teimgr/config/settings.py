@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from teimgr import hub
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
 from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
-from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.observability import logs
 from teimgr.spec import EVENTS, I64, U16, U32, InstanceSpec, check_name, declared, key
 
@@ -104,8 +105,11 @@ class Settings:
     max_instances: int | None = key(None, "most instances at a time; absent: no limit", low=1, high=U32)
     max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
 
+    state_dir: Path = key(Path("state"), "folder of the state file, logs and run files, unless those are given")
     state_file: Path = key(
-        Path("state/state.toml"), "wanted instances, written at every change", also="TEI_MANAGER_STATE_FILE"
+        None,
+        "wanted instances, written at every change; default: state.toml in state_dir",
+        also="TEI_MANAGER_STATE_FILE",
     )
     run_dir: Path = key(None, "sockets and run files of live workers; default: run/ beside the state file")
     log_dir: Path = key(
@@ -114,7 +118,9 @@ class Settings:
     log_level: str = key(
         "info", "level, with exceptions: 'warn,teimgr.mux=debug'; a reload changes the daemon's own", live=True
     )
-    log_format: Literal["json", "pretty"] = key("json", "one JSON object per event, or lines for people")
+    log_format: Literal["json", "pretty"] = key(
+        "json", "of the daemon's own output: JSON objects, or lines for people; files are JSON"
+    )
     log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=I64)
     log_keep: int = key(3, "rotated log files kept per instance", low=0, high=100)
 
@@ -140,7 +146,7 @@ class Settings:
     restart_backoff_max_secs: float = key(30.0, "longest wait between two restarts", low=0, high=86400)
     auto_max_batch_tokens_per_gib: int = key(
         2048,
-        'tokens for each GiB of free GPU memory, where max_batch_tokens is 0 or "auto"',
+        'tokens for each GiB of free GPU memory, where max_batch_tokens is "auto" (or 0)',
         low=1,
         high=U32,
         live=True,
@@ -171,6 +177,8 @@ class Settings:
     otel: Otel = key(Otel, "export of traces")
 
     def __post_init__(self) -> None:
+        if self.state_file is None:
+            object.__setattr__(self, "state_file", self.state_dir / "state.toml")
         for name, folder in (("run_dir", "run"), ("log_dir", "logs")):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.state_file.parent / folder)
@@ -197,6 +205,14 @@ class Settings:
                 yield f"{name} = {host!r}: whoever reaches this address may call, without authentication"
             elif not is_loopback(host) and self.tls_files is None:
                 yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
+
+    def missing_models(self) -> Iterator[ConfigFault]:
+        """Seeds whose model can only be a directory, and there is none: a fault now, though it may be mounted later."""
+        for index, seed in enumerate(self.instances):
+            try:
+                hub.check_directory(seed.model_id)
+            except ModelNotFound as error:
+                yield ConfigFault(f"instances[{index}].model_id", error.message)
 
     def prepare_folders(self) -> None:
         """Create the folders of state, logs and run files; the last is private to this user.

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
+from teimgr import hub
 from teimgr.engine.attention import PACKED, Packing
 from teimgr.engine.batch import PackedBatch, Run, to_device
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
@@ -214,7 +215,9 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError) as error:
-        raise ModelLoadFailed(f"transformers cannot load this model: {error}") from error
+        broken = hub.broken_weights(layout.transformer_dir)
+        why = f"{layout.transformer_dir / broken} ends too soon ({error})" if broken else str(error)
+        raise ModelLoadFailed(f"transformers cannot load {layout.transformer_dir}: {why}") from error
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadFailed(f"{len(missing)} weights are missing from the files, first {missing[0]}")
     module.eval().requires_grad_(False)

@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         self.info = parts.info
         self.tokenizer = parts.tokenizer
-        self._prompts = parts.prompts
+        self.prompts = parts.prompts
         self._deliver_out = deliver
         self._on_fault = on_fault
         self._fault: str | None = None  # why the engine is unhealthy; never reset
@@ -119,7 +119,7 @@ class Engine:
             raise Unavailable(self._fault)
         self.check(job.options)
         job.allocate_results(self.info.dimension, len(self.info.labels))
-        self._intake.put(job, self._prompts.tokenize_options(job.options))
+        self._intake.put(job, self.prompts.tokenize_options(job.options))
 
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
         """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the throughput of late.
@@ -131,7 +131,7 @@ class Engine:
             return 0.0
         if (rate := self._queue.tokens_per_s(lane)) is None:
             return None
-        own = sum(self._intake.estimate(job, self._prompts.tokenize_options(job.options)) for job in jobs)
+        own = sum(self._intake.estimate(job, self.prompts.tokenize_options(job.options)) for job in jobs)
         return (ahead + self._runner.running_tokens + own) / rate
 
     def check(self, options: InferOptions) -> None:
@@ -142,7 +142,7 @@ class Engine:
             InvalidInput: bad `dimensions` or `prompt_name`.
         """
         check_supported(self.info, options)
-        self._prompts.text(options.prompt_name)
+        self.prompts.text(options.prompt_name)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
         """Every token of prompt + text.
@@ -150,7 +150,7 @@ class Engine:
         Raises:
             EmptyInput, InvalidInput, TokenizerFailed
         """
-        return self.tokenizer.tokenize(text, add_special_tokens, self._prompts.text(prompt_name))
+        return self.tokenizer.tokenize(text, add_special_tokens, self.prompts.text(prompt_name))
 
     def self_test(self, timeout_s: float) -> None:
         """Verify the model's results: a batch finished just now, or a fixed input gives the same result as at load.
@@ -258,7 +258,7 @@ class Engine:
             return
         self._doubt, self._doubted_at = SelfTest(self.info), now
         try:
-            self._intake.put(self._doubt, self._prompts.tokenize_options(self._doubt.options), bounded=False)
+            self._intake.put(self._doubt, self.prompts.tokenize_options(self._doubt.options), bounded=False)
         except Unavailable:  # the engine is closing
             self._doubt = None
 
@@ -278,7 +278,7 @@ class Engine:
 
     def _run_self_test(self, timeout_s: float) -> SelfTest:
         test = SelfTest(self.info)
-        self._intake.put(test, self._prompts.tokenize_options(test.options), bounded=False)
+        self._intake.put(test, self.prompts.tokenize_options(test.options), bounded=False)
         if not test.done.wait(timeout_s):
             test.cancel()
             if self._fault is not None:

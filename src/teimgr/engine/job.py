@@ -59,14 +59,16 @@ class InferOptions:
     """The options of a call, the same for all its inputs.
 
     `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both
-    concern DENSE alone. `raw_scores` skips the model's activation: logits. On a late-interaction model `prompt_name`
-    "query" or "document" chooses the role, "document" where it is None.
+    concern DENSE alone. `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's
+    activation: logits. On a late-interaction model `prompt_name` "query" or "document" chooses the role, "document"
+    where it is None.
     """
 
     outputs: frozenset[Output] = frozenset({Output.DENSE})
     truncate: bool = True
     truncation_left: bool = False
     prompt_name: str | None = None
+    prompt: str | None = None
     normalize: bool = True
     dimensions: int | None = None
     raw_scores: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,10 @@ class TokenizeOptions:
     query: bool = False
 
 
+_PROMPTS_KEPT = 256
+_INSTRUCT = re.compile(r"(Instruct: ).*(\n ?Query: ?)", re.DOTALL)
+
+
 class Prompts:
     """The prompts of a model by name, and the default one: named at start, given as text at start, or the model's own.
 
@@ -82,7 +87,7 @@ class Prompts:
     def tokenize_options(self, options: InferOptions) -> TokenizeOptions:
         """Raises InvalidInput where the model has no prompt of that name."""
         query = self._default_query if options.prompt_name is None else options.prompt_name == QUERY
-        text = self.text(options.prompt_name)
+        text = self.text(options.prompt_name) if options.prompt is None else options.prompt
         return TokenizeOptions(options.truncate, options.truncation_left, text, self._roles and query)
 
     def text(self, name: str | None) -> str:
@@ -96,6 +101,13 @@ class Prompts:
         if name in self._texts:
             return self._texts[name]
         raise InvalidInput(f"Input validation error: {self._missing(name)}")
+
+    def instructing(self, instruction: str) -> str:
+        """The prompt with an instruction of the caller's: in the form of the model's own, else before the text."""
+        for text in self._texts.values():
+            if (form := _INSTRUCT.fullmatch(text)) is not None:
+                return f"{form[1]}{instruction}{form[2]}"
+        return instruction if instruction[-1:].isspace() else f"{instruction} "
 
     def _missing(self, name: str) -> str:
         given = f"`default-prompt-name` is set to `{name}` but"
@@ -187,6 +199,8 @@ class TextTokenizer:
             return 0
         if prompt not in self._prompt_lens:
             (encoding,) = self._library.encode([prompt], self._add_specials)
+            if len(self._prompt_lens) >= _PROMPTS_KEPT:  # callers may send any text as a prompt
+                self._prompt_lens.clear()
             self._prompt_lens[prompt] = min(len(encoding), self.max_length) - encoding.special_tokens_mask[-1]
         return self._prompt_lens[prompt]
 
@@ -411,7 +425,7 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout)
     except Exception as error:
-        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {error}") from error
+        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {path}: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if layout.lower_case and not _lower_cases(tokenizer):

@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,11 +31,20 @@ from teimgr.errors import (
     Forbidden,
     InstanceNotFound,
     Internal,
+    InvalidInput,
     ModelNotFound,
     Overloaded,
+    Stopped,
     TeimgrError,
     TooLarge,
     Unavailable,
+)
+from teimgr.gateway.model_cards import (
+    INFINITY_HEALTH,
+    MODEL_LISTS,
+    ModelCards,
+    cohere_check_key,
+    infinity_health,
 )
 from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, paths
 from teimgr.http_protocol import HeldResponse, SlowClient, charge_body, read_body, unless_hung_up
@@ -43,6 +52,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Directory, Lease, Router, RouterView, router_view
+from teimgr.spec import InstanceView, State
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import JSON_TYPE, OPENAI
 from teimgr.wire.frames import (
@@ -62,7 +72,7 @@ from teimgr.wire.status import STATUS
 log = logging.getLogger(__name__)
 
 # The request headers that a dialect may read.
-_HEADERS = ("content-type", "accept", DIALECT_HEADER)
+_HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER)
 _KEYS = [(name, name.encode()) for name in _HEADERS]
 # Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20
@@ -79,6 +89,8 @@ class Gateway:
         self._router = Router(
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES)
         )
+        self.views: Callable[[], Iterable[InstanceView]] = tuple
+        """The instances, for what is known of their models; set by the daemon."""
         self.aliases = settings.aliases  # replaced when the configuration is reloaded
         self._names = ModelNames(self._router, lambda: self.aliases)
         self._router.update(directory.snapshot())
@@ -87,8 +99,10 @@ class Gateway:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/models", self._list_models),
+            *(Route(path, self._list_models) for path in MODEL_LISTS),
             Route("/v1/models/{model:path}", self._get_model),
+            *(Route(path, infinity_health) for path in INFINITY_HEALTH),
+            Route("/v1/check-api-key", cohere_check_key, methods=["POST"]),
             *(Route(one.path, partial(self._endpoint, one), methods=[one.method]) for one in paths()),
         ]
 
@@ -102,6 +116,7 @@ class Gateway:
         caller = caller_of(request.scope)
 
         async def forwarded() -> HttpReply:
+            check_encoding(headers)
             async with self._bodies.read(request, request_head(head)) as body:
                 call = self._forward(head, self._names_for(caller), request.path_params, body)
                 return await unless_hung_up(call, request.receive)
@@ -115,6 +130,7 @@ class Gateway:
         head = HttpRequest(path.dialect_in(headers), path.method, path.inner, "", headers)
 
         async def forwarded() -> HttpReply:
+            check_encoding(headers)
             held, charge = await self._bodies.hold(request_head(head), body)
             try:
                 return await self._forward(head, self._names_for(caller), {}, held)
@@ -180,9 +196,17 @@ class Gateway:
         return self._names.restricted(router_view(caller, self._router))
 
     async def _list_models(self, request: Request) -> Response:
+        cards = self._cards(request)
         names = self._names_for(caller_of(request.scope))
-        cards = [names.card(name, self._since) for name in names.names()]
-        return Response(orjson.dumps({"object": "list", "data": cards}), headers=dict(JSON_TYPE))
+        listed = {"object": "list", "data": [cards(name) for name in names.names()]}
+        listed["models"] = listed["data"]
+        return Response(orjson.dumps(listed), headers=dict(JSON_TYPE))
+
+    def _cards(self, request: Request) -> Callable[[str], dict[str, Any]]:
+        """The card of a name that the caller may use."""
+        names = self._names_for(caller_of(request.scope))
+        owner = "infinity" if request.url.path.startswith("/infinity/") else "teimgr"
+        return ModelCards(self.views(), names.model_id, self._since, owner).card
 
     async def _get_model(self, request: Request) -> Response:
         names, name = self._names_for(caller_of(request.scope)), request.path_params["model"]
@@ -191,7 +215,15 @@ class Gateway:
         except ModelNotFound as error:
             reply = error_bodies.failure(OPENAI, error)
             return Response(reply.body, reply.status, dict(reply.headers))
-        return Response(orjson.dumps(names.card(name, self._since)), headers=dict(JSON_TYPE))
+        return Response(orjson.dumps(self._cards(request)(name)), headers=dict(JSON_TYPE))
+
+
+def check_encoding(headers: Mapping[str, str]) -> None:
+    """Raises InvalidInput for a compressed body: nothing in it could be read."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        shown = encoding[:_COMPARED_CHARS]
+        raise InvalidInput(f"The body is compressed (Content-Encoding: {shown}); send it uncompressed")
 
 
 # Bodies beyond this size are scanned for their model instead of parsed: orjson would hold the GIL for milliseconds.
@@ -377,8 +409,10 @@ class ModelNames:
             return self._router.lease(Target(model_id=target))
         except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
             entries = (entry for entry in self._router.snapshot.entries if entry.model_id == target)
-            states = ", ".join(f"'{entry.name}' is {entry.state.value}" for entry in entries)
-            raise Unavailable(f"No instance of the model '{target}' takes calls now: {states}") from None
+            found = [(entry.name, entry.state) for entry in entries]
+            states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
+            kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
+            raise kind(f"No instance of the model '{target}' takes calls now: {states}") from None
 
     def lease_instance(self, name: str) -> Lease:
         """A lease on the instance of that name.
@@ -410,10 +444,6 @@ class ModelNames:
         if (entry := self._router.find(target)) is not None:
             return entry.model_id
         return next((target for each in self._router.snapshot.entries if each.model_id == target), None)
-
-    def card(self, name: str, created: int) -> dict[str, Any]:
-        """OpenAI's model object; `root` is the id of the model behind the name, as in vLLM's."""
-        return {"id": name, "object": "model", "created": created, "owned_by": "teimgr", "root": self.model_id(name)}
 
     def _resolved(self, model: str) -> str:
         return model if self._router.find(model) is not None else self._aliases().get(model, model)

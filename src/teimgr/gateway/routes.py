@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -42,14 +42,19 @@ class DialectPath(NamedTuple):
 
 
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
-    "/v1/embeddings": (OPENAI, VLLM),
+    "/v1/embeddings": (OPENAI, VLLM, VOYAGE),
     "/v1/embed": (COHERE,),
     "/v2/embed": (COHERE,),
-    "/v1/rerank": (COHERE, JINA, VLLM),
+    "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE),
     "/v2/rerank": (COHERE, VLLM),
     "/rerank": (INFINITY, VLLM),
     "/embeddings": (INFINITY,),
     "/classify": (VLLM, INFINITY),
+    "/v1/classify": (COHERE, INFINITY),
+    "/v1/tokenize": (COHERE,),
+    "/v1/detokenize": (COHERE,),
+    "/tokenize": (VLLM,),
+    "/detokenize": (VLLM,),
     "/pooling": (VLLM,),
     "/score": (VLLM,),
     "/v1/score": (VLLM,),
@@ -66,7 +71,7 @@ def paths() -> Iterator[DialectPath]:
     for path, (first, *others) in _DIALECTS_OF_PATH.items():
         yield DialectPath(path, first, path, others=tuple(others))
         for dialect in (first, *others):
-            if dialect in (JINA, VLLM, INFINITY):
+            if dialect in (JINA, VLLM, INFINITY, VOYAGE):
                 yield DialectPath(f"/{dialect}{path}", dialect, path)
     for inner in ("/v1/encode", "/v1/score"):
         yield DialectPath(inner + "/{model:path}", SIE, inner)
@@ -132,20 +137,26 @@ def _paths() -> dict[str, Any]:
 
 def _post(path: DialectPath) -> dict[str, Any]:
     known = _file()["operations"][path.dialect][path.inner]
-    also = f" The header `{DIALECT_HEADER}` chooses {' or '.join(path.others)} instead." if path.others else ""
+    others = " or ".join(path.others)
+    also = f" The header `{DIALECT_HEADER}`, or a path below `/{path.others[-1]}`, chooses {others}." if others else ""
     return {
         "tags": [_TAG],
         "summary": known["summary"],
         "description": known.get("description", known["summary"] + ".") + f" In the dialect {path.dialect}.{also}",
         "operationId": f"{path.dialect}{path.path}".translate(_AS_NAME),
         "parameters": [_parameter(name) for name in ("name", "model") if f"{{{name}" in path.path],
-        "requestBody": {"required": True, "content": {kind: {"schema": known["request"]} for kind in known["types"]}},
+        "requestBody": {"required": True, "content": {kind: _request(known, kind) for kind in known["types"]}},
         "responses": {
             "200": {"description": "OK", "content": {kind: {"schema": known["response"]} for kind in known["types"]}},
             **{status: _failure(note) for status, note in _NOTES.items()},
             "default": _failure("any other failure"),
         },
     }
+
+
+def _request(known: dict[str, Any], kind: str) -> dict[str, Any]:
+    example = {"example": known["example"]} if kind == "application/json" and "example" in known else {}
+    return {"schema": known["request"]} | example
 
 
 def _get(summary: str, responses: dict[str, Any], *parameters: str) -> dict[str, Any]:

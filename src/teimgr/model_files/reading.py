@@ -50,7 +50,7 @@ def read_splade(metadata: ModelMetadata) -> Splade:
 
 
 _TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
-_UNUSED_POOLING = "the pooling is not used: the model has a way of its own"
+UNUSED_POOLING = "the pooling is not used: the model has a way of its own"
 
 
 def read_layout(
@@ -115,7 +115,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
     _check_task(metadata, layout.backbone)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
-        layout = replace(layout, notes=(*layout.notes, _UNUSED_POOLING))
+        layout = replace(layout, notes=(*layout.notes, UNUSED_POOLING))
     return layout
 
 

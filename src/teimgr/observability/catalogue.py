@@ -238,6 +238,14 @@ def to_markdown() -> str:
         "`GET /metrics` on the REST port has all of these, as text for Prometheus or, with `?format=json`, as JSON. An",
         "instance's own port (and its `prometheus_port`) has its `te_*` alone and without the label `instance`.",
         "Where an instance has several workers their figures are added up.",
+        "",
+        "Of the workers' histograms with more than 15 buckets the page has every third bucket and `+Inf`. Histograms",
+        "`te_embed_*` and `te_predict_*` are absent for instances without such an input. `?buckets=all` has them all,",
+        "as the instance's own port always does.",
+        "",
+        "The label `instance` is teimgr's instance, and Prometheus gives that name to the scraped address too. Without",
+        "`honor_labels: true` in the scrape configuration it renames ours to `exported_instance`, and the dashboard",
+        "and alerts in [deploy/](../deploy/README.md) find nothing. `deploy/prometheus/prometheus.yml` sets it.",
     ]
     titles = {"daemon": "The daemon", "mux": "The gRPC multiplexers", "worker": "Each instance", "GPU": "Each GPU"}
     for source, title in titles.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from teimgr.observability.catalogue import FAMILIES, Family
+from teimgr.observability.catalogue import EMBEDDINGS, FAMILIES, PREDICTIONS, Family
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -62,6 +62,41 @@ def text(page: Page, *, helps: bool = True) -> str:
             lines.append(f"{family.name}{suffix}{shown} {value!r}\n")
         lines.append("\n")
     return "".join(lines)
+
+
+MAY_BE_ABSENT = frozenset((*EMBEDDINGS.durations, *PREDICTIONS.durations))
+MOST_BUCKETS = 15
+_KEPT_EVERY = 3
+
+
+def condensed(page: Page) -> Page:
+    """The page with fewer series: for Prometheus stores each bucket of each instance as a series of its own.
+
+    Of histograms of workers with more than `MOST_BUCKETS` buckets every third is kept, and +Inf; those of embedded and
+    of classified inputs are left out as long as there were none.
+    """
+    return {family: list(_condensed(family, samples)) for family, samples in page.items()}
+
+
+def _condensed(family: Family, samples: Sequence[Sample]) -> Iterator[Sample]:
+    if family.kind != "histogram" or family.source != "worker":
+        yield from samples
+        return
+    kept = _kept_limits(family)
+    counts = {_series(sample): sample.value for sample in samples if sample.suffix == "_count"}
+    for sample in samples:
+        is_kept = sample.suffix != "_bucket" or sample.labels["le"] in kept
+        if is_kept and (family not in MAY_BE_ABSENT or counts.get(_series(sample))):
+            yield sample
+
+
+def _kept_limits(family: Family) -> frozenset[str]:
+    step = _KEPT_EVERY if len(family.bounds) > MOST_BUCKETS else 1
+    return frozenset(repr(float(bound)) for bound in family.bounds[step - 1 :: step]) | {"+Inf"}
+
+
+def _series(sample: Sample) -> frozenset[tuple[str, str]]:
+    return frozenset((name, value) for name, value in sample.labels.items() if name != "le")
 
 
 def to_json(page: Page) -> list[dict[str, Any]]:

@@ -14,10 +14,11 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -130,25 +131,48 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(event, default=str)
 
 
-class PrettyFormatter(logging.Formatter):
-    """Aligned columns: time, level, message, fields, logger; a traceback follows on lines of its own."""
+def _plain(text: str, style: str) -> str:
+    return text
 
-    def __init__(self, paint: Paint = lambda text, style: text) -> None:
+
+class PrettyFormatter(logging.Formatter):
+    """Aligned columns: date and local time, level, message, fields, logger; a traceback follows on lines of its own."""
+
+    def __init__(self, paint: Paint = _plain) -> None:
         super().__init__()
         self._paint = paint
 
     def format(self, record: logging.LogRecord) -> str:
-        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        fields = [f"{name}={value}".translate(_ONE_LINE) for name, value in fields_of(record).items()]
-        columns = (
-            self._paint(clock, "dim"),
-            self._paint(f"{record.levelname.lower():<8}", _STYLES.get(record.levelname, "bold")),
-            f"{record.getMessage().translate(_ONE_LINE):<36}",
-            *(self._paint(field, "cyan") for field in fields),
-            self._paint(record.name, "dim"),
-        )
-        line = " ".join(columns)
+        moment, level = datetime.fromtimestamp(record.created), record.levelname.lower()
+        line = _columns(moment, level, record.getMessage(), fields_of(record), record.name, self._paint)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def pretty(line: str) -> str:
+    """A line of a log file as `PrettyFormatter` has it, in UTC; unchanged where it is not an event in JSON."""
+    try:
+        event = json.loads(line)
+        moment = datetime.fromisoformat(event.pop("ts")).astimezone(UTC)
+        level, message, logger = event.pop("level"), event.pop("message"), event.pop("logger", "")
+        exception = event.pop("exception", None)
+        shown = _columns(moment, str(level), str(message), event, str(logger))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return line
+    return shown if exception is None else f"{shown}\n{exception}"
+
+
+def _columns(
+    moment: datetime, level: str, message: str, fields: Mapping[str, Any], logger: str, paint: Paint = _plain
+) -> str:
+    clock = moment.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    columns = (
+        paint(clock, "dim"),
+        paint(f"{level:<8}", _STYLES.get(level.upper(), "bold")),
+        f"{message.translate(_ONE_LINE):<36}",
+        *(paint(f"{name}={value}".translate(_ONE_LINE), "cyan") for name, value in fields.items()),
+        paint(logger, "dim"),
+    )
+    return " ".join(columns)
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -159,7 +183,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 def _paint(stream: TextIO) -> Paint:
     if not stream.isatty():
-        return lambda text, style: text
+        return _plain
     from rich.color import ColorSystem
     from rich.style import Style
 
@@ -184,6 +208,15 @@ class LogSpan:
         except OSError:
             return []
         return text.decode("utf-8", "replace").splitlines()
+
+
+def remove_logs(folder: Path, name: str) -> None:
+    """Remove the log of an instance, its rotated files and its crash reports. Files of other instances stay."""
+    replica_and_time = re.compile(rf"{re.escape(name)}-\d+-[^-]*\.json")
+    reports = (each for each in folder.glob("crashes/*.json") if replica_and_time.fullmatch(each.name))
+    rotated = (each for each in folder.glob(f"{name}.log.*") if each.suffix[1:].isdecimal())
+    for path in (folder / f"{name}.log", *rotated, *reports):
+        path.unlink(missing_ok=True)
 
 
 def log_size(path: Path) -> int:

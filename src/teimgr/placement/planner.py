@@ -324,7 +324,6 @@ def worker_spec(
         orphan_grace_s=float(settings.orphan_grace_secs),
         nice=settings.cpu_worker_nice if gpu_uuid is None else 0,
         log_level=settings.log_level,
-        log_format=settings.log_format,
     )
     if not settings.allow_pickled_weights:
         made = replace(made, safetensors_only=True)

@@ -161,8 +161,7 @@ class Registry:
         snapshot = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, options.revision))
         self._tasks.check_idle(model_id)
         if snapshot is None or not snapshot.complete:
-            how = "Model not downloaded. Use POST /models/{model_id}/download first."
-            raise ModelLoadFailed(f"Model '{model_id}' failed to load: {how}")
+            raise ModelLoadFailed(f"Model '{model_id}' failed to load: {_how_to_get(model_id, snapshot)}")
         alive = sum(view.state in (State.STARTING, State.RUNNING) for view in self._instances())
         threads = max(1, usable_cores() // (alive + 1))
         on_disk = replace(instance, model_id=str(snapshot.path))
@@ -320,12 +319,31 @@ class Registry:
         return given or self._records.of(model_id).revision
 
 
+def _how_to_get(model_id: str, snapshot: Snapshot | None) -> str:
+    """What is missing of a model that cannot be loaded, and what to do about it."""
+    broken = None if snapshot is None else hub.broken_weights(snapshot.path)
+    if hub.names_a_path(model_id) or disk.is_directory(model_id):
+        if snapshot is None:
+            return f"no such directory, or neither config.json nor modules.json in it{hub.nearest_here(model_id)}"
+        return f"{snapshot.path / broken} ends too soon" if broken else f"{snapshot.path} has no weights"
+    download = "Use POST /models/{model_id}/download first."
+    return (
+        f"Model not downloaded whole: {broken} ends too soon. {download}"
+        if broken
+        else f"Model not downloaded. {download}"
+    )
+
+
 def _check_id(model_id: str) -> None:
     """Check a model id. May import the hub's library, which takes a moment.
 
     Raises:
         ValidationError: neither a directory's path nor an id that the hub accepts.
     """
+    try:
+        hub.check_directory(model_id)
+    except ModelNotFound as error:
+        raise ValidationError(f"model_id: {error.message}") from error
     if disk.is_directory(model_id):
         return
     from huggingface_hub.errors import HFValidationError

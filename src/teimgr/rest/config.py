@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from teimgr.config.sources import effective
 from teimgr.rest.schemas import ANY_FAILURE, Failure, answer
+from teimgr.rest.strict_query import StrictQueryRoute
 from teimgr.supervision.reload import Reloaded, Reloader
 
-router = APIRouter(tags=["configuration"], responses=ANY_FAILURE)
+router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
 Prune = Annotated[bool | None, Query(description="instead of the key prune_seeds")]

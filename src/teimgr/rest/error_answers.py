@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from teimgr.errors import Broken, Code, Internal, TeimgrError
-from teimgr.rest.schemas import answer
+from teimgr.rest.schemas import answer, in_own_words
 from teimgr.spec import now_rfc3339
 from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
 
@@ -70,6 +70,11 @@ async def _on_domain_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
+def is_of_clients(path: str) -> bool:
+    """Whether a path belongs to the APIs of other products, whose clients expect OpenAI's error object."""
+    return path.startswith(("/v1/", "/v2/"))
+
+
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers, message = dict(error.headers or {}), str(error.detail)
@@ -78,6 +83,12 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
         headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
+    if is_of_clients(request.url.path):
+        code = "unknown_url" if error.status_code == 404 else None
+        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+        response = answer(body, error.status_code)
+        response.headers.update(headers)
+        return response
     return _error(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
 
 
@@ -89,7 +100,8 @@ def _is_allowed(request: Request, verb: str) -> bool:
 
 async def _on_invalid_parameters(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    problems = "; ".join(f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors())
+    places = ((".".join(map(str, problem["loc"][1:])), problem["msg"]) for problem in error.errors())
+    problems = "; ".join(f"{place}: {in_own_words(message)}" for place, message in places)
     return _error(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
 
 

@@ -14,8 +14,9 @@ from starlette.responses import Response, StreamingResponse
 from teimgr.events.fleet_events import KEPT, KEPT_PER_INSTANCE, EventLog, FleetEvent
 from teimgr.rest.instances import ManagerDep
 from teimgr.rest.schemas import ANY_FAILURE, answer
+from teimgr.rest.strict_query import StrictQueryRoute
 
-router = APIRouter(tags=["fleet"], responses=ANY_FAILURE)
+router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 DEFAULT_LAST = 100
 EVENT_STREAM = "text/event-stream"

@@ -14,11 +14,12 @@ from teimgr.config.sources import plain
 from teimgr.errors import TeimgrError
 from teimgr.rest.instances import UNKNOWN, ManagerDep, chosen
 from teimgr.rest.schemas import ANY_FAILURE, InstanceInfo, TagText, Text, answer, instance_info, read_json
+from teimgr.rest.strict_query import StrictQueryRoute
 from teimgr.spec import InstanceView, State, now_rfc3339
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.worker_run import FleetProber
 
-router = APIRouter(tags=["fleet"], responses=ANY_FAILURE)
+router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 Action = Literal["start", "stop", "restart", "delete"]
 Probing = Annotated[bool, Query(alias="probe", description="run a self-test in each worker now")]

@@ -14,9 +14,10 @@ from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, add
 from teimgr.placement.planner import Gpu, GpuInventory
 from teimgr.rest.schemas import ANY_FAILURE, Card, answer
+from teimgr.rest.strict_query import StrictQueryRoute
 from teimgr.spec import InstanceView
 
-router = APIRouter(tags=["gpus"], responses=ANY_FAILURE)
+router = APIRouter(tags=["gpus"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 _GAUGES: dict[Family, Callable[[Gpu], float | None]] = {
     catalogue.GPU_MEMORY_USED: lambda gpu: gpu.memory_used_bytes,

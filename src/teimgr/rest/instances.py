@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -11,10 +13,13 @@ from starlette.responses import Response
 
 from teimgr.auth.policy import caller_of
 from teimgr.config.instance_keys import check_restricted
+from teimgr.config.settings import Settings
+from teimgr.observability.logs import remove_logs
 from teimgr.rest.gpus import GpuReportDep
 from teimgr.rest.schemas import (
     ANY_FAILURE,
     CreateInstance,
+    DeletedInstance,
     Failure,
     InstanceInfo,
     RestartInstance,
@@ -25,11 +30,14 @@ from teimgr.rest.schemas import (
     json_body,
     read_json,
 )
+from teimgr.rest.strict_query import StrictQueryRoute
 from teimgr.spec import InstanceView, State
 from teimgr.supervision.instance import with_changes
 from teimgr.supervision.manager import Manager
 
-router = APIRouter(tags=["instances"], responses=ANY_FAILURE)
+log = logging.getLogger(__name__)
+
+router = APIRouter(tags=["instances"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 # The keys that decide which code and which files a worker loads.
 _CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "safetensors_only", "extra_args"}
@@ -67,6 +75,10 @@ Tags = Annotated[
     Query(alias="tag", description="team:search, or team for any value; several must all match", max_length=64),
 ]
 Statuses = Annotated[list[State] | None, Query(alias="status", description="several: any of them")]
+Purging = Annotated[bool, Query(alias="purge", description="delete its log files and crash reports too")]
+Waiting = Annotated[
+    bool, Query(alias="wait", description="answer when it runs or failed, at the latest after its startup_timeout_secs")
+]
 ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="several: any of them")]
 
 
@@ -92,8 +104,11 @@ async def list_instances(
     responses=REFUSED,
     openapi_extra=json_body(CreateInstance, required=True),
 )
-async def create_instance(request: Request, manager: ManagerDep) -> Response:
-    """Create an instance and start it; the answer does not wait for the model to load."""
+async def create_instance(request: Request, manager: ManagerDep, wait: Waiting = False) -> Response:
+    """Create an instance and start it; without `wait` the answer does not wait for the model to load.
+
+    With `wait`, `status` in the answer is `running`, or `failed` with the reason, or what it is when the time is over.
+    """
     body = await read_json(request, CreateInstance)
     caller, settings = caller_of(request.scope), request.app.state.settings
     caller.require_instance(body.name)
@@ -102,7 +117,8 @@ async def create_instance(request: Request, manager: ManagerDep) -> Response:
         if "safetensors_only" not in body.model_fields_set:
             spec = replace(spec, safetensors_only=True)
         check_restricted(spec, settings)
-    return answer(instance_info(await manager.create(spec)), 201)
+    created = await manager.create(spec)
+    return answer(instance_info(await manager.started(spec.name) if wait else created), 201)
 
 
 @router.get("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
@@ -112,16 +128,24 @@ async def get_instance(name: str, manager: ManagerDep, gpus: GpuReportDep) -> Re
     return answer(instance_info(view, await gpus.of(view) if gpus else None))
 
 
-@router.delete("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
-async def delete_instance(name: str, manager: ManagerDep) -> Response:
-    """Stop and remove an instance; the answer is its last state. Its log stays."""
-    return answer(instance_info(await manager.delete(name)))
+@router.delete("/instances/{name}", response_model=DeletedInstance, responses=UNKNOWN)
+async def delete_instance(request: Request, name: str, manager: ManagerDep, purge: Purging = False) -> Response:
+    """Stop and remove an instance; the answer is its last state. Its log stays, unless `purge`."""
+    view, reloader = await manager.delete(name), request.app.state.reloader
+    notice = reloader.notice_of_missing(name) if reloader else None
+    if notice:
+        log.warning(notice)
+    if purge:
+        settings: Settings = request.app.state.settings
+        await asyncio.to_thread(remove_logs, settings.log_dir, name)
+    return answer(instance_info(view) | ({"notice": notice} if notice else {}))
 
 
 @router.post("/instances/{name}/start", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
-async def start_instance(name: str, manager: ManagerDep) -> Response:
-    """Start a stopped or failed instance; the answer does not wait for the model to load."""
-    return answer(instance_info(await manager.start(name)))
+async def start_instance(name: str, manager: ManagerDep, wait: Waiting = False) -> Response:
+    """Start a stopped or failed instance; without `wait` the answer does not wait for the model to load."""
+    view = await manager.start(name)
+    return answer(instance_info(await manager.started(name) if wait else view))
 
 
 @router.post("/instances/{name}/stop", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
@@ -145,7 +169,8 @@ async def restart_instance(
     """
     if has_body(request):
         rolling |= (await read_json(request, RestartInstance)).rolling
-    return _progress(await manager.restart(name, rolling=rolling, wait=wait), rolling)
+    view = await manager.restart(name, rolling=rolling, wait=wait)
+    return _progress(await manager.started(name) if wait else view, rolling)
 
 
 @router.patch(

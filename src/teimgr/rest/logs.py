@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import count, islice, takewhile
@@ -24,7 +24,7 @@ from starlette.responses import StreamingResponse
 
 from teimgr.config.settings import Settings
 from teimgr.errors import InstanceNotFound, ValidationError
-from teimgr.observability.logs import LEVELS
+from teimgr.observability.logs import LEVELS, pretty
 from teimgr.rest.events import EVENT_STREAM, Event, event_stream
 from teimgr.rest.instances import UNKNOWN
 from teimgr.rest.schemas import ANY_FAILURE, LogSlice
@@ -267,6 +267,7 @@ def _aware(moment: datetime) -> datetime:
 
 router = APIRouter(tags=["instances"], responses=ANY_FAILURE)
 
+PLAIN_TEXT = "text/plain"
 PART_BYTES = 64 * 2**10
 I32 = 2**31
 # With `follow` and no `start`, as `tail -f` does.
@@ -281,7 +282,9 @@ Follow = Annotated[
 ]
 Level = Annotated[str | None, Query(description="minimum level; a slice then counts only such lines")]
 Since = Annotated[str | None, Query(description="a time in RFC 3339, or in seconds ago")]
-_BOTH = UNKNOWN | {200: {"model": LogSlice, "content": {EVENT_STREAM: {}}, "description": "a slice, or events"}}
+_BOTH = UNKNOWN | {
+    200: {"model": LogSlice, "content": {EVENT_STREAM: {}, PLAIN_TEXT: {}}, "description": "a slice, events, or lines"}
+}
 
 
 @router.get("/instances/{name}/logs", response_model=LogSlice, responses=_BOTH)
@@ -297,7 +300,8 @@ def get_logs(
     """Lines [start, end) of the log, rotated files included, or the log as it grows; memory does not grow with it.
 
     `level` and `since` apply to JSON lines; others belong to the JSON line before them. With `follow`, an event `line`
-    has {"line": text}, and `gap` means that lines were rotated away before they were read.
+    has {"line": text}, and `gap` means that lines were rotated away before they were read. With `Accept: text/plain`
+    both are lines for people: date, level, message, fields.
     """
     settings: Settings = request.app.state.settings
     log = settings.log_dir / f"{check_name(name)}.log"
@@ -312,10 +316,30 @@ def get_logs(
     total = sum(piece.lines for piece in parts) if filter.takes_all else sum(1 for _ in _lines(parts, filter))
     if follow:
         first = slice(-_TAIL_LINES if start is None else start, None).indices(total)[0]
-        return event_stream(_events(_lines(parts, filter, first, total), Follower(log, size), filter))
+        events = _events(_lines(parts, filter, first, total), Follower(log, size), filter)
+        return _plain(_shown(events)) if wants_text(request) else event_stream(events)
     first, last, _ = slice(start, end).indices(total)
+    if wants_text(request):
+        return _plain(f"{pretty(line)}\n".encode() for line in _lines(parts, filter, first, last))
     body = _body(_lines(parts, filter, first, last), first, last, total)
     return StreamingResponse(body, media_type="application/json")
+
+
+def wants_text(request: Request) -> bool:
+    """Whether the caller asks for lines rather than for JSON or events."""
+    return PLAIN_TEXT in request.headers.get("accept", "")
+
+
+def _plain(lines: Iterable[bytes] | AsyncIterable[bytes]) -> StreamingResponse:
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+    return StreamingResponse(lines, media_type=PLAIN_TEXT, headers=headers)
+
+
+async def _shown(events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
+    async with aclosing(events):
+        async for event in events:
+            line = event.data.get("line") if isinstance(event.data, dict) else None
+            yield f"{pretty(line) if line is not None else '… lines were rotated away'}\n".encode()
 
 
 def _lines(parts: list[Piece], filter: LogFilter, start: int = 0, end: int | None = None) -> Iterator[str]:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.auth.policy import CALLER, Caller, Policy, PolicyInForce, Right, authenticate_request
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
+from teimgr.gateway.model_cards import INFINITY_HEALTH, MODEL_LISTS
 from teimgr.gateway.routes import paths
 from teimgr.http_protocol import foreign_page
 from teimgr.observability import catalogue
@@ -34,8 +35,8 @@ from teimgr.observability.request_context import (
     Telemetry,
     use_context,
 )
-from teimgr.rest.error_answers import VERBS, error_response
-from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
+from teimgr.rest.error_answers import VERBS, error_response, is_of_clients
+from teimgr.wire.error_bodies import COHERE, INFINITY, OPENAI, TEI, TEI_OPENAI, failure
 
 log = logging.getLogger(__name__)
 
@@ -217,11 +218,17 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /models/{model_id:path}/download/events": READ_ALL,
     "POST /models/{model_id:path}/download": ADMIN_ALL,
     "POST /models/{model_id:path}/load": ADMIN_ALL,
-    "GET /v1/models": EITHER,
+    **{f"GET {path}": EITHER for path in MODEL_LISTS},
+    **{f"GET {path}": PUBLIC for path in INFINITY_HEALTH},
+    "POST /v1/check-api-key": EITHER,
     "GET /v1/models/{model:path}": EITHER,
 } | {f"{path.method} {path.path}": INFERENCE if path.method == "POST" else EITHER for path in paths()}
 
-_DIALECTS = {path.path: path.dialect for path in paths()}
+_DIALECTS = {path.path: path.dialect for path in paths()} | {
+    **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), OPENAI),
+    **dict.fromkeys(MODEL_LISTS[1:], INFINITY),
+    "/v1/check-api-key": COHERE,
+}
 
 
 class RoutePermissions:
@@ -281,7 +288,7 @@ class Authentication:
         if policy.keys is None and scope["method"] not in READS and (page := self._foreign_page(scope)):
             refused = Forbidden(f"a web page ({page}) may only read here: its origin is not in allowed_origins")
             route = self._permissions.of(scope["method"], scope["path"], policy)
-            return await _rejection(refused, route.template)(scope, receive, send)
+            return await _rejection(refused, route.template, scope["path"])(scope, receive, send)
         if policy.is_open:
             return await self._app(scope, receive, send)
         route = self._permissions.of(scope["method"], scope["path"], policy)
@@ -290,7 +297,7 @@ class Authentication:
                 scope[CALLER] = caller = authenticate_request(policy, scope)
                 route.check(caller)
             except (Unauthenticated, Forbidden) as error:
-                return await _rejection(error, route.template)(scope, receive, send)
+                return await _rejection(error, route.template, scope["path"])(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _foreign_page(self, scope: Scope) -> str | None:
@@ -300,8 +307,8 @@ class Authentication:
         return foreign_page(headers, settings.allowed_origins, names)
 
 
-def _rejection(error: TeimgrError, template: str | None) -> Response:
-    dialect = _DIALECTS.get(template or "")
+def _rejection(error: TeimgrError, template: str | None, path: str) -> Response:
+    dialect = _DIALECTS.get(template or "") or (OPENAI if is_of_clients(path) else None)
     if dialect is None:
         response = error_response(error)
         if isinstance(error, Unauthenticated):

@@ -21,6 +21,7 @@ from teimgr.registry.tasks import ModelTask
 from teimgr.rest.error_answers import error_body
 from teimgr.rest.events import EVENT_SCHEMA, EVENT_STREAM, Event, event_stream, wants_events
 from teimgr.rest.schemas import ANY_FAILURE, Body, Failure, Text, answer, has_body, json_body, read_json
+from teimgr.rest.strict_query import StrictQueryRoute
 from teimgr.spec import U32
 
 ModelId = Annotated[Text, Field(min_length=1, description="id on the model hub, or a local directory")]
@@ -36,6 +37,8 @@ class Strict(BaseModel):
 class AddModel(Strict):
     """Body of POST /models."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model_id": "BAAI/bge-small-en-v1.5"}]})
+
     model_id: ModelId
     revision: Revision | None = None
 
@@ -43,12 +46,16 @@ class AddModel(Strict):
 class DownloadModel(Strict):
     """Body of a download; absent is the same as empty."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"revision": "main", "update": True}]})
+
     revision: Revision | None = None
     update: bool = Field(False, description="look on the hub also where the model is here: the branch may have moved")
 
 
 class LoadModel(Strict):
     """Body of a trial; absent is the same as empty."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"device": "cpu", "dtype": "float32"}]})
 
     gpu_id: int | None = Field(None, ge=0, le=U32, description="index of the GPU; absent: the freest one")
     device: Literal["auto", "cpu"] = Field("auto", description="cpu: not on a GPU, even if there is one")
@@ -89,7 +96,7 @@ class ModelInfo(BaseModel):
     download_error: str | None = Field(None, description="why the last download since the daemon's start failed")
 
 
-router = APIRouter(tags=["models"], responses=ANY_FAILURE)
+router = APIRouter(tags=["models"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 Responses = dict[int | str, dict[str, Any]]
 

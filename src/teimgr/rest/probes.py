@@ -15,7 +15,7 @@ from starlette.responses import Response
 from teimgr import __version__
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
-from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, text, to_json, unpack
+from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
 from teimgr.rest.schemas import ANY_FAILURE, Liveness, Readiness, answer
@@ -36,6 +36,9 @@ Alarms = Callable[[], Sequence[str]]
 """Sentences about what needs an operator, as of now."""
 
 Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus' text, or JSON")]
+BucketsShown = Annotated[
+    Literal["few", "all"], Query(alias="buckets", description="few: every third bucket of the workers' long histograms")
+]
 _BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "application/json": {}}}}
 
 
@@ -67,12 +70,16 @@ async def ready(request: Request, manager: ManagerDep) -> Response:
 
 
 @router.get("/metrics", response_class=Response, responses=_BOTH)
-async def metrics(request: Request, manager: ManagerDep, form: Form = "text") -> Response:
-    """Every metric of the daemon, its muxes, its workers and its GPUs."""
+async def metrics(
+    request: Request, manager: ManagerDep, form: Form = "text", buckets: BucketsShown = "few"
+) -> Response:
+    """Every metric of the daemon, its muxes, its workers and its GPUs; `buckets=all` has all that TEI has."""
     registry: DaemonMetrics = request.app.state.metrics
     registry.fleet(manager.list())
     registry.set(catalogue.ALARMS, len(all_alarms(manager, request.app.state.alarms)))
     page = await registry.page()
+    if buckets == "few":
+        page = condensed(page)
     if form == "json":
         return answer({"timestamp": now_rfc3339(), "families": to_json(page)})
     return Response(text(page), headers={"Content-Type": CONTENT_TYPE})

@@ -93,10 +93,17 @@ def json_body(kind: type[BaseModel], *, required: bool) -> dict[str, Any]:
 def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
+        if issubclass(kind, UpdateInstance) and path in KEYS and KEYS[path].in_rest:
+            return f"{path}: cannot be changed; delete the instance and create it again"
         return f"unknown field {path!r}; {nearest(path, kind.model_fields)}"
     if item["type"] == "missing":
         return f"missing field `{path}`"
-    return f"{path or 'body'}: {item['msg']} (got {quoted(item['input'])})"
+    return f"{path or 'body'}: {in_own_words(item['msg'])} (got {quoted(item['input'])})"
+
+
+def in_own_words(message: str) -> str:
+    """A message of pydantic in the words of the other messages."""
+    return message.removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
 def _word_of(words: tuple[str, ...]) -> AfterValidator:
@@ -227,7 +234,7 @@ class UpdateInstance(_Update):  # type: ignore[misc]
 class RestartInstance(BaseModel):
     """What POST /instances/{name}/restart may take."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"examples": [{"rolling": True}]})
 
     rolling: bool = Field(False, description="new workers start beside the old ones; no call is lost")
 
@@ -282,6 +289,14 @@ class CardOfInstance(Card):
     instance_memory_bytes: int | None = Field(description="allocated to the instance, as the driver reports")
 
 
+class Requested(BaseModel):
+    """What was asked for where the loaded model decided; null: left to the model's files."""
+
+    dtype: str
+    pooling: str | None
+    kind: str | None
+
+
 class InstanceInfo(_Info):  # type: ignore[misc]
     """One instance. Every key is always there; null means none."""
 
@@ -294,11 +309,18 @@ class InstanceInfo(_Info):  # type: ignore[misc]
     reason: str | None = Field(description="why it is not running, or what is wrong with it")
     dtype: str = Field(description="element type in use once the model is loaded, until then the requested one")
     kind: str | None = Field(description="what the model is for once it is loaded, until then the requested one")
+    requested: Requested = Field(description="dtype, pooling and kind as they were asked for")
     extra_args: list[str] = Field(description="as given, except the value of --api-key")
     workers: list[WorkerFacts] = Field(description="one for each replica; during an update old and new ones")
     update: Update | None = Field(description="null until the first change since the daemon started")
     model: ModelFacts | None = Field(description="null until the model is loaded")
     gpu: CardOfInstance | None = Field(description="its card, in replies of GET only; null on the CPU")
+
+
+class DeletedInstance(InstanceInfo):
+    """The last state of a deleted instance."""
+
+    notice: str | None = Field(None, description="where the configuration lists it: that it will be created again")
 
 
 class LogSlice(BaseModel):
@@ -369,7 +391,8 @@ def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict
         "model": model.to_dict() if model else None,
         "gpu": gpu,
     }
-    return info | {key: getattr(model, key) for key in ("dtype", "pooling", "kind") if model}
+    in_effect = {key: getattr(model, key) for key in Requested.model_fields if model}
+    return info | {"requested": {key: getattr(spec, key) for key in Requested.model_fields}} | in_effect
 
 
 def _worker_facts(worker: WorkerView) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from teimgr.byte_budget import ByteBudget
 from teimgr.errors import (
     AmbiguousInstance,
     Code,
+    FailedToLoad,
     Forbidden,
     InstanceNotFound,
     InvalidInput,
     ModelNotFound,
     Overloaded,
+    Stopped,
     Unavailable,
     error_from_code,
 )
@@ -182,7 +184,8 @@ class _Instance:
         entry = self.entry
         if entry.state is not State.RUNNING:
             reason = f": {entry.reason}" if entry.reason else ""
-            raise Unavailable(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
+            kind = {State.STOPPED: Stopped, State.FAILED: FailedToLoad}.get(entry.state, Unavailable)
+            raise kind(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
         usable = [replica for replica in self.replicas if replica.usable]
         if not usable:
             why = "its worker is gone" if self.replicas else "its worker does not pass its health probes"

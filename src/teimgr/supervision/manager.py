@@ -34,7 +34,7 @@ from teimgr.placement.planner import (
     worker_spec,
 )
 from teimgr.routing.router import Directory
-from teimgr.spec import Change, InstanceSpec, InstanceView, WorkerSpec, now_rfc3339
+from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 from teimgr.supervision.crash_reports import Crash, CrashReports
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
@@ -92,6 +92,7 @@ class Manager:
         self._is_shutting_down = False
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._not_startable: set[str] = set()
+        self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._context = SupervisorContext(
             launcher=launcher,
             directory=directory,
@@ -364,6 +365,8 @@ class Manager:
             if self._instances.get(name) is instance:
                 del self._instances[name]
                 instance.forget()
+                for changed in self._watchers.get(name, ()):
+                    changed.set()
                 self.on_view_changed(name, None)
                 self._count(name, 0, Counter())
         self._metrics.count(catalogue.DELETED, name)
@@ -371,7 +374,35 @@ class Manager:
 
     def alarms(self) -> list[str]:
         """Those of instances; `store_alarm` has that of the state file."""
-        return [f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems]
+        failed = (
+            f"{name}: failed: {found.view().reason}"
+            for name, found in self._instances.items()
+            if found.state is State.FAILED and found.spec.wanted_running
+        )
+        memory = (f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems)
+        return [*failed, *memory]
+
+    async def started(self, name: str) -> InstanceView:
+        """The view of an instance once it is no longer starting, or as it is when its time to start is over.
+
+        Raises:
+            InstanceNotFound: there is none, or it was deleted meanwhile.
+        """
+        limit_s = self._find(name).spec.startup_timeout_secs or self._settings.startup_timeout_secs
+        changed = asyncio.Event()
+        self._watchers[name].add(changed)
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._find(name).state is State.STARTING:
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._watchers[name].discard(changed)
+            if not self._watchers[name]:
+                del self._watchers[name]
+        return self._find(name).view()
 
     def list(self) -> list[InstanceView]:
         return [instance.view() for instance in self._instances.values()]
@@ -404,6 +435,8 @@ class Manager:
 
     def _add(self, spec: InstanceSpec) -> ManagedInstance:
         instance = self._instances[spec.name] = ManagedInstance(spec, self._context)
+        for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
+            self._metrics.count(family, spec.name, by=0)
         return instance
 
     async def _begun(self, name: str) -> ManagedInstance:
@@ -422,6 +455,8 @@ class Manager:
     def _on_instance_changed(self, name: str) -> None:
         """Note the view and the number of workers; the cost does not depend on the number of instances."""
         instance = self._instances.get(name)
+        for changed in self._watchers.get(name, ()):
+            changed.set()
         if instance is None:
             return
         self.on_view_changed(name, instance.view())

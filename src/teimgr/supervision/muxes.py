@@ -312,7 +312,6 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
         otel=exporting(settings, f"mux-{number}"),
         reuse_port=settings.mux_processes > 1,
         log_level=settings.log_level,
-        log_format=settings.log_format,
     )
 
 

@@ -89,7 +89,7 @@ class Reloader:
         self, source: Source, configuration: Configuration, fleet: Manager, apply: Callable[[Settings], None]
     ) -> None:
         self.configuration = configuration
-        self._source = source
+        self.source = source
         self._fleet = fleet
         self._apply = apply
         self._lock = asyncio.Lock()
@@ -99,13 +99,27 @@ class Reloader:
         return [self._alarm] if self._alarm else []
 
     def notices(self) -> list[str]:
-        """A sentence for each instance that differs from its seed: the state has precedence until a reload."""
+        """A sentence for each seed whose instance is missing or differs: the state has precedence until a reload."""
         present = {view.spec.name: view.spec for view in self._fleet.list()}
-        return [
+        missing = (
+            self.notice_of_missing(seed.name)
+            for seed in self.configuration.settings.instances
+            if seed.name not in present
+        )
+        return [*filter(None, missing)] + [
             f"instance {seed.name!r} differs from the configuration in {', '.join(changes)}; a reload moves it"
             for seed in self.configuration.settings.instances
             if (spec := present.get(seed.name)) and (changes := differences(seed, replace(spec, seeded=True)))
         ]
+
+    def notice_of_missing(self, name: str) -> str | None:
+        """The sentence about a seed of which there is no instance; None where the configuration does not list it."""
+        if all(seed.name != name for seed in self.configuration.settings.instances):
+            return None
+        return (
+            f"instance {name!r} was deleted, but the configuration lists it: the next start or a reload creates it "
+            f"again, unless it is removed there"
+        )
 
     async def plan(self, *, prune: bool | None = None) -> Reloaded:
         """The changes that a reload would make now.
@@ -113,7 +127,7 @@ class Reloader:
         Raises:
             InvalidConfig: The configuration is invalid.
         """
-        plan, _ = self._plan(await asyncio.to_thread(read, self._source), prune)
+        plan, _ = self._plan(await asyncio.to_thread(read, self.source), prune)
         return Reloaded(dry_run=True, plan=plan, steps=[], failed=0)
 
     async def reload(self, *, prune: bool | None = None) -> Reloaded:
@@ -124,7 +138,7 @@ class Reloader:
         """
         async with self._lock:
             try:
-                found = await asyncio.to_thread(read, self._source)
+                found = await asyncio.to_thread(read, self.source)
                 (plan, moves), configuration = self._plan(found, prune), _in_effect(self.configuration, found)
                 self._apply(configuration.settings)
             except InvalidConfig as error:

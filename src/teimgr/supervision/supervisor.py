@@ -344,7 +344,7 @@ class Supervisor:
         replica, worker, metrics = self._replica, self._worker, self._context.metrics
         facts = {"instance": self.spec.name, "replica": self.number}
         facts |= {"from": before.name.lower(), "to": replica.phase.name.lower()}
-        level = logging.ERROR if replica.phase is Phase.FAILED else logging.INFO
+        level = {Phase.FAILED: logging.ERROR, Phase.WAITING: logging.WARNING}.get(replica.phase, logging.INFO)
         log.log(level, "phase", extra=facts | ({"reason": replica.reason} if replica.reason else {}))
         if replica.phase is Phase.WAITING or (replica.phase is Phase.FAILED and replica.wake_at is not None):
             metrics.count(catalogue.RESTARTS, self.spec.name)
@@ -378,6 +378,7 @@ class Supervisor:
             loading[self.gpu] -= 1  # itself, on the card of its last start
         beside = Counter(each.gpu for each in self._owner.siblings_of(self) if each.gpu is not None)
         spec = planner.plan(self.spec, self.number, Others(fleet.alive, loading, beside))
+        spec = replace(spec, restarts=self._replica.restarts)
         if self.gpu != spec.gpu:
             self.gpu = spec.gpu
             self._owner.on_state_changed()
@@ -387,6 +388,7 @@ class Supervisor:
 
     def _adopt(self, adopted: Adopted) -> None:
         self.gpu = adopted.handle.spec.gpu
+        self._replica = replace(self._replica, restarts=adopted.handle.spec.restarts)
         self._step(Command.ADOPT)
         self._start_worker(adopted)
         assert self._worker is not None

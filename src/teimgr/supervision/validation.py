@@ -21,8 +21,8 @@ from teimgr.errors import (
     PortAllocationFailed,
     PortConflict,
 )
-from teimgr.model_files.reading import read_layout
-from teimgr.spec import InstanceSpec, WorkerSpec
+from teimgr.model_files.reading import UNUSED_POOLING, read_layout
+from teimgr.spec import InstanceSpec, Kind, WorkerSpec
 
 UNPRIVILEGED_PORT = 1024
 LAST_PORT = 65535
@@ -127,8 +127,12 @@ def check_model(worker: WorkerSpec) -> None:
     Files that are absent are left to the worker, which fetches them.
 
     Raises:
-        InvalidConfig: The model cannot be served, or not with these options; the message has the reason.
+        InvalidConfig: There is no such directory, or the model cannot be served, or not with these options.
     """
+    try:
+        hub.check_directory(worker.model_id)
+    except ModelNotFound as error:
+        raise InvalidConfig(f"model_id: {error.message}") from error
     try:
         folder = Path(worker.model_id).expanduser()
         cached = None if folder.is_dir() else hub.find_cached(worker.model_id, worker.revision)
@@ -136,11 +140,19 @@ def check_model(worker: WorkerSpec) -> None:
         if path.is_dir():
             if worker.safetensors_only:
                 hub.check_safetensors(worker.model_id, path)
-            read_layout(
+            layout = read_layout(
                 path, worker.pooling, kind=worker.kind, trust_remote_code=worker.trust_remote_code, render=False
             )
+            if UNUSED_POOLING in layout.notes:
+                kind = Kind(layout.kind).value
+                raise InvalidConfig(
+                    f"pooling: {worker.pooling!r} would not be used: {worker.model_id} is of kind {kind}, which pools "
+                    f"in a way of its own"
+                )
     except ModelNotFound as error:
         log.info("%s is checked by its worker: %s", worker.model_id, error.message)
+    except OSError as error:  # such as a name that no file system takes
+        raise InvalidConfig(f"model_id: cannot be read: {error.strerror}") from error
     except ModelLoadFailed as error:
         raise InvalidConfig(f"model_id: {worker.model_id} cannot be served: {error.message}") from error
 

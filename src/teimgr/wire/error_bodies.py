@@ -11,15 +11,17 @@ from typing import NamedTuple
 
 import orjson
 
-from teimgr.errors import Code, TeimgrError
+from teimgr.errors import Code, FailedToLoad, Stopped, TeimgrError
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
-VLLM, INFINITY, SIE = "vllm", "infinity", "sie"
+VLLM, INFINITY, SIE, VOYAGE = "vllm", "infinity", "sie", "voyage"
 
 JSON_TYPE = {"content-type": "application/json"}
 _SIE_LOADING_S = 5
+_SIE_LOAD_FAILED = 502  # its client does not try again
+_SIE_REFUSED = {401: "UNAUTHENTICATED", 403: "FORBIDDEN"}
 
 _OTHER_STATUS = {
     Code.INVALID_INPUT: 400,
@@ -40,13 +42,17 @@ class ErrorDetails(NamedTuple):
     code: Code
     param: str | None = None
     retry_after_s: int = RETRY_AFTER_S
+    kind: type[TeimgrError] = TeimgrError
 
 
 def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpReply:
     status = _status(dialect, error.code)
     if param is None and error.code in (*_UNKNOWN, Code.AMBIGUOUS_INSTANCE):
         param = "model"
-    return _reply(dialect, ErrorDetails(status, error.message, error.code, param, retry_after_s(error)))
+    if dialect == SIE and isinstance(error, FailedToLoad):
+        status = _SIE_LOAD_FAILED
+    details = ErrorDetails(status, error.message, error.code, param, retry_after_s(error), type(error))
+    return _reply(dialect, details)
 
 
 def refusal(dialect: str, status: int, message: str, param: str | None = None) -> HttpReply:
@@ -79,6 +85,8 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
     if details.status not in TRY_AGAIN:
         return {}
     loading = dialect == SIE and details.status == 503
+    if loading and details.kind is Stopped:
+        return {}  # its client would try again for minutes
     return {"retry-after": str(_SIE_LOADING_S if loading else details.retry_after_s)}
 
 
@@ -102,8 +110,12 @@ def _sie_code(details: ErrorDetails) -> str:
         return "MODEL_NOT_FOUND"
     if details.code is Code.MODEL_LOAD_FAILED:
         return "MODEL_LOAD_FAILED"
+    if details.status == _SIE_LOAD_FAILED:
+        return "MODEL_LOAD_FAILED"
     if details.status == 503:
-        return "MODEL_LOADING"
+        return "MODEL_NOT_LOADED" if details.kind is Stopped else "MODEL_LOADING"
+    if details.status in _SIE_REFUSED:
+        return _SIE_REFUSED[details.status]
     if details.status == 429:
         return "RESOURCE_EXHAUSTED"
     return "INVALID_INPUT" if details.status < 500 else "INFERENCE_ERROR"
@@ -137,6 +149,7 @@ _BODIES: Mapping[str, Callable[[ErrorDetails], object]] = {
     VLLM: _vllm,
     INFINITY: lambda one: {"error": {"message": one.message, "type": None, "param": one.param, "code": one.status}},
     SIE: _sie,
+    VOYAGE: lambda one: {"detail": one.message},
 }
 # Codes of refusals, which have none of their own; 400 and 422 are inputs that break a rule.
 _CODE_OF_STATUS = {413: Code.MESSAGE_TOO_LARGE, 429: Code.OVERLOADED, 408: Code.TIMEOUT}

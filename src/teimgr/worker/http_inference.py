@@ -111,7 +111,12 @@ class BodyFormat(NamedTuple):
     root: str = "body"
 
 
-JSON_BODY = BodyFormat()
+def _is_json_or_unnamed(content_type: str) -> bool:
+    """Some clients name no type; TEI alone refuses that."""
+    return not content_type.strip() or is_json(content_type)
+
+
+JSON_BODY = BodyFormat(accepts=_is_json_or_unnamed)
 TEI_BODY = BodyFormat(
     undecodable="Failed to parse the request body as JSON: {}",
     misshapen="Failed to deserialize the JSON body into the target type: {}",

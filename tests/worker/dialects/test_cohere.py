@@ -119,3 +119,34 @@ async def test_errors_are_coheres(ask: Asking, more: dict[str, Any], said: str) 
 
     assert (told.status, list(told.json)) == (400, ["message"])
     assert said in told.json["message"]
+
+
+async def test_tokens_and_back(ask: Asking) -> None:
+    [spans] = await ask.own_port("dense", "/tokenize", {"inputs": "the quick fox", "add_special_tokens": False})
+    told = (await ask.post("/v1/tokenize", {"model": "dense", "text": "the quick fox"})).ok
+    assert told["tokens"] == [span["id"] for span in spans]
+    assert told["token_strings"] == [span["text"] for span in spans]
+    assert (await ask.post("/v1/detokenize", {"model": "dense", "tokens": told["tokens"]})).ok[
+        "text"
+    ] == "the quick fox"
+
+
+async def test_a_classifier_classifies_in_coheres_and_in_infinitys_form(ask: Asking) -> None:
+    texts = ["the quick fox", "fog"]
+    probs = [one["probs"] for one in (await ask.post("/classify", {"model": "classifier", "input": texts})).ok["data"]]
+    told = (await ask.post("/v1/classify", {"model": "classifier", "inputs": texts})).ok["classifications"]
+    assert [one["input"] for one in told] == texts
+    for one, expected in zip(told, probs, strict=True):
+        confidences = [label["confidence"] for label in one["labels"].values()]
+        assert confidences == pytest.approx(expected, abs=1e-6)
+        assert one["prediction"] == [*one["labels"]][int(np.argmax(expected))]
+        assert one["confidence"] == pytest.approx(max(expected), abs=1e-6)
+    infinity = (await ask.post("/v1/classify", {"model": "classifier", "input": texts})).ok
+    assert infinity["object"] == "classify"
+    refused = await ask.post("/v1/classify", {"model": "classifier", "inputs": texts, "examples": [{"text": "a"}]})
+    assert (refused.status, refused.json["message"][:25]) == (400, "examples: is not supported"[:25])
+
+
+async def test_a_key_is_checked_and_health_is_infinitys(ask: Asking) -> None:
+    assert (await ask.post("/v1/check-api-key", {})).ok["valid"] is True
+    assert (await ask.get("/v1/health")).ok["unix"] > 1e9

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import gzip
+import json
 from typing import Any
 
 import numpy as np
@@ -125,3 +127,48 @@ async def test_the_list_of_models_is_what_a_model_may_say(ask: Asking, fleet: di
     assert (await ask.get("/v1/models/ada")).ok["root"] == str(fleet["dense"])
     missing = await ask.get("/v1/models/nothing")
     assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"model": "dense", "input": "fog"}),
+        ("/v1/rerank", {"model": "reranker", "query": "a", "documents": ["b"]}),
+        ("/embeddings", {"model": "dense", "input": "fog"}),
+        ("/pooling", {"model": "dense", "input": "fog"}),
+    ],
+)
+async def test_a_body_without_a_type_is_json_but_not_for_tei(ask: Asking, path: str, body: Any) -> None:
+    assert (await ask.post(path, body, content_type="")).ok
+    assert (await ask.post("/instances/dense/embed", {"inputs": "fog"}, content_type="")).status == 415
+    assert (await ask.post(path, body, content_type="text/plain")).status == 415
+
+
+async def test_a_compressed_body_is_refused_as_such(ask: Asking) -> None:
+    body = gzip.compress(json.dumps({"model": "dense", "input": "fog"}).encode())
+    refused = await ask.post(PATH, body, content_encoding="gzip")
+    assert refused.status == 400
+    assert refused.json["error"]["message"] == "The body is compressed (Content-Encoding: gzip); send it uncompressed"
+
+
+async def test_unknown_paths_answer_in_openais_form(ask: Asking) -> None:
+    told = await ask.post("/v1/images", {})
+    assert (told.status, told.json["error"]["code"]) == (404, "unknown_url")
+    told = await ask.get(PATH)
+    assert (told.status, told.headers["allow"], told.json["error"]["param"]) == (405, "POST", None)
+
+
+async def test_the_list_of_models_serves_every_client(ask: Asking) -> None:
+    listed = (await ask.get("/v1/models")).ok
+    cards = {card["name"]: card for card in listed["models"]}
+    assert listed["models"] == listed["data"]
+    dense, m3, reranker, idle = (cards[name] for name in ("dense", "m3", "reranker", "idle"))
+    assert (dense["state"], dense["loaded"], dense["max_model_len"]) == ("loaded", True, 96)
+    assert (dense["outputs"], dense["dims"], dense["endpoints"]) == (["dense"], {"dense": 32}, ["embed"])
+    assert (set(m3["outputs"]), m3["dims"]["dense"]) == ({"dense", "sparse", "multivector"}, 32)
+    assert (reranker["outputs"], reranker["capabilities"], reranker["dims"]) == (["score"], ["rerank"], {})
+    assert (idle["state"], idle["loaded"]) == ("available", False)
+    assert cards["ada"]["state"] == "loaded"
+    of_infinity = (await ask.get("/infinity/models")).ok["data"]
+    assert {card["owned_by"] for card in of_infinity} == {"infinity"}
+    assert all("stats" in card for card in of_infinity)

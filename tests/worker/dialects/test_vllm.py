@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import numpy as np
@@ -200,3 +201,63 @@ async def test_errors_have_the_field_of_openais(ask: Asking, path: str, body: An
     error = told.json["error"]
     assert (told.status, error["code"]) == (status, status), error
     assert said in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_vectors_in_bytes(ask: Asking, path: str) -> None:
+    unit = await ask.vectors("dense", TEXTS)
+    body = {"model": "dense", "input": TEXTS}
+    told = await ask.post(path, body | {"encoding_format": "bytes", "embed_dtype": "float16", "endianness": "big"})
+    metadata = json.loads(told.headers["metadata"])
+    assert (told.status, told.headers["content-type"]) == (200, "application/octet-stream")
+    assert metadata["usage"]["prompt_tokens"] == await ask.tokens("dense", TEXTS)
+    for one, row in zip(metadata["data"], unit, strict=True):
+        found = np.frombuffer(told.body[one["start"] : one["end"]], ">f2")
+        assert (one["embed_dtype"], one["endianness"], one["shape"]) == ("float16", "big", list(found.shape))
+        assert np.allclose(found.astype(np.float32), row, atol=1e-3)
+
+    only = await ask.post(path, body | {"encoding_format": "bytes_only"})
+    assert "metadata" not in only.headers
+    assert np.allclose(np.frombuffer(only.body, np.float32).reshape(unit.shape), unit, atol=1e-6)
+
+
+async def test_bytes_describe_a_bounded_number_of_inputs(ask: Asking) -> None:
+    body = {"model": "dense", "input": ["fog"] * 65, "encoding_format": "bytes"}
+    refused = await ask.post("/v1/embeddings", body)
+    assert (refused.status, "use bytes_only" in refused.json["error"]["message"]) == (400, True)
+    assert len((await ask.post("/v1/embeddings", body | {"encoding_format": "bytes_only"})).body) == 65 * 32 * 4
+
+
+async def test_tokens_and_back(ask: Asking) -> None:
+    [spans] = await ask.own_port("dense", "/tokenize", {"inputs": "the quick fox"})
+    told = (await ask.post("/tokenize", {"model": "dense", "prompt": "the quick fox", "return_token_strs": True})).ok
+    ids = [span["id"] for span in spans]
+    assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), 96)
+    assert told["token_strs"] == [span["text"] for span in spans]
+    [whole] = await ask.own_port("dense", "/decode", {"ids": ids, "skip_special_tokens": False})
+    assert (await ask.post("/detokenize", {"model": "dense", "tokens": ids})).ok == {"prompt": whole}
+    refused = await ask.post("/detokenize", {"model": "dense", "tokens": [1] * 9601})
+    assert (refused.status, "at most 9600" in refused.json["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("more", "document"),
+    [
+        ({}, "fog"),
+        ({"truncate_prompt_tokens": -1}, {"text": "fog"}),
+        ({"truncate_prompt_tokens": 12, "truncation_side": "left"}, {"text": "fog"}),
+        ({"max_tokens_per_doc": 5}, {"text": "fog"}),
+    ],
+)
+async def test_rerank_tells_infinity_and_vllm_apart(ask: Asking, more: dict[str, Any], document: Any) -> None:
+    body = {"model": "reranker", "query": "rain", "documents": ["fog"], "return_documents": True}
+    [result] = (await ask.post("/rerank", body | more)).ok["results"]
+    assert result["document"] == document
+    [of_vllm] = (await ask.post("/vllm/rerank", body | more)).ok["results"]
+    assert of_vllm["document"] == {"text": "fog"}
+
+
+async def test_an_instruction_for_a_reranker_is_refused_by_name(ask: Asking) -> None:
+    body = {"model": "reranker", "query": "rain", "documents": ["fog"], "instruction": "find"}
+    refused = await ask.post("/vllm/rerank", body)
+    assert (refused.status, refused.json["error"]["message"]) == (400, "instruction: is not supported")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
-from teimgr.worker.dialects import cohere, infinity, openai, sie, tei, vllm
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
+from teimgr.worker.dialects import cohere, infinity, openai, sie, tei, vllm, voyage
 from teimgr.worker.http_inference import RouteTable
 
 ROUTES: Mapping[str, RouteTable] = {
@@ -24,4 +24,5 @@ ROUTES: Mapping[str, RouteTable] = {
     VLLM: vllm.ROUTES,
     INFINITY: infinity.ROUTES,
     SIE: sie.ROUTES,
+    VOYAGE: voyage.ROUTES,
 }

@@ -11,10 +11,11 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.errors import InvalidInput
+from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
-from teimgr.worker.dialects import rerank
+from teimgr.worker.dialects import infinity, rerank, tokens
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 # The model's prompts that fit an `input_type`, in order of preference.
@@ -108,7 +109,63 @@ def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:
     return vectors if name == "float" else converted(vectors, Precision(name))
 
 
+class CohereClassifyRequest(http.Body):
+    """Texts to classify by a classifier; examples, which would make one, are not supported."""
+
+    model: http.ModelName = None
+    inputs: http.Texts
+    examples: Annotated[list[Any] | None, Field(description="not supported")] = None
+    preset: Annotated[str | None, Field(description="not supported")] = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+
+
+class _EitherClassify(http.Body):
+    inputs: Any = None
+
+
+async def classify(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+    """`/v1/classify`; a body with `input` in place of `inputs` is Infinity's."""
+    if (await inference.read(request, _EitherClassify)).inputs is None:
+        return await infinity.classify(inference, request)
+    body = await inference.read(request, CohereClassifyRequest)
+    for name in ("examples", "preset"):
+        if getattr(body, name):
+            raise http.BadRequest(400, f"{name}: is not supported; the model is a classifier already", name)
+    return await inference.respond(lambda served: _classify_job(body, served))
+
+
+def _classify_job(body: CohereClassifyRequest, served: http.ServedModel) -> http.JobSpec:
+    http.need_texts(body.inputs, "inputs")
+    http.need_kind(served.model, (Kind.CLASSIFIER,), "classification")
+    truncation = body.truncate or "END"
+    options = InferOptions(
+        frozenset({Output.SCORES}), truncate=truncation != "NONE", truncation_left=truncation == "START"
+    )
+    labels = served.model.labels
+
+    def encode(job: Job) -> bytes:
+        found = [
+            {
+                "id": http.new_id("classification"),
+                "input": text,
+                "prediction": labels[int(row.argmax())],
+                "predictions": [labels[int(row.argmax())]],
+                "confidence": float(row.max()),
+                "confidences": [float(row.max())],
+                "labels": {label: {"confidence": float(score)} for label, score in zip(labels, row, strict=True)},
+                "classification_type": "single-label",
+            }
+            for text, row in zip(body.inputs, job.scores, strict=True)
+        ]
+        meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(found)}}
+        return http.to_json({"id": http.new_id("classify"), "classifications": found, "meta": meta})
+
+    return http.JobSpec(body.inputs, options, encode)
+
+
 ROUTES: http.RouteTable = {
+    ("POST", "/v1/classify"): classify,
+    **tokens.COHERE_ROUTES,
     ("POST", "/v1/embed"): _embed("1"),
     ("POST", "/v2/embed"): _embed("2"),
     ("POST", "/v1/rerank"): rerank.handler(rerank.COHERE_1),

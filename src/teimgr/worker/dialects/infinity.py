@@ -72,4 +72,5 @@ ROUTES: http.RouteTable = {
     ("POST", "/embeddings"): http.single(InfinityEmbeddingsRequest),
     ("POST", "/rerank"): rerank.handler(rerank.INFINITY),
     ("POST", "/classify"): classify,
+    ("POST", "/v1/classify"): classify,
 }

@@ -1,8 +1,13 @@
-"""OpenAI's `/v1/embeddings`, as its own service answers it: https://platform.openai.com/docs/api-reference/embeddings."""
+"""OpenAI's `/v1/embeddings`: https://platform.openai.com/docs/api-reference/embeddings.
+
+Other services extend this route by fields that change the vectors; a client of theirs would not notice that one was
+ignored. So those of Voyage, Jina and vLLM are honoured here too, and what is not supported is refused by name. Fields
+that change nothing are ignored, as OpenAI's clients send some.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -10,38 +15,130 @@ from pydantic import Field
 from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Output
+from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput
+from teimgr.spec import LoadedModel
+from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
+from teimgr.worker.calls import raise_first
+from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
+from teimgr.worker.dialects.truncation import Side, Tokens, fitted
 
 # What the official service takes in one request; its clients cut their batches accordingly.
 BATCH_LIMIT = 2048
 
 EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
+AnyEncoding = Literal["float", "base64", "bytes", "bytes_only"]
+ElementType = Literal["float", "int8", "uint8", "binary", "ubinary"]
+
+# The model's prompts that fit an `input_type` or a `task` of Voyage, Cohere, NVIDIA and Jina, in order of preference.
+_PROMPTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("query", "search_query", "retrieval.query"), http.QUERY_PROMPTS),
+    **dict.fromkeys(("document", "passage", "search_document", "retrieval.passage"), http.DOCUMENT_PROMPTS),
+}
+_NOT_SERVED = {
+    "messages": "chat messages are not supported; send `input`",
+    "late_chunking": "is not supported",
+    "embedding_types": "is Cohere's, of /v1/embed and /v2/embed; use output_dtype",
+    "chunk_size": "is not supported",
+}
 
 
-class OpenAIEmbeddingsRequest(http.InferenceRequest):
+class OpenAIEmbeddingsRequest(http.Body):
     """What to embed: a text, texts, token ids, or lists of token ids."""
 
     model: http.ModelName = None
     input: http.Input
-    encoding_format: EncodingFormat | None = "float"
+    encoding_format: AnyEncoding | None = "float"
     dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep")] = None
     user: Annotated[str | None, Field(description="not used")] = None
+    # Voyage
+    output_dimension: Annotated[http.U32 | None, Field(description="Voyage's `dimensions`")] = None
+    output_dtype: Annotated[ElementType | None, Field(description="Voyage's element type of the vectors")] = None
+    input_type: Annotated[
+        str | None, Field(description="query or document, or the name of a prompt: chooses the model's prompt")
+    ] = None
+    truncation: Annotated[bool | None, Field(description="false: what is too long is refused")] = None
+    # Jina
+    embedding_type: Annotated[
+        Literal["float", "base64", "int8", "uint8", "binary", "ubinary"] | None, Field(description="Jina's encoding")
+    ] = None
+    task: Annotated[str | None, Field(description="Jina's `input_type`, such as retrieval.query")] = None
+    truncate: Annotated[bool | Literal["NONE", "START", "END"] | None, Field(description="Jina's and NVIDIA's")] = None
+    normalized: Annotated[bool | None, Field(description="false: vectors keep their length")] = None
+    late_chunking: Annotated[bool | None, Field(description="not supported")] = None
+    # vLLM
+    truncate_prompt_tokens: Tokens = None
+    truncation_side: Side = None
+    embed_dtype: Annotated[EmbedDtype, Field(description="element type of encoding_format bytes")] = "float32"
+    endianness: Annotated[Endianness, Field(description="of encoding_format bytes")] = "native"
+    messages: Annotated[Any, Field(description="not supported")] = None
+    embedding_types: Annotated[Any, Field(description="not supported")] = None
+    chunk_size: Annotated[Any, Field(description="not supported")] = None
 
-    def job(self, served: http.ServedModel) -> http.JobSpec:
-        """Dense vectors of length 1; truncation as the instance is set."""
-        inputs = http.engine_inputs(self.input)
+    @property
+    def left(self) -> bool:
+        return self.truncation_side == "left" or self.truncate == "START"
+
+    def refuse_unsupported(self) -> None:
+        """Raises BadRequest for a field that is not supported, and for two that contradict each other."""
+        for name, why in _NOT_SERVED.items():
+            if getattr(self, name):
+                raise http.BadRequest(400, f"{name}: {why}", name)
+        if None not in (self.dimensions, self.output_dimension) and self.dimensions != self.output_dimension:
+            raise http.BadRequest(400, "output_dimension: contradicts dimensions", "output_dimension")
+        if self.embedding_type not in (None, "base64") and self.output_dtype not in (None, self.embedding_type):
+            raise http.BadRequest(400, "embedding_type: contradicts output_dtype", "embedding_type")
+
+    @property
+    def precision(self) -> Precision:
+        named = self.output_dtype or (self.embedding_type if self.embedding_type != "base64" else None) or "float"
+        return Precision.FLOAT32 if named == "float" else Precision(named)
+
+    @property
+    def in_base64(self) -> bool:
+        return self.encoding_format == "base64" or self.embedding_type == "base64"
+
+    def options(self, served: http.ServedModel) -> InferOptions:
+        """Dense vectors of length 1 unless asked otherwise; truncation as the instance is set unless it is given."""
+        given = [one for one in (self.truncation, self.truncate) if one is not None]
+        truncate = all(one not in (False, "NONE") for one in given) if given else served.spec.auto_truncate
+        dimensions = self.dimensions if self.output_dimension is None else self.output_dimension
+        return InferOptions(
+            outputs=frozenset({Output.DENSE}),
+            truncate=truncate or self.truncate_prompt_tokens is not None,
+            truncation_left=self.left,
+            prompt_name=_prompt(self.input_type, "input_type", served.model)
+            or _prompt(self.task, "task", served.model),
+            normalize=self.normalized is not False,
+            dimensions=dimensions,
+        )
+
+    def job(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
         if any(one is None or not len(one) for one in inputs):
             raise EmptyInput("`input` cannot be an empty string or an empty array")
-        options = InferOptions(
-            outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
-        )
-        encode = partial(embedding_list, self.model or served.name, self.encoding_format == "base64")
-        return http.JobSpec(inputs, options, encode, BATCH_LIMIT)
+        encode = partial(embedding_list, self.model or served.name, self.in_base64, precision=self.precision)
+        return http.JobSpec(inputs, self.options(served), encode, BATCH_LIMIT)
 
 
-def embedding_list(model: str, in_base64: bool, job: Job) -> bytes:
-    data = embedding_objects(job.vectors, in_base64)
+def _prompt(name: str | None, field: str, model: LoadedModel) -> str | None:
+    """The model's prompt for a role or task; None, the default prompt, for a model without prompts.
+
+    Raises:
+        BadRequest: it has prompts, and none for this.
+    """
+    if not name or not model.prompts:
+        return None
+    found = http.prompt_among(model, (name, *_PROMPTS.get(name, ())))
+    if found is None and name not in _PROMPTS:
+        known = ", ".join(model.prompts)
+        raise http.BadRequest(400, f"{field}: the model has no prompt for {name!r}; there are: {known}", field)
+    return found
+
+
+def embedding_list(model: str, in_base64: bool, job: Job, precision: Precision = Precision.FLOAT32) -> bytes:
+    data = embedding_objects(converted(job.vectors, precision), in_base64)
     return http.to_json({"object": "list", "data": data, "model": model, "usage": http.usage(job.tokens)})
 
 
@@ -52,4 +149,21 @@ def embedding_objects(rows: Iterable[Any], in_base64: bool) -> list[dict[str, An
     ]
 
 
-ROUTES: http.RouteTable = {("POST", "/v1/embeddings"): http.single(OpenAIEmbeddingsRequest)}
+async def embeddings(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+    """The handler of the route."""
+    body = await inference.read(request, OpenAIEmbeddingsRequest)
+    body.refuse_unsupported()
+    inputs = http.engine_inputs(body.input)
+    if body.truncate_prompt_tokens is not None:
+        inputs = await fitted(inference, inputs, body.truncate_prompt_tokens, left=body.left)
+    if body.encoding_format not in BINARY_FORMATS:
+        return await inference.respond(partial(body.job, inputs))
+    [job] = await inference.jobs([partial(body.job, inputs)])
+    raise_first(job)
+    head = {"id": http.new_id("embd"), "created": http.unix_time(), "model": body.model or inference.served.name}
+    head["usage"] = http.usage(job.tokens)
+    how = (str(body.encoding_format), body.embed_dtype, body.endianness)
+    return await inference.dispatcher.off_loop(binary_reply, list(job.vectors), head, *how)
+
+
+ROUTES: http.RouteTable = {("POST", "/v1/embeddings"): embeddings}

@@ -19,9 +19,10 @@ from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
 from teimgr import __version__
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
 from teimgr.wire.status import STATUS
-from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, vllm
+from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, tokens, vllm
+from teimgr.worker.dialects.examples import EXAMPLES
 
 _TAG = "Text Embeddings Inference"
 
@@ -239,7 +240,7 @@ def instance_document() -> dict[str, Any]:
             "description": "An instance of teimgr, which speaks the dialect of Text Embeddings Inference.",
             "version": __version__,
         },
-        "paths": {path: {"post": _post(operation)} for path, operation in TEI_OPERATIONS.items()}
+        "paths": {path: {"post": _post(path, operation)} for path, operation in TEI_OPERATIONS.items()}
         | {
             "/health": _get(
                 "health",
@@ -259,7 +260,8 @@ def instance_document() -> dict[str, Any]:
     }
 
 
-def _post(operation: Operation) -> dict[str, Any]:
+def _post(path: str, operation: Operation) -> dict[str, Any]:
+    example = EXAMPLES[TEI_OPENAI if path == "/v1/embeddings" else TEI, path]
     failures = {
         status: {
             "description": text,
@@ -272,7 +274,7 @@ def _post(operation: Operation) -> dict[str, Any]:
         "summary": operation.summary,
         "description": operation.summary + ".",
         "operationId": operation.name,
-        "requestBody": {"required": True, "content": _json(operation.request)},
+        "requestBody": {"required": True, "content": _json(operation.request, example)},
         "responses": {"200": {"description": "OK", "content": _json(operation.response)}, **failures},
     }
 
@@ -282,8 +284,9 @@ def _get(name: str, summary: str, responses: dict[str, Any]) -> dict[str, Any]:
     return {"get": operation | {"operationId": name, "responses": responses}}
 
 
-def _json(kind: type[BaseModel]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": "#/components/schemas/" + _schema_name(kind.__name__)}}}
+def _json(kind: type[BaseModel], example: Any = None) -> dict[str, Any]:
+    shown = {} if example is None else {"example": example}
+    return {"application/json": {"schema": {"$ref": "#/components/schemas/" + _schema_name(kind.__name__)}, **shown}}
 
 
 def _schema_name(class_name: str) -> str:
@@ -323,12 +326,20 @@ def _definitions(
 _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (OPENAI, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (VLLM, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (VOYAGE, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (VLLM, "/tokenize"): ("Tokens of a text", tokens.VllmTokenizeRequest),
+    (VLLM, "/detokenize"): ("The text of token ids", tokens.VllmDetokenizeRequest),
+    (COHERE, "/v1/tokenize"): ("Tokens of a text", tokens.CohereTokenizeRequest),
+    (COHERE, "/v1/detokenize"): ("The text of token ids", tokens.CohereDetokenizeRequest),
+    (COHERE, "/v1/classify"): ("Labels of texts", cohere.CohereClassifyRequest),
+    (INFINITY, "/v1/classify"): ("All labels with their scores", infinity.InfinityClassifyRequest),
     (COHERE, "/v1/embed"): ("Vectors, as floats or by type", cohere.CohereEmbedRequest),
     (COHERE, "/v2/embed"): ("Vectors by type", cohere.CohereEmbedRequest),
     (INFINITY, "/embeddings"): ("Vectors", infinity.InfinityEmbeddingsRequest),
     **dict.fromkeys(
         (
             *((COHERE, "/v1/rerank"), (COHERE, "/v2/rerank"), (JINA, "/v1/rerank"), (INFINITY, "/rerank")),
+            (VOYAGE, "/v1/rerank"),
             *((VLLM, "/rerank"), (VLLM, "/v1/rerank"), (VLLM, "/v2/rerank")),
         ),
         ("Documents by how well they answer a query", rerank.RerankRequest),
@@ -359,11 +370,14 @@ def daemon_document() -> dict[str, Any]:
             "types": ["application/json", *(["application/msgpack"] if dialect == SIE else [])],
             "request": schema(dialect, request),
             "response": {"type": "object"},
+            "example": EXAMPLES[dialect, path],
         }
     for path, operation in TEI_OPERATIONS.items():
-        operations.setdefault(TEI_OPENAI if path == "/v1/embeddings" else TEI, {})[path] = {
+        dialect = TEI_OPENAI if path == "/v1/embeddings" else TEI
+        operations.setdefault(dialect, {})[path] = {
             "summary": operation.summary,
             "types": ["application/json"],
+            "example": EXAMPLES[dialect, path],
             "request": schema(TEI, operation.request),
             "response": schema(TEI, operation.response),
         }

@@ -1,7 +1,8 @@
 """Reranking for the dialects of Cohere, Jina, vLLM and Infinity, and relevance scores for vLLM and SIE.
 
-`/v1/rerank` is a path of three of them, so its answer is the union of theirs. Only the default of `return_documents`
-differs: true for Jina and vLLM, false for the others.
+`/v1/rerank` is a path of three of them, so its answer is the union of theirs; a request with Voyage's `top_k` is
+answered in Voyage's form. `/rerank` is Infinity's and vLLM's: a request with fields of vLLM alone is answered in vLLM's
+form, any other in Infinity's. The default of `return_documents` is true for Jina and vLLM, false for the others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from teimgr.errors import EmptyInput
 from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
+from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
 
@@ -40,6 +42,26 @@ class RerankRequest(http.Body):
     max_tokens_per_doc: Annotated[int | None, Field(ge=1, description="documents are cut to so many tokens")] = None
     raw_scores: Annotated[bool | None, Field(description="logits instead of scores")] = None
     truncation: Annotated[bool | None, Field(description="false: what is too long is refused")] = None
+    top_k: Annotated[http.U32 | None, Field(description="Voyage's `top_n`: the answer has its form")] = None
+    truncate_prompt_tokens: Tokens = None
+    truncation_side: Side = None
+    priority: Annotated[int | None, Field(description="not used")] = None
+    instruction: Annotated[str | None, Field(description="not supported")] = None
+    max_tokens_per_query: Annotated[int | None, Field(description="not supported")] = None
+
+    def form_among(self, form: RerankForm) -> RerankForm:
+        """Whose form the answer has: that of the client whose fields the request has, else `form`.
+
+        Raises:
+            BadRequest: a field that is not supported.
+        """
+        for name in ("instruction", "max_tokens_per_query"):
+            if getattr(self, name):
+                raise http.BadRequest(400, f"{name}: is not supported", name)
+        if "top_k" in self.model_fields_set:
+            return VOYAGE
+        has_parts = any(isinstance(one, dict) and "content" in one for one in self.documents)
+        return VLLM if form is INFINITY and (has_parts or self.model_fields_set & _OF_VLLM) else form
 
     def texts(self) -> list[str]:
         """The text of each document; raises BadRequest where one has none."""
@@ -77,8 +99,11 @@ class RerankForm(NamedTuple):
 def handler(form: RerankForm) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, RerankRequest)
+        answers = body.form_among(form)
         texts = await inference.truncated(body.texts(), body.max_tokens_per_doc)
-        return await inference.respond(lambda served: _job(body, texts, form, served))
+        left = body.truncation_side == "left"
+        texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
+        return await inference.respond(lambda served: _job(body, texts, answers, served))
 
     return handle
 
@@ -88,11 +113,12 @@ def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.S
         raise EmptyInput("`documents` cannot be empty")
     http.need_kind(served.model, (Kind.RERANKER,), "reranking")
     truncate = served.spec.auto_truncate if body.truncation is None else body.truncation
+    truncate |= body.truncate_prompt_tokens is not None
     options = InferOptions(outputs=frozenset({Output.SCORES}), truncate=truncate, raw_scores=bool(body.raw_scores))
     returned = form.documents if body.return_documents is None else body.return_documents
 
     def encode(job: Job) -> bytes:
-        rows = http.best_first(job.scores[:, 0], body.top_n or None)
+        rows = http.best_first(job.scores[:, 0], body.top_n or body.top_k or None)
         return http.to_json(
             form.write(Ranking(body.model or served.name, job, rows, body.documents if returned else None))
         )
@@ -142,6 +168,15 @@ def _infinity(ranking: Ranking) -> dict[str, Any]:
     }
 
 
+def _voyage(ranking: Ranking) -> dict[str, Any]:
+    """Voyage's `data`, with documents as they were sent."""
+    results = _results(ranking)
+    for result, row in zip(results, ranking.rows, strict=True):
+        if ranking.documents is not None:
+            result["document"] = ranking.documents[row]
+    return {"object": "list", "data": results, "model": ranking.model, "usage": http.usage(ranking.job.tokens)}
+
+
 def _results(ranking: Ranking) -> list[dict[str, Any]]:
     """The results of all but Infinity: a document sent as a text is returned as an object."""
     results: list[dict[str, Any]] = []
@@ -158,6 +193,9 @@ COHERE_1 = RerankForm(partial(_union, "1"), documents=False)
 COHERE_2 = RerankForm(partial(_union, "2"), documents=False)
 JINA = RerankForm(partial(_union, "1"), documents=True)
 VLLM = RerankForm(_vllm, documents=True)
+VOYAGE = RerankForm(_voyage, documents=False)
+# Fields that clients of vLLM send on `/rerank`, and those of Infinity do not.
+_OF_VLLM = frozenset({"truncate_prompt_tokens", "truncation_side", "priority", "max_tokens_per_doc"})
 INFINITY = RerankForm(_infinity, documents=False)
 
 

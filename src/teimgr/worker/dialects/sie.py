@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
+from teimgr.engine.tokenizer import Prompts
 from teimgr.errors import InvalidInput
 from teimgr.http_protocol import media_type
 from teimgr.spec import Kind, LoadedModel
@@ -32,6 +33,7 @@ _OUTPUTS = {"dense": Output.DENSE, "sparse": Output.SPARSE, "multivector": Outpu
 _PRECISIONS = {name: Precision(name) for name in ("float32", "float16", "int8", "uint8")} | {
     "binary": Precision.UBINARY
 }
+MOST_INSTRUCTION = 4096
 # Options that would change the vectors and are not implemented.
 _NOT_SERVED = ("lora_id", "muvera", "pooling", "query_template", "doc_template")
 
@@ -52,7 +54,9 @@ class EncodeParams(http.Body):
 
     output_types: list[OutputType] | None = None
     output_dtype: OutputDtype | None = None
-    instruction: Annotated[str | None, Field(description="the name of one of the model's prompts")] = None
+    instruction: Annotated[
+        str | None, Field(max_length=MOST_INSTRUCTION, description="the name of one of the model's prompts, or a text")
+    ] = None
     options: Annotated[dict[str, Any] | None, Field(description="is_query, normalize, output_dtype")] = None
 
     @property
@@ -79,7 +83,8 @@ class SieScoreRequest(http.Body):
 async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     began = time.monotonic()
     body = await inference.read(request, SieEncodeRequest, _body_format(request))
-    [job] = await inference.jobs([lambda served: _job(body, served)])
+    prompts = inference.dispatcher.engine.prompts
+    [job] = await inference.jobs([lambda served: _job(body, served, prompts)])
     return await inference.dispatcher.off_loop(_encoded, inference.served, request, body, job, began)
 
 
@@ -101,16 +106,18 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     return _reply(request, answer | {"usage": {"input_tokens": found.tokens}})
 
 
-def _job(body: SieEncodeRequest, served: http.ServedModel) -> http.JobSpec:
+def _job(body: SieEncodeRequest, served: http.ServedModel, prompts: Prompts) -> http.JobSpec:
     params = body.params or EncodeParams()
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
     http.need_texts(texts, "items")
     options = params.options or {}
     _check_options(options)
+    given = params.instruction
     chosen = InferOptions(
         outputs=frozenset(_OUTPUTS[name] for name in params.outputs),
         truncate=served.spec.auto_truncate,
-        prompt_name=_prompt(params, options, served.model),
+        prompt_name=given if given in served.model.prompts else _role(options, served.model),
+        prompt=prompts.instructing(given) if given and given not in served.model.prompts else None,
         normalize=options.get("normalize") is not False and served.model.kind != Kind.SPARSE,
     )
     return http.JobSpec(texts, chosen)
@@ -121,12 +128,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise http.BadRequest(400, f"options.{found[0]}: is not supported", "options")
 
 
-def _prompt(params: EncodeParams, options: Mapping[str, Any], model: LoadedModel) -> str | None:
-    if params.instruction:
-        if params.instruction not in model.prompts:
-            known = ", ".join(model.prompts) or "none"
-            raise InvalidInput(f"params.instruction: must be the name of a prompt of the model; there are: {known}")
-        return params.instruction
+def _role(options: Mapping[str, Any], model: LoadedModel) -> str | None:
     return http.prompt_among(model, http.QUERY_PROMPTS if options.get("is_query") else http.DOCUMENT_PROMPTS)
 
 

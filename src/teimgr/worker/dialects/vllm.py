@@ -6,10 +6,9 @@ the most that the model takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
@@ -18,10 +17,11 @@ from teimgr.errors import InvalidInput
 from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
-from teimgr.worker.dialects import infinity, openai, rerank
+from teimgr.worker.dialects import infinity, openai, rerank, tokens
+from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
+from teimgr.worker.dialects.openai import AnyEncoding
 from teimgr.worker.dialects.rerank import relevance
-
-_PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
+from teimgr.worker.dialects.truncation import Side, Tokens, fitted, fitted_documents
 
 Text = str | http.Texts
 Task = Literal["embed", "classify", "token_embed", "token_classify"]
@@ -31,26 +31,13 @@ class VllmRequest(http.Body):
     """The fields that all requests share: the model and the truncation."""
 
     model: http.ModelName = None
-    truncate_prompt_tokens: Annotated[
-        int | None, Field(ge=-1, description="cut to so many tokens, -1: to what the model takes; absent: refuse")
-    ] = None
-    truncation_side: Literal["left", "right"] | None = None
+    truncate_prompt_tokens: Tokens = None
+    truncation_side: Side = None
     user: str | None = None
 
     @property
     def left(self) -> bool:
         return self.truncation_side == "left"
-
-    def limit(self, served: http.ServedModel) -> int | None:
-        """The tokens that texts are cut to before the engine's own truncation; None where that suffices.
-
-        Raises:
-            BadRequest: it is 0.
-        """
-        tokens = self.truncate_prompt_tokens
-        if tokens == 0:
-            raise http.BadRequest(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
-        return None if tokens is None or not 0 < tokens < served.model.max_input_length else tokens
 
     def options(self, output: Output, **more: Any) -> InferOptions:
         truncate = self.truncate_prompt_tokens is not None
@@ -104,7 +91,9 @@ class VllmPoolingRequest(VllmRequest):
 
     input: http.Input
     task: Task | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: AnyEncoding = "float"
+    embed_dtype: Annotated[EmbedDtype, Field(description="element type of encoding_format bytes")] = "float32"
+    endianness: Annotated[Endianness, Field(description="of encoding_format bytes")] = "native"
     normalize: bool | None = None
     use_activation: bool | None = None
 
@@ -112,9 +101,7 @@ class VllmPoolingRequest(VllmRequest):
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VllmScoreRequest)
     queries, documents = body.sides()
-    limit = body.limit(inference.served)
-    if limit is not None:
-        documents = await inference.dispatcher.off_loop(_fit_pairs, inference, queries, documents, limit, body.left)
+    documents = await fitted_documents(inference, queries, documents, body.truncate_prompt_tokens, left=body.left)
     truncate, raw_scores = body.truncate_prompt_tokens is not None, body.use_activation is False
     found = await relevance(inference, queries, documents, truncate=truncate, raw_scores=raw_scores)
     data = [{"index": row, "object": "score", "score": score} for row, score in enumerate(found.scores)]
@@ -125,7 +112,7 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
     body = await inference.read(request, VllmClassifyRequest)
     if body.raw_scores is not None:
         return await infinity.classify(inference, request)
-    inputs = await _truncated(inference, body, http.engine_inputs(body.input))
+    inputs = await fitted(inference, http.engine_inputs(body.input), body.truncate_prompt_tokens, left=body.left)
 
     def job(served: http.ServedModel) -> http.JobSpec:
         http.need_texts(inputs, "input")
@@ -146,28 +133,38 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
 
 async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VllmPoolingRequest)
-    inputs = await _truncated(inference, body, http.engine_inputs(body.input))
+    inputs = await fitted(inference, http.engine_inputs(body.input), body.truncate_prompt_tokens, left=body.left)
+    if body.encoding_format in BINARY_FORMATS:
+        [job] = await inference.jobs([partial(_pooling_job, body, inputs)])
+        head = {"id": http.new_id("pool"), "created": http.unix_time(), "model": body.model or inference.served.name}
+        head["usage"] = http.usage(job.tokens)
+        how = (body.encoding_format, body.embed_dtype, body.endianness)
+        return await inference.dispatcher.off_loop(binary_reply, list(_rows(job, job.options)), head, *how)
+    return await inference.respond(partial(_pooling_job, body, inputs))
 
-    def job(served: http.ServedModel) -> http.JobSpec:
-        http.need_texts(inputs, "input")
-        output = _output(body.task, served)
 
-        def encode(job: Job) -> bytes:
-            rows: Any = {Output.DENSE: job.vectors, Output.SCORES: job.scores}.get(output)
-            if rows is None:
-                rows = job.multi_vectors or job.tokens_of
-            in_base64 = body.encoding_format == "base64"
-            data = [
-                {"index": row, "object": "pooling", "data": http.encoded_vector(values, in_base64)}
-                for row, values in enumerate(rows)
-            ]
-            return _list("pool", body.model or served.name, data, job.tokens)
+def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
+    http.need_texts(inputs, "input")
+    output = _output(body.task, served)
+    normalize = body.normalize is not False and served.model.kind != Kind.SPARSE
+    options = body.options(output, normalize=normalize, raw_scores=body.use_activation is False)
 
-        normalize = body.normalize is not False and served.model.kind != Kind.SPARSE
-        options = body.options(output, normalize=normalize, raw_scores=body.use_activation is False)
-        return http.JobSpec(inputs, options, encode)
+    def encode(job: Job) -> bytes:
+        in_base64 = body.encoding_format == "base64"
+        data = [
+            {"index": row, "object": "pooling", "data": http.encoded_vector(values, in_base64)}
+            for row, values in enumerate(_rows(job, options))
+        ]
+        return _list("pool", body.model or served.name, data, job.tokens)
 
-    return await inference.respond(job)
+    return http.JobSpec(inputs, options, encode)
+
+
+def _rows(job: Job, options: InferOptions) -> Any:
+    """The pooled output of each input, float32: [width], [labels] or [tokens, width]."""
+    if Output.DENSE in options.outputs:
+        return job.vectors
+    return job.scores if Output.SCORES in options.outputs else job.multi_vectors or job.tokens_of
 
 
 def _output(task: Task | None, served: http.ServedModel) -> Output:
@@ -180,43 +177,6 @@ def _output(task: Task | None, served: http.ServedModel) -> Output:
     if task == "token_embed":
         return Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.TOKENS
     return Output.SCORES if task == "classify" else Output.DENSE
-
-
-async def _truncated(inference: http.HttpInference, body: VllmRequest, inputs: list[EngineInput]) -> list[EngineInput]:
-    limit = body.limit(inference.served)
-    if limit is None:
-        return inputs
-    return await inference.dispatcher.off_loop(lambda: [_fit(inference, one, limit, body.left) for one in inputs])
-
-
-def _fit(inference: http.HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
-    """An input of at most `limit` tokens, special ones and the default prompt included."""
-    if isinstance(one, np.ndarray):
-        return one[-limit:] if left else one[:limit]
-    if not isinstance(one, str) or not one:
-        return one
-    engine = inference.dispatcher.engine
-    text = engine.tokenizer.cut(one, limit, left=left)
-    over = len(engine.tokenize(text, True, None)) - limit
-    if over >= limit:
-        raise http.BadRequest(
-            400, f"truncate_prompt_tokens: {limit} leave no token of the text", "truncate_prompt_tokens"
-        )
-    return engine.tokenizer.cut(text, limit - over, left=left) if over > 0 else text
-
-
-def _fit_pairs(
-    inference: http.HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
-) -> list[str]:
-    """Documents cut so that each has at most `limit` tokens together with its query."""
-    engine = inference.dispatcher.engine
-    taken = [len(engine.tokenize(query, True, None)) + _PAIR_TOKENS for query in queries]
-    room = [limit - taken[min(row, len(taken) - 1)] for row in range(len(documents))]
-    if min(room) < 1:
-        raise http.BadRequest(
-            400, f"truncate_prompt_tokens: {limit} leave no token of a document", "truncate_prompt_tokens"
-        )
-    return [engine.tokenizer.cut(text, tokens, left=left) for text, tokens in zip(documents, room, strict=True)]
 
 
 def _list(prefix: str, model: str, data: list[dict[str, Any]], tokens: int) -> bytes:
@@ -234,6 +194,7 @@ def _list(prefix: str, model: str, data: list[dict[str, Any]], tokens: int) -> b
 
 ROUTES: http.RouteTable = {
     **openai.ROUTES,
+    **tokens.VLLM_ROUTES,
     **{("POST", path): _score for path in ("/score", "/v1/score")},
     **{("POST", path): rerank.handler(rerank.VLLM) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("POST", "/classify"): _classify,

@@ -1,0 +1,104 @@
+"""`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity and Cohere can read.
+
+A card is the union of their model objects, and the list is under `data` and under `models`. Beside it: Infinity's
+health and Cohere's check of an API key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from teimgr.auth.policy import caller_of
+from teimgr.spec import InstanceView, Kind, LoadedModel, State
+from teimgr.wire.error_bodies import JSON_TYPE
+
+MODEL_LISTS = ("/v1/models", "/infinity/models", "/infinity/v1/models")
+INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
+
+# SIE's words.
+_STATES = {State.RUNNING: "loaded", State.STARTING: "loading", State.STOPPING: "unloading", State.FAILED: "failed"}
+_BEST_FIRST = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
+# Infinity's and Cohere's words.
+_CAPABILITIES: dict[str, str] = {Kind.RERANKER: "rerank", Kind.CLASSIFIER: "classify"}
+_OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector", "scores": "score"}
+
+
+class ModelCards:
+    """The cards of names; a name may be an instance, an alias or a model id, and `model_id` resolves it."""
+
+    def __init__(
+        self, views: Iterable[InstanceView], model_id: Callable[[str], str | None], created: int, owner: str
+    ) -> None:
+        self._model_id = model_id
+        self._created = created
+        self._owner = owner
+        self._by_name: dict[str, InstanceView] = {}
+        self._by_model: defaultdict[str, list[InstanceView]] = defaultdict(list)
+        for view in views:
+            self._by_name[view.spec.name] = view
+            self._by_model[view.spec.model_id].append(view)
+
+    def card(self, name: str) -> dict[str, Any]:
+        """The card; facts about the model are there once it is loaded. `root` is the id of the model, as in vLLM."""
+        model_id = self._model_id(name)
+        views = [self._by_name[name]] if name in self._by_name else self._by_model.get(model_id or "", [])
+        view = min(views, key=lambda each: _BEST_FIRST.index(each.state), default=None)
+        model = view.model if view else None
+        state = "available" if view is None else _STATES.get(view.state, "available")
+        card = {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": self._owner,
+            "root": model_id,
+            "name": name,
+            "state": state,
+            "loaded": state == "loaded",
+            "last_error": _error(view),
+            "stats": {},  # Infinity's clients need the key; the figures are on /metrics
+            "backend": "torch",
+            "inputs": ["text"],
+        }
+        return card | (_facts(model) if model else {"capabilities": [], "outputs": [], "dims": {}, "endpoints": []})
+
+
+def _error(view: InstanceView | None) -> dict[str, Any] | None:
+    if view is None or view.state is not State.FAILED:
+        return None
+    return {"code": "MODEL_LOAD_FAILED", "message": view.reason or "failed", "attempts": view.restarts + 1}
+
+
+def _facts(model: LoadedModel) -> dict[str, Any]:
+    capability = _CAPABILITIES.get(model.kind, "embed")
+    outputs = [_OUTPUTS[one] for one in model.outputs if one in _OUTPUTS]
+    if model.kind in _CAPABILITIES:
+        outputs = ["score"]
+    widths = {"dense": model.dimension, "sparse": model.dimension, "multivector": model.multi_vector_dimension}
+    return {
+        "capabilities": [capability],
+        "endpoints": [capability],
+        "outputs": outputs,
+        "dims": {name: width for name, width in widths.items() if name in outputs and width},
+        "max_model_len": model.max_input_length,
+        "max_sequence_length": model.max_input_length,
+        "context_length": model.max_input_length,
+        "revision": model.model_sha,
+    }
+
+
+async def infinity_health(request: Request) -> Response:
+    """Infinity's health: the time."""
+    return Response(orjson.dumps({"unix": time.time()}), headers=dict(JSON_TYPE))
+
+
+async def cohere_check_key(request: Request) -> Response:
+    """Cohere's check of an API key; one that is not valid does not come so far."""
+    answer = {"valid": True, "organization_id": "teimgr", "owner_id": caller_of(request.scope).name}
+    return Response(orjson.dumps(answer), headers=dict(JSON_TYPE))

@@ -1,0 +1,106 @@
+"""Tokens of a text and back, in the forms of vLLM (`/tokenize`, `/detokenize`) and Cohere (`/v1/tokenize`, …)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from teimgr.engine.engine import Engine
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
+from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.worker import http_inference as http
+
+_META = {"api_version": {"version": "1"}}
+
+
+class VllmTokenizeRequest(http.Body):
+    """A text to tokenize, without a prompt of the model before it; chat messages are not supported."""
+
+    model: http.ModelName = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: Annotated[bool | None, Field(description="true: the text of each token too")] = None
+
+    def answer(self, engine: Engine) -> dict[str, Any]:
+        tokens = engine.tokenizer.tokenize(self.prompt, self.add_special_tokens, "")
+        return {
+            "count": len(tokens),
+            "max_model_len": engine.info.max_input_length,
+            "tokens": [token.id for token in tokens],
+            "token_strs": [token.text for token in tokens] if self.return_token_strs else None,
+        }
+
+
+class VllmDetokenizeRequest(http.Body):
+    """Token ids of a text."""
+
+    model: http.ModelName = None
+    tokens: http.Ids
+
+    def answer(self, engine: Engine) -> dict[str, Any]:
+        return {"prompt": _decoded(engine, self.tokens)}
+
+
+class CohereTokenizeRequest(http.Body):
+    """A text to tokenize, without special tokens."""
+
+    model: http.ModelName = None
+    text: str
+
+    def answer(self, engine: Engine) -> dict[str, Any]:
+        tokens = engine.tokenizer.tokenize(self.text, False, "")
+        ids, texts = [token.id for token in tokens], [token.text for token in tokens]
+        return {"tokens": ids, "token_strings": texts, "meta": _META}
+
+
+class CohereDetokenizeRequest(http.Body):
+    """Token ids of a text."""
+
+    model: http.ModelName = None
+    tokens: http.Ids
+
+    def answer(self, engine: Engine) -> dict[str, Any]:
+        return {"text": _decoded(engine, self.tokens), "meta": _META}
+
+
+TokenRequestT = TypeVar(
+    "TokenRequestT", VllmTokenizeRequest, VllmDetokenizeRequest, CohereTokenizeRequest, CohereDetokenizeRequest
+)
+
+
+def _decoded(engine: Engine, ids: list[int]) -> str:
+    if not ids:
+        raise EmptyInput("`tokens` cannot be empty")
+    # As with texts: a multiple of what the model takes.
+    if len(ids) > (most := engine.info.max_input_length * _TOKENS_PER_INPUT):
+        raise InvalidInput(f"`tokens` must have at most {most} ids. Given: {len(ids)}")
+    return engine.tokenizer.decode(ids, False)
+
+
+_TOKENS_PER_INPUT = 100
+
+
+def _handler(kind: type[TokenRequestT]) -> http.HttpHandler:
+    async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+        body = await inference.read(request, kind)
+        dispatcher = inference.dispatcher
+        answer: Callable[[Engine], dict[str, Any]] = body.answer
+        try:
+            return http.json_reply(http.to_json(await dispatcher.off_loop(answer, dispatcher.engine)))
+        except TeimgrError as error:
+            dispatcher.metrics.failed(error)
+            raise
+
+    return handle
+
+
+VLLM_ROUTES: http.RouteTable = {
+    ("POST", "/tokenize"): _handler(VllmTokenizeRequest),
+    ("POST", "/detokenize"): _handler(VllmDetokenizeRequest),
+}
+COHERE_ROUTES: http.RouteTable = {
+    ("POST", "/v1/tokenize"): _handler(CohereTokenizeRequest),
+    ("POST", "/v1/detokenize"): _handler(CohereDetokenizeRequest),
+}

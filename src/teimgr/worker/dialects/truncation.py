@@ -1,0 +1,79 @@
+"""vLLM's `truncate_prompt_tokens`: texts, ids and pairs, cut to a number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from teimgr.engine.job import Input as EngineInput
+from teimgr.worker import http_inference as http
+
+_PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
+
+FIELD = "truncate_prompt_tokens"
+Tokens = Annotated[
+    int | None, Field(ge=-1, description="cut to so many tokens, -1: to what the model takes; absent: no such cut")
+]
+Side = Literal["left", "right"] | None
+
+
+def token_limit(tokens: int | None, served: http.ServedModel) -> int | None:
+    """The tokens that texts are cut to before the engine's own truncation; None where that suffices.
+
+    Raises:
+        BadRequest: it is 0.
+    """
+    if tokens == 0:
+        raise http.BadRequest(400, f"{FIELD}: must be -1 or at least 1", FIELD)
+    return None if tokens is None or not 0 < tokens < served.model.max_input_length else tokens
+
+
+async def fitted(
+    inference: http.HttpInference, inputs: list[EngineInput], tokens: int | None, *, left: bool
+) -> list[EngineInput]:
+    """The inputs, each of at most `tokens` tokens, special ones and the default prompt included.
+
+    Raises:
+        BadRequest: that leaves none of a text.
+    """
+    limit = token_limit(tokens, inference.served)
+    if limit is None:
+        return inputs
+    return await inference.dispatcher.off_loop(lambda: [_fit(inference, one, limit, left) for one in inputs])
+
+
+async def fitted_documents(
+    inference: http.HttpInference, queries: Sequence[str], documents: list[str], tokens: int | None, *, left: bool
+) -> list[str]:
+    """Documents cut so that each has at most `tokens` tokens together with its query; errors as `fitted`."""
+    limit = token_limit(tokens, inference.served)
+    if limit is None:
+        return documents
+    return await inference.dispatcher.off_loop(_fit_pairs, inference, queries, documents, limit, left)
+
+
+def _fit(inference: http.HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
+    if isinstance(one, np.ndarray):
+        return one[-limit:] if left else one[:limit]
+    if not isinstance(one, str) or not one:
+        return one
+    engine = inference.dispatcher.engine
+    text = engine.tokenizer.cut(one, limit, left=left)
+    over = len(engine.tokenize(text, True, None)) - limit
+    if over >= limit:
+        raise http.BadRequest(400, f"{FIELD}: {limit} leave no token of the text", FIELD)
+    return engine.tokenizer.cut(text, limit - over, left=left) if over > 0 else text
+
+
+def _fit_pairs(
+    inference: http.HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
+) -> list[str]:
+    engine = inference.dispatcher.engine
+    taken = [len(engine.tokenize(query, True, None)) + _PAIR_TOKENS for query in queries]
+    room = [limit - taken[min(row, len(taken) - 1)] for row in range(len(documents))]
+    if min(room, default=1) < 1:
+        raise http.BadRequest(400, f"{FIELD}: {limit} leave no token of a document", FIELD)
+    return [engine.tokenizer.cut(text, tokens, left=left) for text, tokens in zip(documents, room, strict=True)]

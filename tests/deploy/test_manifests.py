@@ -1,0 +1,218 @@
+"""Kubernetes, compose, systemd and image files: valid by their schemas, and true about this program."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from teimgr.config.settings import Settings
+from teimgr.config.sources import Source, read
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+SYSTEMD = ROOT / "configs" / "systemd" / "teimgr.service"
+VERSION = "1.33"  # of Kubernetes
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    [found] = [each for each in documents(KUBERNETES / "teimgr.yaml") if each["kind"] == kind]
+    return found
+
+
+def container() -> dict[str, Any]:
+    [found] = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+# Kubernetes
+
+
+def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+
+
+_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+_TEXTS = {"type": "object", "additionalProperties": _TEXT}
+_METADATA = _object(["name"], name=_TEXT, namespace=_TEXT, labels=_TEXTS, annotations=_TEXTS)
+_RELABELING = _object([], sourceLabels={"type": "array", "items": _TEXT}, targetLabel=_TEXT, replacement=_TEXT)
+_ENDPOINT = _object(
+    ["port"],
+    port=_TEXT,
+    path=_TEXT,
+    interval={"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+    honorLabels={"const": True},
+    relabelings={"type": "array", "items": _RELABELING},
+)
+_TRIGGER = _object(["type", "metadata"], type={"const": "prometheus"}, metadata=_TEXTS)
+# The keys of the two custom resources that the manifests use, by their CustomResourceDefinitions.
+CUSTOM = {
+    "PodMonitor": _object(
+        ["apiVersion", "kind", "metadata", "spec"],
+        apiVersion={"const": "monitoring.coreos.com/v1"},
+        kind=_TEXT,
+        metadata=_METADATA,
+        spec=_object(
+            ["selector", "podMetricsEndpoints"],
+            selector=_object([], matchLabels=_TEXTS),
+            podMetricsEndpoints={"type": "array", "items": _ENDPOINT, "minItems": 1},
+        ),
+    ),
+    "ScaledObject": _object(
+        ["apiVersion", "kind", "metadata", "spec"],
+        apiVersion={"const": "keda.sh/v1alpha1"},
+        kind=_TEXT,
+        metadata=_METADATA,
+        spec=_object(
+            ["scaleTargetRef", "triggers"],
+            scaleTargetRef=_object(["name"], name=_TEXT),
+            minReplicaCount=_COUNT,
+            maxReplicaCount=_COUNT,
+            pollingInterval=_COUNT,
+            cooldownPeriod=_COUNT,
+            triggers={"type": "array", "items": _TRIGGER, "minItems": 1},
+        ),
+    ),
+}
+
+
+def test_manifests_are_valid_by_the_schemas_of_kubernetes() -> None:
+    for document in documents(KUBERNETES / "teimgr.yaml"):
+        kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("name", ["podmonitor", "scaledobject"])
+def test_custom_resources_have_the_keys_of_their_definitions(name: str) -> None:
+    [document] = documents(KUBERNETES / f"{name}.yaml")
+    jsonschema.validate(document, CUSTOM[document["kind"]])
+
+
+def test_the_configuration_of_the_pods_is_one_of_teimgr(tmp_path: Path) -> None:
+    file = tmp_path / "teimgr.toml"
+    file.write_text(of_kind("ConfigMap")["data"]["teimgr.toml"])
+    settings = read(Source(file=file, environ={})).settings
+    ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
+    assert (settings.api_port, settings.grpc_port) == (ports["rest"], ports["grpc"])
+    assert settings.instances[0].port == ports["tei"]
+    assert (
+        settings.graceful_shutdown_timeout_secs
+        < of_kind("Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    )
+    writable = {mount["mountPath"] for mount in container()["volumeMounts"] if not mount.get("readOnly")}
+    for path in (settings.state_file, settings.log_dir, settings.run_dir):
+        assert any(path.is_relative_to(mount) for mount in writable), path
+
+
+def test_names_of_manifests_fit_one_another() -> None:
+    deployment = of_kind("Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    names = {port["name"] for port in container()["ports"]}
+    services = [each for each in documents(KUBERNETES / "teimgr.yaml") if each["kind"] == "Service"]
+    for service in services:
+        assert service["spec"]["selector"] == labels
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    [monitor] = documents(KUBERNETES / "podmonitor.yaml")
+    [scaled] = documents(KUBERNETES / "scaledobject.yaml")
+    assert monitor["spec"]["selector"]["matchLabels"] == labels
+    assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= names
+    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+# Compose and images
+
+
+def stages() -> dict[str, str]:
+    """The text of each stage of the Dockerfile, by its name."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    parts = re.split(r"^FROM \S+ AS (\w+)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cuda.yaml"])
+def test_compose_builds_stages_and_mounts_files_that_there_are(name: str) -> None:
+    services = yaml.safe_load((DEPLOY / name).read_text())["services"]
+    for service in services.values():
+        if "build" in service:
+            target = re.sub(r"\$\{\w+:-(\w+)\}", r"\1", service["build"]["target"])
+            assert target in stages()
+            assert service["image"].replace("${TEIMGR_TARGET:-cpu}", target) == f"teimgr:{target}"
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (DEPLOY / source).exists(), volume
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), port
+
+
+def test_compose_gives_the_daemon_its_time_to_stop() -> None:
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["teimgr"]
+    grace_s = int(service["environment"]["TEIMGR_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"])
+    assert grace_s < int(service["stop_grace_period"].removesuffix("s"))
+    read(Source(file=ROOT / "configs" / "container.toml", environ={"TEIMGR_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "30"}))
+
+
+def test_grafana_reads_the_dashboard_where_compose_puts_it() -> None:
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["grafana"]
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/teimgr.yml").read_text())["providers"][0]
+    mounted = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
+    folder = DEPLOY / mounted[provider["options"]["path"]]
+    assert (folder / "teimgr.json").exists()
+    home = service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/teimgr.json"
+
+
+def test_images_have_labels_a_health_check_and_files_that_there_are() -> None:
+    found = stages()
+    assert set(found) == {"build", "base", "cpu", "cuda"}
+    assert "HEALTHCHECK" in found["base"]
+    assert "/health" in found["base"]
+    assert {"title", "description", "licenses", "version", "revision"} <= set(
+        re.findall(r"org\.opencontainers\.image\.(\w+)=", found["base"])
+    )
+    for name, text in found.items():
+        for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+            assert all((ROOT / source).exists() for source in sources.split()), sources
+        if name in ("cpu", "cuda"):
+            assert text.rstrip().endswith("USER teimgr")
+    pin = re.search(r"torch==[0-9.]*", (ROOT / "pyproject.toml").read_text())
+    assert pin is not None
+
+
+# systemd
+
+
+def unit() -> dict[str, str]:
+    lines = (line.partition("=") for line in SYSTEMD.read_text().splitlines() if line and line[0].isalpha())
+    return {name: value for name, _, value in lines}
+
+
+def test_the_unit_lets_workers_live_and_the_daemon_stop_in_time() -> None:
+    found = unit()
+    assert (found["KillMode"], found["Type"], found["Restart"]) == ("process", "notify", "on-failure")
+    assert int(found["WatchdogSec"]) >= 10
+    assert int(found["TimeoutStopSec"]) > Settings().graceful_shutdown_timeout_secs
+    folders = dict(part.split("=", 1) for part in found["Environment"].split())
+    home = f"/var/lib/{found['StateDirectory']}/"  # what ProtectSystem leaves writable
+    assert all(folder.startswith(home) for folder in folders.values())
+    assert set(folders) == {"TEIMGR_STATE_DIR", "HF_HOME"}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    file = tmp_path / "teimgr.service"
+    file.write_text(SYSTEMD.read_text().replace("/opt/teimgr/bin/teimgr", "/bin/true"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(file)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
