@@ -206,7 +206,7 @@ class Sampler:
         known, self._before = self._before, {}
         for name, view in views.items():
             workers = by_instance.get(name, ())
-            memory = float(_memory(view, on_cards, workers))
+            memory = _memory(view, on_cards, workers) or _NAN
             point, by_duration = self._point(now, clock, workers, known, memory)
             self.figures.setdefault(name, Figures()).append(point, by_duration, is_fine=is_fine)
         self.version += 1
@@ -219,9 +219,11 @@ class Sampler:
         known: Mapping[str, tuple[float, Mapping[str, Any]]],
         memory: float,
     ) -> tuple[Point, list[int]]:
-        rates = dict.fromkeys(_COUNTERS, 0.0)
+        # A worker that is seen for the first time has no rates yet.
+        is_known = any(worker.incarnation in known for worker in workers)
+        rates = dict.fromkeys(_COUNTERS, 0.0 if is_known else _NAN)
         durations = [0] * (len(DURATION_BOUNDS) + 1)
-        queue = 0.0
+        queue = 0.0 if workers else _NAN
         for worker in workers:
             counters = worker.counters
             self._before[worker.incarnation] = (clock, counters)
@@ -234,22 +236,10 @@ class Sampler:
             then = before.get("by_duration") or ()
             for index, (count, earlier) in enumerate(zip(counters.get("by_duration") or (), then, strict=False)):
                 durations[index] += max(0, count - earlier)
-        busy = rates["busy_s"] / len(workers) if workers else 0.0
-        return (
-            Point(
-                now,
-                rates["requests"],
-                rates["failures"],
-                rates["texts"],
-                rates["tokens"],
-                percentile(durations, 0.5),
-                percentile(durations, 0.99),
-                queue,
-                memory,
-                min(1.0, busy),
-            ),
-            durations,
-        )
+        busy = rates["busy_s"] / len(workers) if workers else _NAN
+        latencies = percentile(durations, 0.5), percentile(durations, 0.99)
+        counted = (rates[key] for key in ("requests", "failures", "texts", "tokens"))
+        return Point(now, *counted, *latencies, queue, memory, busy if math.isnan(busy) else min(1.0, busy)), durations
 
     @property
     def _is_watched(self) -> bool:

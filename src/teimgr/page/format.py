@@ -35,7 +35,7 @@ def milliseconds(value: float | None) -> str:
         return NOTHING
     if value >= 1000:
         return f"{value / 1000:.1f} s"
-    return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+    return f"{value:.0f} ms" if value >= 10 or not value else f"{value:.1f} ms"
 
 
 def duration(seconds: float | None) -> str:

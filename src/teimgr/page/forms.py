@@ -15,18 +15,23 @@ from teimgr.spec import KEYS, InstanceKey, InstanceSpec
 Widget = Literal["text", "number", "auto", "count", "choice", "switch", "lines", "pairs"]
 """auto: a number or "auto"; count: a number or one of `words`; lines: a list of texts; pairs: a table of texts."""
 
+ESSENTIAL = ("model_id", "name")
+"""The keys that a new instance needs."""
+
 _GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Model": ("model_id", "name", "revision", "kind", "pooling", "dtype"),
+    "Model": (*ESSENTIAL, "revision", "kind", "pooling", "dtype"),
     "Where it runs": ("gpu_id", "replicas", "threads", "port", "prometheus_port"),
+    "Trust": ("trust_remote_code", "safetensors_only"),
     "Limits": (
         *("max_batch_tokens", "max_concurrent_requests", "max_queue_wait_secs", "startup_timeout_secs"),
         "max_rss_mib",
     ),
-    "Trust": ("trust_remote_code", "safetensors_only"),
 }
 _REST = "Labels and flags"
 _HINTS = get_type_hints(InstanceSpec)
-_DEFAULTS = {item.name: item.default for item in fields(InstanceSpec)}
+_DEFAULTS = {
+    item.name: item.default if item.default_factory is MISSING else item.default_factory() for item in fields(InstanceSpec)
+}
 
 
 class FormField(NamedTuple):
@@ -69,7 +74,7 @@ def _field(name: str, spec: InstanceSpec | None) -> FormField:
     if name == "extra_args" and value:
         value = shown_args(value)
     words = key.words or tuple(_words_in(_HINTS[name]))
-    placeholder = "" if default in (MISSING, None, ()) else _text(default, key)
+    placeholder = "" if default is MISSING else _text(default, key)
     return FormField(
         name, widget, key.meaning, _text(value, key), placeholder, words, key.low, key.high, default is MISSING
     )

@@ -28,12 +28,13 @@ from teimgr.observability.memory import host_memory
 from teimgr.page import format, views
 from teimgr.page.assets import assets, html_response
 from teimgr.page.figures import Sampler
-from teimgr.page.forms import groups
+from teimgr.page.forms import ESSENTIAL, groups
 from teimgr.page.views import EVENTS_SHOWN, Values
 from teimgr.placement.planner import GpuInventory, usable_cores
 from teimgr.rest.app import PageRoutes
 from teimgr.rest.events import Event, event_stream
 from teimgr.rest.middleware import own_names
+from teimgr.rest.models import ModelInfo
 from teimgr.rest.probes import Scraper, all_alarms
 from teimgr.rest.schemas import instance_info
 from teimgr.spec import InstanceView, State, updatable
@@ -107,7 +108,13 @@ class Page:
         self._sampler.seen()
         alarms = self._alarm_lines(request, rows)
         return self._html(
-            request, "fleet.html", view="fleet", rows=rows, totals=views.totals(rows), alarms=alarms, states=[*State]
+            request,
+            "fleet.html",
+            view="fleet",
+            rows=rows,
+            totals=views.totals(rows) | await self._memory(request),
+            alarms=alarms,
+            states=[*State],
         )
 
     async def _instance(self, request: Request) -> Response:
@@ -133,14 +140,17 @@ class Page:
             request,
             "create.html",
             view="fleet",
-            groups=groups(lambda name: True),
+            essential=groups(ESSENTIAL.__contains__),
+            others=groups(lambda name: name not in ESSENTIAL),
             templates=sorted(settings.templates) if not caller_of(request.scope).is_restricted else [],
+            known=await self._known_models(request),
             chosen=chosen,
         )
 
     async def _models(self, request: Request) -> Response:
         registry = request.app.state.registry
-        models = [view.to_dict() for view in await registry.list()] if registry else []
+        nothing = dict.fromkeys(ModelInfo.model_fields)
+        models = [nothing | view.to_dict() for view in await registry.list()] if registry else []
         return self._html(request, "models.html", view="models", models=models)
 
     async def _devices(self, request: Request) -> Response:
@@ -213,9 +223,8 @@ class Page:
                     gone = [name for name in sent if name not in now]
                     sent = now
                     alarms = self._alarm_lines(request, rows)
-                    yield Event(
-                        "fleet", {"rows": changed, "gone": gone, "totals": views.totals(rows), "alarms": alarms}
-                    )
+                    totals = views.totals(rows) | await self._memory(request)
+                    yield Event("fleet", {"rows": changed, "gone": gone, "totals": totals, "alarms": alarms})
                 await asyncio.sleep(_LOOK_S)
 
     async def _instance_live(self, request: Request) -> Response:
@@ -353,6 +362,19 @@ class Page:
             self._rows_of = state, views.fleet_rows(self._manager.list(), self._sampler, gpus)
         covers = caller_of(request.scope).covers
         return [row for row in self._rows_of[1] if covers(row["name"])]
+
+    async def _known_models(self, request: Request) -> list[str]:
+        """Models on this host, as suggestions for callers that may list them."""
+        caller, registry = caller_of(request.scope), request.app.state.registry
+        if registry is None or caller.is_restricted or Right.READ not in caller.rights:
+            return []
+        return [view.model_id for view in await registry.list()]
+
+    async def _memory(self, request: Request) -> Values:
+        """Memory of all cards, or of this host without any, for callers that see the whole fleet."""
+        if caller_of(request.scope).is_restricted:
+            return {"memory": None, "memory_total": None, "memory_of": ""}
+        return views.memory_in_use((await self._gpus.read()).gpus)
 
     def _alarm_lines(self, request: Request, rows: Sequence[Values]) -> list[Values]:
         """Those of the daemon, which /health shows to everyone, then those of the caller's instances."""

@@ -32,7 +32,7 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
     point = figures.now if view.state is State.RUNNING else None
     on = [cards[uuid] for uuid in dict.fromkeys(worker.gpu for worker in view.workers) if uuid in cards]
     total = sum(card.memory_total_bytes or 0 for card in on) if on else host_bytes
-    memory = int(figures.now.memory) if figures.now and view.pid is not None else None
+    memory = None if figures.now is None or math.isnan(figures.now.memory) else int(figures.now.memory)
     running = sum(worker.state is State.RUNNING for worker in view.workers)
     return {
         "name": view.spec.name,
@@ -48,9 +48,9 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "memory_total": total or None,
         "tokens": _rounded(point.tokens if point else None),
         "requests": _rounded(point.requests if point else None),
-        "queue": int(point.queue) if point else None,
+        "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
-        "spark": [_rounded(value) for value in _spark(figures)],
+        "spark": [_rounded(value) for value in _spark(figures)] if point else [],
         "workers": f"{running}/{len(view.workers)}" if len(view.workers) != 1 else "",
         "tags": [f"{name}={value}" if value else name for name, value in view.spec.tags.items()],
         "port": view.spec.port,
@@ -60,7 +60,8 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
 def _spark(figures: Figures) -> list[float]:
     """Tokens per second of the last minute, or of the last minutes where no page was open."""
     fine = figures.fine.last(SPARK_POINTS, "tokens")
-    return fine if len(fine) >= SPARK_POINTS // 2 else figures.coarse.last(SPARK_POINTS, "tokens")
+    values = fine if len(fine) >= SPARK_POINTS // 2 else figures.coarse.last(SPARK_POINTS, "tokens")
+    return [value for value in values if not math.isnan(value)]
 
 
 def device_of(view: InstanceView) -> str:
@@ -84,8 +85,16 @@ def totals(rows: Sequence[Values]) -> Values:
         "tokens": _rounded(sum(row["tokens"] or 0 for row in rows)),
         "requests": _rounded(sum(row["requests"] or 0 for row in rows)),
         "queue": sum(row["queue"] or 0 for row in rows),
-        "memory": sum(row["memory"] or 0 for row in rows),
     }
+
+
+def memory_in_use(gpus: Sequence[Gpu]) -> Values:
+    """Memory in use and in all, of the cards, or of this host without any; bytes."""
+    used, total = sum(gpu.memory_used_bytes or 0 for gpu in gpus), sum(gpu.memory_total_bytes or 0 for gpu in gpus)
+    of = "GPU memory in use"
+    if not total:
+        (total, used), of = host_memory(), "Host memory in use"
+    return {"memory": used, "memory_total": total, "memory_of": of}
 
 
 def instance_alarms(rows: Iterable[Values]) -> list[Values]:
@@ -111,7 +120,7 @@ def _shown(point: Point) -> list[float]:
     return [round(point.time, 1), *(value if math.isnan(value) else float(f"{value:.4g}") for value in point[1:])]
 
 
-def events_for(caller: Caller, event_log: EventLog | None, views: Sequence[InstanceView], last: int) -> list[FleetEvent]:
+def events_for(caller: Caller, event_log: EventLog | None, last: int) -> list[FleetEvent]:
     """The latest events that the caller may see, newest first: those of its instances."""
     if event_log is None:
         return []

@@ -1,9 +1,9 @@
 // The fleet: rows that follow the live stream, a filter, sorting.
-import { $, $$, alarmItems, follow, json, setState } from "./page.js";
+import { $, $$, alarmItems, follow, setState } from "./page.js";
 import { milliseconds, number, share, size, spark } from "./format.js";
 
 const table = $("#fleet");
-const rows = new Map((json("rows") ?? []).map((row) => [row.name, row]));
+const rows = new Map();  // as the live stream has sent them
 const lines = new Map($$("tbody tr", table ?? document).map((line) => [line.dataset.name, line]));
 const shownAs = {
   device: (row) => row.device,

@@ -23,7 +23,7 @@ export function number(value) {
 export function milliseconds(value) {
   if (value == null) return NOTHING;
   if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
-  return `${value >= 10 ? value.toFixed(0) : value.toFixed(1)} ms`;
+  return `${value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1)} ms`;
 }
 
 export function duration(seconds) {

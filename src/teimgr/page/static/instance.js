@@ -32,6 +32,8 @@ function colour(variable) {
   return found;
 }
 
+const BINARY = Array.from({ length: 24 }, (_, power) => 2 ** (power + 20));
+
 function dataOf({ columns }) {
   const chosen = points[span()];
   return [chosen.map((point) => point[0]), ...columns.map((column) => chosen.map((point) => point[column]))];
@@ -56,8 +58,8 @@ function draw() {
         y: { range: (self, low, high) => [0, Math.max(chart.most ?? 0, (high || 0) * 1.15, id === "memory" ? 2 ** 20 : id === "latency" ? 1e-3 : 1)] },
       },
       axes: [
-        { ...axis, size: 22, space: 70, values: (self, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
-        { ...axis, size: 62, space: 28, values: (self, ticks) => ticks.map((tick) => chart.format(tick)) },
+        { ...axis, size: 22, space: 70, values: (self, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false })) },
+        { ...axis, size: 62, space: 28, incrs: id === "memory" ? BINARY : undefined, values: (self, ticks) => ticks.map((tick) => chart.format(tick)) },
       ],
       series: [{}, ...series],
       hooks: { setCursor: [(self) => latest(id, self.cursor.idx)] },
@@ -72,7 +74,7 @@ function latest(id, index) {
   const point = chosen[index ?? chosen.length - 1];
   const values = columns.map((column, at) => `${labels ? `${labels[at]} ` : ""}${format(point?.[column])}`);
   const text = point && columns.every((column) => point[column] == null) ? NOTHING : values.join(", ");
-  const time = index == null || !point ? "" : `${new Date(point[0] * 1000).toLocaleTimeString()}  `;
+  const time = index == null || !point ? "" : `${new Date(point[0] * 1000).toLocaleTimeString([], { hour12: false })}  `;
   $(`[data-latest=${id}]`).textContent = time + text;
   if (index == null) $(`[data-chart=${id}]`).setAttribute("aria-label", `${$(`[data-chart=${id}]`).previousElementSibling.firstChild.textContent.trim()}: now ${text}`);
 }
@@ -127,10 +129,11 @@ function show() {
   $("#replicas tbody").replaceChildren(...info.workers.map((worker) => element("tr", {},
     element("th", { scope: "row" }, String(worker.replica)),
     element("td", {}, element("span", { class: `state ${worker.state}` }, worker.state), worker.role === "serving" ? null : element("small", {}, worker.role)),
-    element("td", {}, worker.gpu_id == null ? "CPU" : `GPU ${worker.gpu_id}`),
+    element("td", {}, worker.gpu_id != null ? `GPU ${worker.gpu_id}` : worker.pid ? "CPU" : NOTHING),
     element("td", {}, String(worker.pid ?? NOTHING)),
     element("td", { class: "number" }, duration(worker.uptime_secs)),
     element("td", { class: "number" }, String(worker.restarts)))));
+  $("#try")?.toggleAttribute("hidden", info.status !== "running");
   const isWanted = info.wanted_running;
   for (const button of $$("[data-action]")) {
     const action = button.dataset.action;
@@ -212,7 +215,7 @@ function logLine(text) {
   try { event = text.startsWith("{") ? JSON.parse(text) : null; } catch { /* a line of another program */ }
   if (!event?.level) return element("div", {}, text);
   const { ts, timestamp, level, message, msg, event: title, logger, target, fields, ...rest } = event;
-  const more = Object.entries({ ...rest, ...(typeof fields === "object" ? fields : {}) }).filter(([key]) => key !== "message")
+  const more = Object.entries({ ...rest, ...(typeof fields === "object" ? fields : {}) }).filter(([key, value]) => key !== "message" && value !== null && value !== "" && !(Array.isArray(value) && !value.length))
     .map(([key, value]) => `${key}=${typeof value === "object" ? JSON.stringify(value) : value}`).join("  ");
   const word = String(level).toLowerCase();
   return element("div", { class: word },

@@ -47,14 +47,14 @@ const MODES = {
   },
 };
 
-let mode = "similarity";
+let mode = null;
 const results = $("#results"), problem = $("#play-error"), status = $("#play-state");
 const entered = {};
 
 // Choice of the task and of models
 
 function select(to) {
-  entered[mode] = { texts: $("#texts").value, query: $("#query").value };
+  if (mode) entered[mode] = { texts: $("#texts").value, query: $("#query").value };
   mode = to;
   const task = MODES[mode];
   for (const tab of $$("#modes [role=tab]")) {
@@ -141,9 +141,10 @@ function showSimilarity(answer, texts, instance) {
     element("caption", { class: "hidden" }, "Cosine similarity of each text with each"),
     element("thead", {}, element("tr", {}, element("td", {}), ...texts.map((text, at) => element("th", { scope: "col", title: text }, String(at + 1))))),
     element("tbody", {}, ...texts.map((text, at) => element("tr", {}, element("th", { scope: "row", title: text }, `${at + 1}  ${text}`), ...matrix[at].map(cell)))));
-  const parts = [element("div", { class: "scroll bare", tabindex: "0", role: "region", "aria-label": `Similarities by ${instance.name}` }, table)];
-  if (texts.length > 2) parts.push(element("h3", {}, "Map: near texts are similar"), map(flatMap(matrix), texts));
-  return parts;
+  const parts = [element("div", {}, element("h3", {}, "Cosine similarity"),
+    element("div", { class: "scroll bare", tabindex: "0", role: "region", "aria-label": `Similarities by ${instance.name}` }, table))];
+  if (texts.length > 2) parts.push(element("div", {}, element("h3", {}, "Map: near texts are similar"), map(flatMap(matrix), texts)));
+  return [element("div", { class: "similar" }, ...parts)];
 }
 
 function cell(value) {
@@ -167,13 +168,19 @@ function map(places, texts) {
   // One scale for both axes: distances mean something.
   const scale = Math.min((width - 6 * edge) / (x[1] - x[0] || 1), (height - 2 * edge) / (y[1] - y[0] || 1));
   const middle = [(x[0] + x[1]) / 2, (y[0] + y[1]) / 2];
+  const labels = [];
   const marks = places.flatMap((place, at) => {
     const [cx, cy] = [width / 2 + (place[0] - middle[0]) * scale, height / 2 - (place[1] - middle[1]) * scale];
-    const isRight = cx > width * 0.6;
-    const label = texts[at].length > 30 ? `${texts[at].slice(0, 29)}…` : texts[at];
+    const isRight = cx > width * 0.55, label = `${at + 1}  ${texts[at].length > 28 ? `${texts[at].slice(0, 27)}…` : texts[at]}`;
+    const long = label.length * 6.2, left = isRight ? cx - 8 - long : cx + 8;
+    // The nearest height at which it covers no other label.
+    const covers = (y) => labels.some((other) => Math.abs(other.y - y) < 13 && left < other.right && other.left < left + long);
+    const step = [0, 1, -1, 2, -2, 3, -3, 4, -4].find((each) => !covers(cy + 4 + each * 13)) ?? 0;
+    const y = cy + 4 + step * 13;
+    labels.push({ y, left, right: left + long });
     return [
       svg("circle", { cx, cy, r: 4 }, svg("title", {}, texts[at])),
-      svg("text", { x: cx + (isRight ? -8 : 8), y: cy + 4, "text-anchor": isRight ? "end" : "start" }, `${at + 1}  ${label}`),
+      svg("text", { x: cx + (isRight ? -8 : 8), y, "text-anchor": isRight ? "end" : "start" }, label),
     ];
   });
   return svg("svg", { class: "map", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Map of the texts by their two main components" }, ...marks);
