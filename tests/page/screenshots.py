@@ -16,7 +16,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 from tests.page.chromium import CHROMIUM, OPTIONS
-from tests.page.demo_fleet import demo_fleet
+from tests.page.demo_fleet import pictured_fleet
 from tests.support.daemon_process import DaemonProcess
 
 VIEWS = {
@@ -81,7 +81,7 @@ def main() -> int:
     if options.url:
         take(options.url, options.folder, 0)
         return 0
-    with demo_fleet(Path(tempfile.mkdtemp())) as daemon, under_load(daemon):
+    with pictured_fleet(Path(tempfile.mkdtemp())) as daemon, under_load(daemon):
         take(daemon.api, options.folder, WARM_UP_MS)
     return 0
 

@@ -34,7 +34,9 @@ class Sessions:
     not overwrite each other's.
     """
 
-    def __init__(self, port: int, *, lifetime_s: float = LIFETIME_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, port: int, *, lifetime_s: float = LIFETIME_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._port = port
         self._lifetime_s = lifetime_s
         self._clock = clock
@@ -102,7 +104,9 @@ def is_same_origin(method_reads: bool, headers: Mapping[str, str]) -> bool:
     if method_reads:
         return site in (None, "same-origin", "none") or headers.get("sec-fetch-mode") == "navigate"
     origin = headers.get("origin", "").lower()
-    return bool(origin) and origin.partition("://")[2] == headers.get("host", "").lower() and site in (None, "same-origin")
+    return (
+        bool(origin) and origin.partition("://")[2] == headers.get("host", "").lower() and site in (None, "same-origin")
+    )
 
 
 def _is_tls(scope: Scope) -> bool:

@@ -30,7 +30,8 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
 _REST = "Labels and flags"
 _HINTS = get_type_hints(InstanceSpec)
 _DEFAULTS = {
-    item.name: item.default if item.default_factory is MISSING else item.default_factory() for item in fields(InstanceSpec)
+    item.name: item.default if item.default_factory is MISSING else item.default_factory()
+    for item in fields(InstanceSpec)
 }
 
 
