@@ -116,7 +116,7 @@ class Daemon:
             live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs)),
             reloader=self.reloader,
             telemetry=self.telemetry,
-            page=self.page and self.page.routes(),
+            page=self.page.routes() if self.page else None,
         )
 
     async def run(self) -> int:

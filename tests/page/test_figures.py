@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from teimgr.observability.catalogue import DURATION_BOUNDS
@@ -53,12 +54,8 @@ def test_latency_is_that_of_the_last_minute() -> None:
     for moment in range(3 * FINE_POINTS):
         figures.append(point(2000.0 + moment * 2), NONE, is_fine=True)
     assert len(figures.fine) == FINE_POINTS
-    assert [round(b.time - a.time) for a, b in zip(*two(figures.coarse), strict=False)][5:] and len(figures.coarse) < 70
-
-
-def two(ring: Ring) -> tuple[list[Point], list[Point]]:
-    points = [*ring.after(0)]
-    return points, points[1:]
+    moments = [each.time for each in figures.coarse.after(2000)]
+    assert {b - a for a, b in pairwise(moments)} == {14.0}, "every seventh"
 
 
 class Workers:

@@ -1,4 +1,4 @@
-"""The page over HTTP: its views, its headers and weight, sessions, and what a key's rights and instances show and allow."""
+"""The page over HTTP: views, headers, weight, sessions, and what a key's rights and instances show and allow."""
 
 from __future__ import annotations
 

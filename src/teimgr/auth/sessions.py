@@ -1,7 +1,7 @@
 """Sessions of the web page: a cookie that stands for an API key in requests of a browser.
 
-A session holds the SHA-256 of its key and no rights: the policy in force decides at each request, so a key that a reload
-removes or changes does so for its sessions too. Sessions are in memory and end with the daemon.
+A session holds the SHA-256 of its key and no rights: the policy in force decides at each request, so a reload that
+removes or changes a key does so for its sessions too. Sessions are in memory and end with the daemon.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from http.cookies import SimpleCookie
 from typing import NamedTuple
 
 from teimgr.auth.policy import Scope, digest
@@ -30,8 +29,8 @@ class _Session(NamedTuple):
 class Sessions:
     """The open sessions by the digest of their token; the oldest of a key, or of all, gives way to a new one.
 
-    `port` is part of the cookie's name: browsers send a cookie to every port of a host, and two daemons on one host must
-    not overwrite each other's.
+    `port` is part of the cookie's name: browsers send a cookie to every port of a host, and two daemons on one host
+    must not overwrite each other's.
     """
 
     def __init__(
@@ -77,12 +76,9 @@ class Sessions:
     def cookie(self, scope: Scope, token: str) -> str:
         """The value of Set-Cookie that begins a session; an empty token ends it."""
         name = self._cookie_name(scope)
-        cookie = SimpleCookie({name: token})
-        cookie[name].update({"path": "/", "httponly": True, "samesite": "Strict"})
-        cookie[name]["max-age"] = int(self._lifetime_s) if token else 0
-        if _is_tls(scope):
-            cookie[name]["secure"] = True
-        return cookie[name].OutputString()
+        age_s = int(self._lifetime_s) if token else 0
+        secure = "; Secure" if _is_tls(scope) else ""
+        return f"{name}={token}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}"
 
     def _cookie_name(self, scope: Scope) -> str:
         # With the prefix browsers accept it from this very host alone, over TLS.

@@ -42,7 +42,7 @@ def sizes_in(path: Path) -> dict[str, int]:
 
 
 def host_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
-    """Memory of this host, or the container's limit where that is less, and how much is in use, in bytes; 0 if unknown."""
+    """Memory of this host, or the container's limit where that is less, and how much of it is in use; bytes."""
     sizes = proc_sizes(".", "meminfo")
     total = sizes.get("MemTotal", 0)
     used = total - sizes.get("MemAvailable", total)

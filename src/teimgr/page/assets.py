@@ -1,4 +1,4 @@
-"""Static files of the page: read once, compressed once, and cached by browsers for as long as their digest is the same."""
+"""Static files of the page: read and compressed once, cached by browsers as long as their digest is the same."""
 
 from __future__ import annotations
 

@@ -203,7 +203,9 @@ class Sampler:
             by_instance.setdefault(each.instance, []).append(each)
         for name in self.figures.keys() - views.keys():
             del self.figures[name]
-        known, self._before = self._before, {}
+        # A worker that did not answer in time is compared with its last answer.
+        known = self._before
+        self._before = {key: each for key, each in known.items() if clock - each[0] < LATENCY_WINDOW_S}
         for name, view in views.items():
             workers = by_instance.get(name, ())
             memory = _memory(view, on_cards, workers) or _NAN
@@ -236,10 +238,10 @@ class Sampler:
             then = before.get("by_duration") or ()
             for index, (count, earlier) in enumerate(zip(counters.get("by_duration") or (), then, strict=False)):
                 durations[index] += max(0, count - earlier)
-        busy = rates["busy_s"] / len(workers) if workers else _NAN
+        busy = min(1.0, rates["busy_s"] / len(workers)) if is_known else _NAN
         latencies = percentile(durations, 0.5), percentile(durations, 0.99)
-        counted = (rates[key] for key in ("requests", "failures", "texts", "tokens"))
-        return Point(now, *counted, *latencies, queue, memory, busy if math.isnan(busy) else min(1.0, busy)), durations
+        requests, failures, texts, tokens = (rates[key] for key in ("requests", "failures", "texts", "tokens"))
+        return Point(now, requests, failures, texts, tokens, *latencies, queue, memory, busy), durations
 
     @property
     def _is_watched(self) -> bool:
@@ -268,5 +270,5 @@ def _memory(view: InstanceView, on_cards: Mapping[int, int], stats: Sequence[Wor
     """
     if not any(worker.gpu for worker in view.workers):
         return sum(resident_bytes_of(worker.pid) or 0 for worker in view.workers if worker.pid is not None)
-    known = [on_cards[worker.pid] for worker in view.workers if worker.pid in on_cards]
+    known = [on_cards[worker.pid] for worker in view.workers if worker.pid is not None and worker.pid in on_cards]
     return sum(known) or sum(int(each.counters.get("device_bytes", 0)) for each in stats)

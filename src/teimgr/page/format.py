@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as text for people: the filters of the templates. `static/format.js` has the same for scripts."""
+"""Numbers, sizes and times as text: filters of the templates. `static/format.js` has the same for scripts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def duration(seconds: float | None) -> str:
     """The two greatest units: 3 d 4 h, 5 min 12 s, 8 s."""
     if seconds is None:
         return NOTHING
-    parts, rest = [], int(seconds)
+    parts: list[str] = []
+    rest = int(seconds)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, rest = divmod(rest, length)
         if count or (unit == "s" and not parts):

@@ -1,7 +1,7 @@
 """The web page: its routes, its sampler, its sessions, and its answer to refused requests.
 
-Views are rendered here from the same parts that the REST routes read, filtered by the same rights; whatever a user changes
-goes from the page's scripts to the REST routes.
+Views are rendered here from the same parts that the REST routes read, filtered by the same rights; whatever a user
+changes goes from the page's scripts to the REST routes.
 """
 
 from __future__ import annotations

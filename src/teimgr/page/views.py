@@ -1,4 +1,4 @@
-"""Values that the templates and the live streams show, made from views, figures and devices; shown as text by `format.py`."""
+"""Values that the templates and the live streams show, made from views, figures and devices."""
 
 from __future__ import annotations
 
