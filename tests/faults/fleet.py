@@ -2,7 +2,8 @@
 
 The real daemon over scripted workers, since a thousand real ones do not fit into the memory of a small machine: what a
 worker costs is measured elsewhere, and what the daemon does for it is the same. For each size: processor time while
-nothing happens, `GET /instances`, `/metrics` and the page of the fleet, and the adoption of all workers after a kill -9 of the daemon.
+nothing happens, `GET /instances`, `/metrics` and the page of the fleet, and the adoption of all workers after a kill -9
+of the daemon.
 """
 
 from __future__ import annotations
