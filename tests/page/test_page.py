@@ -5,13 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import ssl
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from tests.page.conftest import Serving
 from tests.support.api_keys import AUTH, SECRETS
-from tests.support.rest_listener import Front
+from tests.support.authority import Authority, needs_openssl
+from tests.support.rest_listener import Front, listening
+
+from teimgr.config.auth import Auth, Mtls, policy_of
+from teimgr.config.settings import Settings
+from teimgr.spec import InstanceSpec
 
 VIEWS = ("/", "/ui/fleet", "/ui/create", "/ui/models", "/ui/devices", "/ui/alarms", "/ui/playground")
 HTML = {"Accept": "text/html,*/*"}
@@ -32,8 +40,6 @@ async def sign_in(front: Front, name: str, path: str = "/") -> aiohttp.ClientRes
 
 async def put(front: Front, *names: str) -> None:
     """Instances without a caller's rights."""
-    from teimgr.spec import InstanceSpec
-
     for name in names:
         await front.fleet.create(InstanceSpec(name=name, model_id=f"org/{name}"))
 
@@ -90,12 +96,6 @@ async def test_an_instance_that_is_not_there_is_a_page_too(serving: Serving) -> 
 
 
 async def test_the_page_can_be_switched_off(serving: Serving) -> None:
-    from dataclasses import replace
-
-    from tests.support.rest_listener import listening
-
-    from teimgr.config.settings import Settings
-
     async with serving() as front:
         settings: Settings = replace(front.app.state.settings, page=False)
     async with listening(settings) as front, aiohttp.ClientSession(front.url) as front.http:
@@ -114,6 +114,7 @@ async def test_a_page_under_a_foreign_name_may_only_read(serving: Serving) -> No
 
 async def test_the_first_view_of_200_instances_is_small(serving: Serving) -> None:
     async with serving(instance_port_end=8500) as front:
+        front.fleet.on_views_changed = lambda views: None  # no events of four hundred changes
         await put(front, *(f"instance-{number}" for number in range(200)))
         for view in front.fleet.list():
             front.fleet.ready(view.spec.name)
@@ -246,10 +247,6 @@ async def test_no_other_page_changes_anything_with_a_session(serving: Serving, h
 
 
 async def test_a_reload_that_drops_a_key_ends_its_sessions(serving: Serving) -> None:
-    from dataclasses import replace
-
-    from teimgr.config.auth import policy_of
-
     async with serving(auth=AUTH) as front:
         await sign_in(front, "read")
         await front.call("GET", "/instances", 200)
@@ -293,3 +290,35 @@ async def test_a_key_for_some_instances_sees_those_alone(serving: Serving) -> No
         for path in ("/ui/instances/theirs", "/ui/instances/theirs/live", "/ui/models", "/ui/devices"):
             await front.call("GET", path, 403)
         assert "/ui/models" not in await text_of(front, "/ui/fleet")
+
+
+# Mutual TLS
+
+
+@needs_openssl
+async def test_with_mutual_tls_the_certificate_is_enough(serving: Serving, tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    ours.server()
+    ours.sign("operator", "/CN=operator", "DNS:operator.local")
+    ours.sign("other", "/CN=other", "DNS:other.local")
+    files = {name: ours.folder / f"{name}.pem" for name in ("ca", "server")}
+    mtls = Mtls(
+        ca_cert=files["ca"],
+        server_cert=files["server"],
+        server_key=ours.folder / "server.key",
+        allowed_subjects=("CN=operator",),
+    )
+    async with serving(auth=Auth(enabled=True, providers=("mtls",), mtls=mtls)) as front:
+        await put(front, "a")
+        for name, status in (("operator", 200), ("other", 401)):
+            context = ssl.create_default_context(cafile=str(files["ca"]))
+            context.load_cert_chain(ours.folder / f"{name}.pem", ours.folder / f"{name}.key")
+            async with front.http.get("/ui/instances/a", ssl=context, headers=HTML) as reply:
+                text = await reply.text()
+                assert reply.status == status
+                assert ("data-action" in text) is (name == "operator")
+                assert "sign-in" not in str(reply.url)
+            for origin, allowed in ((front.url, name == "operator"), ("https://evil.example", False)):
+                how: dict[str, Any] = {"ssl": context, "headers": {"Origin": origin}}
+                async with front.http.post("/instances/a/restart", **how) as reply:
+                    assert (reply.status == 200) is allowed

@@ -51,7 +51,7 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
         "spark": [_rounded(value) for value in _spark(figures)] if point else [],
-        "workers": f"{running}/{len(view.workers)}" if len(view.workers) != 1 else "",
+        "workers": f"{running}/{len(view.workers)}" if len(view.workers) > 1 else "",
         "tags": [f"{name}={value}" if value else name for name, value in view.spec.tags.items()],
         "port": view.spec.port,
     }

@@ -92,23 +92,23 @@ function filter() {
   $("#none").hidden = shown > 0;
 }
 
+const TEXTS = ["name", "state", "device"], collator = new Intl.Collator(undefined, { numeric: true });
 let order = null;
 function sort() {
   if (!order) return;
-  const { key, sign } = order;
-  const value = (name) => rows.get(name)?.[key] ?? (typeof rows.get(name)?.name === "string" && ["name", "state", "device"].includes(key) ? "" : -1);
-  const sorted = [...lines.values()].sort((a, b) => {
-    const [x, y] = [value(a.dataset.name), value(b.dataset.name)];
-    return sign * (typeof x === "string" ? String(x).localeCompare(String(y), undefined, { numeric: true }) : x - y);
-  });
-  $("tbody", table).append(...sorted);
+  const { key, sign } = order, isText = TEXTS.includes(key);
+  const compare = isText ? collator.compare : (x, y) => x - y;
+  // Without a value, last from the greatest down.
+  const keyed = [...lines.values()].map((line) => [rows.get(line.dataset.name)?.[key] ?? (isText ? "" : -1), line]);
+  keyed.sort(([x], [y]) => sign * compare(x, y));
+  $("tbody", table).append(...keyed.map(([, line]) => line));
 }
 
 if (table) {
   for (const head of $$("th[data-sort]", table)) {
     $("button", head).addEventListener("click", () => {
-      const key = head.dataset.sort, isText = ["name", "state", "device"].includes(key);
-      order = { key, sign: order?.key === key ? -order.sign : isText ? 1 : -1 };
+      const key = head.dataset.sort;
+      order = { key, sign: order?.key === key ? -order.sign : TEXTS.includes(key) ? 1 : -1 };
       for (const other of $$("th[aria-sort]", table)) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", order.sign > 0 ? "ascending" : "descending");
       sort();
