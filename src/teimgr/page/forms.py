@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from teimgr.config.extra_args import shown_args
+from teimgr.config.instance_keys import shown_args
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec
 
 Widget = Literal["text", "number", "auto", "count", "choice", "switch", "lines", "pairs"]

@@ -41,7 +41,7 @@ export function duration(seconds) {
 export function spark(values) {
   const known = values.map((value) => value ?? 0);
   if (known.length < 2) return "";
-  const top = Math.max(...known, 1e-9), step = 96 / (known.length - 1);
+  const top = Math.max(...known, 100), step = 96 / (known.length - 1);
   return known.map((value, index) => `${(index * step).toFixed(1)},${(22 - (value / top) * 20).toFixed(1)}`).join(" ");
 }
 
