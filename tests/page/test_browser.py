@@ -335,3 +335,19 @@ def test_scripts_agree_with_the_server(page: Any) -> None:
         for b, q in zip(points, places, strict=True):
             wanted = sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
             assert sum((x - y) ** 2 for x, y in zip(p, q, strict=True)) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_models_are_measured_and_a_failed_download_says_why(page: Any, daemon: DaemonProcess) -> None:
+    page.goto("/ui/models")
+    line = page.locator("#models tbody tr", has=page.get_by_role("link", name="classifier", exact=True))
+    assert line.get_by_role("button", name="Delete").is_disabled()
+    line.get_by_role("button", name="Measure").click()
+    expect(line.locator(".state.verified")).to_be_visible()
+    expect(line).to_contain_text("tokens/s")
+    page.get_by_role("textbox").fill("nobody/nothing")
+    page.get_by_role("button", name="Add and download").click()  # there is no network
+    line = page.locator("tr[data-model='nobody/nothing']")
+    expect(line.locator(".reason")).not_to_be_empty()
+    line.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(line).to_have_count(0)

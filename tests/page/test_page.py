@@ -209,6 +209,8 @@ async def test_a_session_stands_for_the_key(serving: Serving) -> None:
             assert reply.status == 303
         await front.call("GET", "/instances", 401)
         await front.call("GET", "/instances", 401, headers={"Cookie": cookie.partition(";")[0]})
+        async with front.http.post("/ui/sign-out", headers={"Origin": front.url}) as reply:
+            assert reply.url.path == "/ui/sign-in"
 
 
 async def test_a_wrong_key_or_a_foreign_form_begins_no_session(serving: Serving) -> None:

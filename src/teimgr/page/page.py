@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _SIGN_IN_BYTES = 4096
-_SIGN_IN = "/ui/sign-in"
+_SIGN_IN, _SIGN_OUT = "/ui/sign-in", "/ui/sign-out"
 
 
 class Page:
@@ -90,7 +90,7 @@ class Page:
             Route("/ui/static/{digest}/{name}", _static),
             Route(_SIGN_IN, self._sign_in_form),
             Route(_SIGN_IN, self._sign_in, methods=["POST"]),
-            Route("/ui/sign-out", self._sign_out, methods=["POST"]),
+            Route(_SIGN_OUT, self._sign_out, methods=["POST"]),
         ]
         return PageRoutes(routes, self.sessions, self._refused)
 
@@ -307,6 +307,8 @@ class Page:
     def _refused(self, scope: Scope, template: str | None, error: TeimgrError) -> Response | None:
         """A sign-in page or an error page for a browser that asked for a view; None for everything else."""
         request = Request(scope)
+        if template == _SIGN_OUT and isinstance(error, Unauthenticated):
+            return RedirectResponse(_SIGN_IN, 303)  # the session has ended already
         is_view = template is not None and (template == "/" or template.startswith("/ui/"))
         if not is_view or request.method not in ("GET", "HEAD") or "text/html" not in request.headers.get("accept", ""):
             return None
