@@ -27,6 +27,7 @@ from teimgr.observability import logs
 from teimgr.observability.memory import raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
+from teimgr.page.page import Page
 from teimgr.placement.planner import GpuInventory
 from teimgr.placement.preflight import Preflight
 from teimgr.registry.registry import Registry
@@ -102,6 +103,7 @@ class Daemon:
         self.gpu_report = GpuReport(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)
         self.metrics.sources += (self.scraper.page, self.gpu_report.page)
+        self.page = Page(settings, self.manager, self.scraper, gpus) if settings.page else None
         self.app = create_app(
             self.manager,
             settings,
@@ -116,6 +118,7 @@ class Daemon:
             live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs)),
             reloader=self.reloader,
             telemetry=self.telemetry,
+            page=self.page.routes() if self.page else None,
         )
 
     async def run(self) -> int:
@@ -147,7 +150,7 @@ class Daemon:
                     await self.manager.boot()
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()
-                    async with self.muxes.running():
+                    async with self.muxes.running(), self.page.running() if self.page else contextlib.nullcontext():
                         addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
                         if self.settings.grpc_enabled:
                             addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"

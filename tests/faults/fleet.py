@@ -2,7 +2,8 @@
 
 The real daemon over scripted workers, since a thousand real ones do not fit into the memory of a small machine: what a
 worker costs is measured elsewhere, and what the daemon does for it is the same. For each size: processor time while
-nothing happens, `GET /instances` and `/metrics`, and the adoption of all workers after a kill -9 of the daemon.
+nothing happens, `GET /instances`, `/metrics` and the page of the fleet, and the adoption of all workers after a kill -9
+of the daemon.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ async def measure(instances: int) -> dict[str, float]:
             await _running(http, instances)
             found["created_s"] = time.monotonic() - began
             found |= await _idle(daemon)
-            for path in ("/instances", "/metrics"):
-                name = path.strip("/")
+            for path in ("/instances", "/metrics", "/ui/fleet"):
+                name = path.rpartition("/")[2]
                 found[f"{name}_ms"], found[f"{name}_kib"] = await _read(http, path)
             before = await _pids(http)
         daemon.kill()

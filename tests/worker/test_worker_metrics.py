@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.errors import EmptyInput, InferenceFailed, InvalidInput, Overloaded
+from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.worker.calls import WorkerCall
 from teimgr.worker.worker_metrics import TeiMetrics
 
@@ -189,3 +190,14 @@ def test_a_reply_that_could_not_be_made_is_a_failure() -> None:
 
     assert values(parsed(metrics)["te_request_failure"], "err") == {"inference": 1}
     assert "te_request_success" not in parsed(metrics)
+
+
+def test_the_counts_of_the_page_have_a_bucket_for_each_bound(metrics: TeiMetrics) -> None:
+    counts = metrics.counts()
+    assert (counts["requests"], counts["failures"]) == (2, 0)
+    assert len(counts["by_duration"]) == len(DURATION_BOUNDS) + 1
+    assert sum(counts["by_duration"]) == 2
+    metrics.failed(Overloaded("later"))
+    assert metrics.counts()["failures"] == 1
+    counts["by_duration"][0] = 99
+    assert sum(metrics.counts()["by_duration"]) == 2

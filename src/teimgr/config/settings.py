@@ -82,6 +82,7 @@ class Settings:
     )
     inference_timeout_secs: int = key(300, "limit of an inference request over HTTP; 0: none", low=0, high=I64)
 
+    page: bool = key(True, "serve the web page at / of the REST port")
     allowed_origins: tuple[str, ...] = key(
         (),
         "web pages of other origins, 'https://app.example', that may do more than read without an API key; '*': all",

@@ -52,6 +52,10 @@ class EventLog:
         """The id of the last event; 0 before the first."""
         return self._latest
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def note(self, views: Sequence[InstanceView]) -> None:
         """Append the events that lead from the views before to these, which are all instances."""
         now = {view.spec.name: view for view in views}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _KIB = 1024
 _OPEN_FILES = 65536
+_CGROUP = Path("/sys/fs/cgroup")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -38,6 +39,20 @@ def sizes_in(path: Path) -> dict[str, int]:
         return {}
     rows = (line.split() for line in lines)
     return {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows if len(row) == 3 and row[2] == "kB"}
+
+
+def host_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
+    """Memory of this host, or the container's limit where that is less, and how much of it is in use; bytes."""
+    sizes = proc_sizes(".", "meminfo")
+    total = sizes.get("MemTotal", 0)
+    used = total - sizes.get("MemAvailable", total)
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        if limit < total:
+            return limit, int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        pass
+    return total, used
 
 
 def private_bytes(sizes: dict[str, int]) -> int | None:

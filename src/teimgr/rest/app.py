@@ -10,15 +10,17 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
+from starlette.routing import BaseRoute
 
 from teimgr import __version__
 from teimgr.auth.policy import CERTIFICATE, PolicyInForce, certificate_from_tls
+from teimgr.auth.sessions import Sessions
 from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
@@ -35,13 +37,21 @@ from teimgr.registry.registry import Registry
 from teimgr.rest import config, error_answers, events, fleet, gpus, instances, logs, models, probes
 from teimgr.rest.direct import DirectInference
 from teimgr.rest.gpus import GpuReport
-from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, RejectEncodedSeparators
+from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, PageRefusal, RejectEncodedSeparators
 from teimgr.rest.probes import Alarms
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.worker_run import FleetProber
 
 docs = APIRouter(include_in_schema=False)
+
+
+class PageRoutes(NamedTuple):
+    """The web page as the application needs it: its routes, its sessions, and its answer to a refused request."""
+
+    routes: Sequence[BaseRoute]
+    sessions: Sessions
+    refusal: PageRefusal
 
 
 @docs.get("/docs")
@@ -64,6 +74,7 @@ def create_app(
     live_probe: FleetProber | None = None,
     reloader: Reloader | None = None,
     telemetry: Telemetry | None = None,
+    page: PageRoutes | None = None,
 ) -> FastAPI:
     """The REST application over `manager`; a part that is None has no routes.
 
@@ -81,6 +92,7 @@ def create_app(
         live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
         reloader: Routes of /config.
         telemetry: Traces requests that change something.
+        page: The web page.
     """
     app = FastAPI(
         title="teimgr",
@@ -111,12 +123,21 @@ def create_app(
     if gateway is not None:
         app.router.routes.extend(gateway.routes())
         describe(app)
+    if page is not None:
+        app.router.routes.extend(page.routes)
     error_answers.install(app)
     # Innermost first.
     app.add_middleware(HeadAsGet)
     app.add_middleware(RejectEncodedSeparators)
     policy = policy or PolicyInForce(policy_of(settings.auth))
-    app.add_middleware(Authentication, policy=policy, routes=app.router.routes)
+    app.state.policy = policy
+    app.add_middleware(
+        Authentication,
+        policy=policy,
+        routes=app.router.routes,
+        sessions=page and page.sessions,
+        refusal=page and page.refusal,
+    )
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -18,7 +18,17 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from teimgr.auth.policy import CALLER, Caller, Policy, PolicyInForce, Right, authenticate_request
+from teimgr.auth.policy import (
+    CALLER,
+    CERTIFICATE,
+    NO_CERTIFICATE,
+    Caller,
+    Policy,
+    PolicyInForce,
+    Right,
+    authenticate_request,
+)
+from teimgr.auth.sessions import Sessions, is_same_origin
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.gateway.model_cards import INFINITY_HEALTH, MODEL_LISTS
@@ -44,6 +54,11 @@ READS = ("GET", "HEAD", "OPTIONS")
 # Longer paths are not cached, so that callers cannot fill the memory with them.
 _CACHED_PATHS, _CACHED_CHARS = 4096, 256
 _CONTEXT_HEADERS = [(name.encode(), name) for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)]
+_KEY_HEADERS = {b"authorization", b"x-api-key"}
+_HOST_NAME = socket.gethostname()
+
+PageRefusal = Callable[[Scope, str | None, TeimgrError], Response | None]
+"""The answer of the page to a request that was refused, by scope, template of the route and error; None: as REST."""
 
 
 class Observe:
@@ -222,6 +237,21 @@ PERMISSIONS: dict[str, Permission] = {
     **{f"GET {path}": PUBLIC for path in INFINITY_HEALTH},
     "POST /v1/check-api-key": EITHER,
     "GET /v1/models/{model:path}": EITHER,
+    # The page. It changes nothing itself: its scripts call the routes above.
+    "GET /": KNOWN,  # the first view that the caller's rights allow
+    "GET /ui/static/{digest}/{name}": PUBLIC,
+    "GET /ui/sign-in": PUBLIC,
+    "POST /ui/sign-in": PUBLIC,
+    "POST /ui/sign-out": KNOWN,
+    "GET /ui/create": ADMIN,
+    "GET /ui/fleet": READ,
+    "GET /ui/fleet/live": READ,
+    "GET /ui/instances/{name}": READ,
+    "GET /ui/instances/{name}/live": READ,
+    "GET /ui/alarms": READ,
+    "GET /ui/models": READ_ALL,
+    "GET /ui/devices": READ_ALL,
+    "GET /ui/playground": INFERENCE,
 } | {f"{path.method} {path.path}": INFERENCE if path.method == "POST" else EITHER for path in paths()}
 
 _DIALECTS = {path.path: path.dialect for path in paths()} | {
@@ -272,14 +302,24 @@ class Authentication:
     """Authenticates the caller and checks the right that the route requires; puts the caller into the scope.
 
     Web pages of other origins may only read, where no API key is required: a browser sends its user's certificate, or
-    uses its user's place in the network, for every page. A key is sent by none but a page that has it.
+    uses its user's place in the network, for every page. A key is sent by none but a page that has it. A session cookie
+    (`sessions`) stands for a key in requests of our own page alone. `refusal` is the page's own answer to a refused
+    request, if it has one.
     """
 
-    def __init__(self, app: ASGIApp, policy: PolicyInForce, routes: Sequence[BaseRoute]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        policy: PolicyInForce,
+        routes: Sequence[BaseRoute],
+        sessions: Sessions | None = None,
+        refusal: PageRefusal | None = None,
+    ) -> None:
         self._app = app
         self._policy = policy
         self._permissions = RoutePermissions(routes)
-        self._host_name = socket.gethostname()
+        self._sessions = sessions
+        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         policy = self._policy.now
@@ -294,17 +334,35 @@ class Authentication:
         route = self._permissions.of(scope["method"], scope["path"], policy)
         if not route.permission.is_public:
             try:
-                scope[CALLER] = caller = authenticate_request(policy, scope)
+                scope[CALLER] = caller = self._authenticate(policy, scope)
                 route.check(caller)
             except (Unauthenticated, Forbidden) as error:
-                return await _rejection(error, route.template, scope["path"])(scope, receive, send)
+                shown = self._refusal(scope, route.template, error) if self._refusal else None
+                return await (shown or _rejection(error, route.template, scope["path"]))(scope, receive, send)
         return await self._app(scope, receive, send)
+
+    def _authenticate(self, policy: Policy, scope: Scope) -> Caller:
+        """The caller by the key in the headers, else by the session of our page."""
+        names = {name for name, _ in scope["headers"]}
+        token = self._sessions.token_in(scope) if self._sessions and not names & _KEY_HEADERS else None
+        if self._sessions is None or token is None or policy.keys is None:
+            return authenticate_request(policy, scope)
+        if not is_same_origin(scope["method"] in READS, _headers(scope)):
+            raise Forbidden("a session is for the pages of this server alone: send an API key")
+        return policy.authenticate_digest(scope.get(CERTIFICATE, NO_CERTIFICATE), self._sessions.key_of(token))
 
     def _foreign_page(self, scope: Scope) -> str | None:
         settings: Settings = scope["app"].state.settings
-        names = (self._host_name, settings.api_host, *settings.allowed_hosts)
-        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        return foreign_page(headers, settings.allowed_origins, names)
+        return foreign_page(_headers(scope), settings.allowed_origins, own_names(settings))
+
+
+def own_names(settings: Settings) -> tuple[str, ...]:
+    """The names under which this server's own web pages are reached, beside addresses and localhost."""
+    return (_HOST_NAME, settings.api_host, *settings.allowed_hosts)
+
+
+def _headers(scope: Scope) -> Mapping[str, str]:
+    return {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
 
 
 def _rejection(error: TeimgrError, template: str | None, path: str) -> Response:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
@@ -90,6 +90,14 @@ def all_alarms(manager: Manager, others: Alarms) -> list[str]:
     return [alarm for alarm in (manager.store_alarm, *others()) if alarm]
 
 
+class WorkerStats(NamedTuple):
+    """The counters of one worker, its answer to `Method.STATS`."""
+
+    instance: str
+    incarnation: str
+    counters: Mapping[str, Any]
+
+
 class Scraper:
     """Reads the metrics of all workers in the directory concurrently, each within `limit_s`; caches for `max_age_s`.
 
@@ -112,6 +120,17 @@ class Scraper:
                 self._page = await self._read()
                 self._read_at = time.monotonic()
         return self._page
+
+    async def stats(self) -> list[WorkerStats]:
+        """The counters of all workers that answer in time: a few numbers each, where a page has some hundreds."""
+        async with self._reading:
+            workers = self._connected()
+            found = await asyncio.gather(*(self._ask(name, worker, Method.STATS) for name, worker in workers))
+        return [
+            WorkerStats(name, worker.endpoint.incarnation, counters)
+            for (name, worker), counters in zip(workers, found, strict=True)
+            if counters is not None
+        ]
 
     async def close(self) -> None:
         workers, self._workers = tuple(self._workers.values()), {}
@@ -138,12 +157,16 @@ class Scraper:
         return found
 
     async def _scrape(self, instance: str, worker: Replica) -> Page | None:
+        found = await self._ask(instance, worker, Method.METRICS)
+        return None if found is None else unpack(found, instance=instance)
+
+    async def _ask(self, instance: str, worker: Replica, method: Method) -> dict[str, Any] | None:
         if not worker.usable:
             return None
         try:
-            call = await worker.start(Method.METRICS, b"", Flag.NONE, self._limit_s)
-            reply = await call.answer
-            return unpack(json.loads(reply.payload), instance=instance)
+            call = await worker.start(method, b"", Flag.NONE, self._limit_s)
+            found: dict[str, Any] = orjson.loads((await call.answer).payload)
+            return found
         except (TeimgrError, ValueError) as error:
             log.debug("no metrics of a worker", extra={"instance": instance, "reason": str(error)})
             return None

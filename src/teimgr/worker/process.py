@@ -323,8 +323,8 @@ class Worker:
         return json.dumps({"batches": engine.stats().batches}).encode() if payload else b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:
-        stats = asdict(self._engine.stats()) if self._engine else {}
-        return json.dumps({"calls": self._dispatcher.calls, **stats}).encode()
+        counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats()) if self._engine else {}
+        return json.dumps({"calls": self._dispatcher.calls, **counts}).encode()
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
         page = self._dispatcher.metrics.page() | await asyncio.to_thread(process_page, self._dispatcher.calls)

@@ -6,11 +6,13 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import Job, Output
 from teimgr.errors import Code, TeimgrError
 from teimgr.observability import catalogue, exposition
+from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, Sample
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.wire.frames import Timings
@@ -51,6 +53,11 @@ class Histogram:
         histogram._sum = float(total)
         return histogram
 
+    @property
+    def counts(self) -> list[int]:
+        """Per bucket, the last one above all bounds."""
+        return [*self._counts]
+
     def samples(self) -> list[Sample]:
         return [*exposition.histogram(self._bounds, self._counts, self._sum)] if any(self._counts) else []
 
@@ -65,6 +72,9 @@ class DurationHistograms:
         durations_ns = (timings.total_ns, timings.tokenization_ns, timings.queue_ns, timings.inference_ns)
         for histogram, nanoseconds in zip(self._histograms.values(), durations_ns, strict=True):
             histogram.observe(nanoseconds / 1e9, times)
+
+    def counts(self, family: Family) -> list[int]:
+        return self._histograms[family].counts
 
     def page(self) -> Page:
         return {family: histogram.samples() for family, histogram in self._histograms.items()}
@@ -140,6 +150,11 @@ class TeiMetrics:
 
     def batch_too_large(self) -> None:
         self._failures["batch_size"] += 1
+
+    def counts(self) -> dict[str, Any]:
+        """Requests, failures, and the calls by duration: one count per bucket of `DURATION_BOUNDS`, one above."""
+        whole = self._durations.counts(catalogue.REQUEST_DURATIONS[0])
+        return {"requests": self._requests.total(), "failures": self._failures.total(), "by_duration": whole}
 
     def page(self) -> Page:
         """All metrics; a series appears with its first count."""

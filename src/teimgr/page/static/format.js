@@ -1,0 +1,54 @@
+// Numbers, sizes and times as text; the same as page/format.py, which renders the first view.
+export const NOTHING = "–";
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+export function size(count) {
+  if (count == null) return NOTHING;
+  let power = 0;
+  while (count >= 1024 && power < UNITS.length - 1) { count /= 1024; power += 1; }
+  return `${count >= 100 || !power ? count.toFixed(0) : count.toFixed(1)} ${UNITS[power]}`;
+}
+
+export function number(value) {
+  if (value == null) return NOTHING;
+  for (const [limit, divisor, unit] of [[1e3, 1, ""], [1e6, 1e3, "k"], [1e9, 1e6, "M"], [Infinity, 1e9, "G"]]) {
+    if (Math.abs(value) < limit) {
+      const short = value / divisor;
+      return `${short >= 100 || Number.isInteger(short) ? short.toFixed(0) : short.toFixed(1)}${unit}`;
+    }
+  }
+  return NOTHING;
+}
+
+export function milliseconds(value) {
+  if (value == null) return NOTHING;
+  if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
+  return `${value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1)} ms`;
+}
+
+export function duration(seconds) {
+  if (seconds == null) return NOTHING;
+  const parts = [];
+  let rest = Math.trunc(seconds);
+  for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]]) {
+    const count = Math.floor(rest / length);
+    rest %= length;
+    if (count || (unit === "s" && !parts.length)) parts.push(`${count} ${unit}`);
+  }
+  return parts.slice(0, 2).join(" ");
+}
+
+export function spark(values) {
+  const known = values.map((value) => value ?? 0);
+  if (known.length < 2) return "";
+  const top = Math.max(...known, 100), step = 96 / (known.length - 1);
+  return known.map((value, index) => `${(index * step).toFixed(1)},${(22 - (value / top) * 20).toFixed(1)}`).join(" ");
+}
+
+export function share(used, total) {
+  return total ? Math.min(100, (100 * (used ?? 0)) / total).toFixed(1) : "0";
+}
+
+export function moment(timestamp) {
+  return timestamp ? timestamp.slice(0, 19).replace("T", " ") : "never";
+}

@@ -1,0 +1,322 @@
+// One instance: live charts, life line, log, settings, actions.
+import { $, $$, api, ask, attempt, element, follow, instancePath, json, setState, toast } from "./page.js";
+import { duration, milliseconds, moment, NOTHING, number, size } from "./format.js";
+import { fieldsOf, textOf, valueOf } from "./forms.js";
+
+const name = $("#instance").dataset.name;
+let { row, info } = json("info");
+
+// Charts. A point is [time, requests, failures, texts, tokens, p50, p99, queue, memory, busy].
+
+const percent = (value) => (value == null ? NOTHING : `${Math.round(100 * value)} %`);
+const CHARTS = {
+  requests: { columns: [1], format: number },
+  tokens: { columns: [4], format: number },
+  latency: { columns: [5, 6], format: (value) => milliseconds(value == null ? null : value * 1000), labels: ["median", "p99"] },
+  queue: { columns: [7], format: number },
+  memory: { columns: [8], format: size },
+  busy: { columns: [9], format: percent, most: 1 },
+};
+const points = { fine: [], coarse: [] };
+const KEPT = { fine: 150, coarse: 240 };
+const SPAN_S = { fine: 300, coarse: 3600 };
+const span = () => $("input[name=span]:checked").value;
+const charts = new Map();
+
+function colour(variable) {
+  const probe = element("span");
+  probe.style.color = `var(${variable})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+const BINARY = Array.from({ length: 24 }, (_, power) => 2 ** (power + 20));
+
+function dataOf({ columns }) {
+  const chosen = points[span()];
+  return [chosen.map((point) => point[0]), ...columns.map((column) => chosen.map((point) => point[column]))];
+}
+
+function draw() {
+  const grid = { stroke: colour("--line"), width: 1 }, text = colour("--muted");
+  const strokes = [colour("--accent"), colour("--second")];
+  const axis = { stroke: text, grid, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  for (const [id, chart] of Object.entries(CHARTS)) {
+    charts.get(id)?.destroy();
+    const box = $(`[data-chart=${id}]`);
+    const series = chart.columns.map((_, index) => ({
+      stroke: strokes[index], width: 1.6, spanGaps: false, label: chart.labels?.[index] ?? id,
+      points: { show: (self, at, from, to) => to - from < 3, size: 4 },
+      fill: chart.columns.length === 1 ? strokes[0].replace(/^rgb\((.*)\)$/, "rgba($1, 0.1)") : undefined,
+    }));
+    const options = {
+      width: box.clientWidth, height: 130, legend: { show: false }, cursor: { y: false, points: { size: 6 } },
+      scales: {
+        x: { time: true, range: () => { const end = Date.now() / 1000; return [end - SPAN_S[span()], end]; } },
+        y: { range: (self, low, high) => [0, Math.max(chart.most ?? 0, (high || 0) * 1.15, id === "memory" ? 2 ** 20 : id === "latency" ? 1e-3 : 1)] },
+      },
+      axes: [
+        { ...axis, size: 22, space: 70, values: (self, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false })) },
+        { ...axis, size: 62, space: 28, incrs: id === "memory" ? BINARY : undefined, values: (self, ticks) => ticks.map((tick) => chart.format(tick)) },
+      ],
+      series: [{}, ...series],
+      hooks: { setCursor: [(self) => latest(id, self.cursor.idx)] },
+    };
+    charts.set(id, new uPlot(options, dataOf(chart), box));
+    latest(id, null);
+  }
+}
+
+function latest(id, index) {
+  const { columns, format, labels } = CHARTS[id], chosen = points[span()];
+  const point = chosen[index ?? chosen.length - 1];
+  const values = columns.map((column, at) => `${labels ? `${labels[at]} ` : ""}${format(point?.[column])}`);
+  const text = point && columns.every((column) => point[column] == null) ? NOTHING : values.join(", ");
+  const time = index == null || !point ? "" : `${new Date(point[0] * 1000).toLocaleTimeString([], { hour12: false })}  `;
+  $(`[data-latest=${id}]`).textContent = time + text;
+  if (index == null) $(`[data-chart=${id}]`).setAttribute("aria-label", `${$(`[data-chart=${id}]`).previousElementSibling.firstChild.textContent.trim()}: now ${text}`);
+}
+
+function refresh() {
+  for (const [id, chart] of charts) {
+    chart.setData(dataOf(CHARTS[id]));
+    if (chart.cursor.idx == null) latest(id, null);
+  }
+}
+
+new ResizeObserver(() => {
+  for (const [id, chart] of charts) {
+    const width = $(`[data-chart=${id}]`).clientWidth;
+    if (width && width !== chart.width) chart.setSize({ width, height: 130 });
+  }
+}).observe($(".charts"));
+document.addEventListener("theme", draw);
+for (const choice of $$("input[name=span]")) choice.addEventListener("change", refresh);
+if (document.readyState === "complete") draw(); else addEventListener("load", draw);
+
+// The instance as it is now.
+
+const facts = {
+  kind: () => info.kind ?? NOTHING,
+  dimension: () => info.model?.dimension || NOTHING,
+  dtype: () => info.dtype,
+  max_input_length: () => (info.model ? `${info.model.max_input_length} tokens` : NOTHING),
+  device: () => row.device,
+  memory: () => size(row.memory),
+  port: () => info.port,
+  uptime: () => duration(info.uptime_secs),
+  restarts: () => info.restarts,
+  last_health_check: () => moment(info.last_health_check),
+};
+
+function show() {
+  setState($("h1 .state"), info.status);
+  for (const [fact, text] of Object.entries(facts)) {
+    const cell = $(`[data-fact=${fact}]`), now = String(text());
+    if (cell.textContent !== now) cell.textContent = now;
+  }
+  $("#reason").textContent = info.reason ?? "";
+  $("#reason").hidden = !info.reason;
+  const update = info.update, box = $("#update");
+  box.hidden = !update || update.state === "done";
+  if (update) {
+    const what = update.changes.length ? `Change of ${update.changes.join(", ")}` : "Rolling restart";
+    box.textContent = update.state === "rolling" ? `${what}: new workers are starting beside the old ones.` : `${what} failed and was rolled back: ${update.reason}`;
+    box.classList.toggle("bad", update.state === "failed");
+  }
+  $("#replicas tbody").replaceChildren(...info.workers.map((worker) => element("tr", {},
+    element("th", { scope: "row" }, String(worker.replica)),
+    element("td", {}, element("span", { class: `state ${worker.state}` }, worker.state), worker.role === "serving" ? null : element("small", {}, worker.role)),
+    element("td", {}, worker.gpu_id != null ? `GPU ${worker.gpu_id}` : worker.pid ? "CPU" : NOTHING),
+    element("td", {}, String(worker.pid ?? NOTHING)),
+    element("td", { class: "number" }, duration(worker.uptime_secs)),
+    element("td", { class: "number" }, String(worker.restarts)))));
+  $("#try")?.toggleAttribute("hidden", info.status !== "running");
+  const isWanted = info.wanted_running;
+  for (const button of $$("[data-action]")) {
+    const action = button.dataset.action;
+    if (action === "start") button.hidden = isWanted && info.status !== "failed";
+    if (action === "stop") button.hidden = !isWanted;
+    if (action === "restart") button.hidden = !isWanted || info.status === "failed";
+  }
+  const test = $("#self-test");
+  if (!test.dataset.busy) test.disabled = info.status !== "running";
+}
+
+function addEvents(events) {
+  for (const each of events) {
+    if ($(`#life [data-id="${each.id}"]`)) continue;
+    $("#life").prepend(element("li", { "data-id": each.id },
+      element("time", { datetime: each.timestamp }, moment(each.timestamp)), " ",
+      element("b", { class: `kind ${each.event}` }, each.event.replaceAll("_", " ")),
+      each.reason ? element("span", { class: "reason" }, each.reason) : null,
+      each.crash_report ? element("code", {}, each.crash_report) : null));
+  }
+  while ($("#life").children.length > 100) $("#life").lastElementChild.remove();
+  $("#no-events").hidden = $("#life").children.length > 0;
+}
+
+const live = follow(`/ui/instances/${encodeURIComponent(name)}/live`, {
+  instance(now) {
+    ({ row, info } = now);
+    for (const [ring, kept] of Object.entries(KEPT)) points[ring] = [...points[ring], ...now.points[ring]].slice(-kept);
+    show();
+    addEvents(now.events);
+    refresh();
+    if (!isEdited()) load();
+  },
+  gone() { live.end(); location.assign("/ui/fleet"); },
+}, { opened() { points.fine = []; points.coarse = []; } });
+show();
+
+// Actions
+
+const done = { start: "Starting", stop: "Stopping", restart: "Restarting" };
+for (const button of $$("[data-action]")) {
+  button.addEventListener("click", async () => {
+    const action = button.dataset.action;
+    if (action === "delete") {
+      if (!(await ask(`Delete ${name}?`, "Its workers stop and its settings are removed. Its log stays.", "Delete"))) return;
+      if (await attempt(button, () => api("DELETE", instancePath(name)))) location.assign("/ui/fleet");
+      return;
+    }
+    if (action === "stop" && !(await ask(`Stop ${name}?`, "Its callers are refused until it is started again, also after a restart of the daemon.", "Stop"))) return;
+    // A running instance restarts without a gap.
+    const body = action === "restart" ? { rolling: info.status === "running" } : undefined;
+    await attempt(button, () => api("POST", instancePath(name, `/${action}`), body), `${done[action]} ${name}`);
+  });
+}
+
+$("#self-test").addEventListener("click", async (event) => {
+  const button = event.currentTarget, list = $("#self-test-result");
+  button.dataset.busy = "yes";
+  list.replaceChildren(element("li", { class: "muted" }, "Running …"));
+  await attempt(button, async () => {
+    const health = await api("GET", instancePath(name, "/health?probe=true"));
+    const proofs = health.proofs ?? [];
+    list.replaceChildren(...proofs.map((proof, index) => element("li", {},
+      element("span", { class: `state ${proof.ok ? "running" : "failed"}` }, proof.ok ? "passed" : "failed"),
+      ` worker ${index}, ${milliseconds(proof.seconds * 1000)}${proof.problem ? `: ${proof.problem}` : ""}`)));
+    if (!proofs.length) list.replaceChildren(element("li", {}, "No worker could be asked."));
+  });
+  delete button.dataset.busy;
+  show();
+});
+
+// Log
+
+const log = $("#log"), LINES = 1000;
+let held = [], isPaused = false;
+
+function logLine(text) {
+  let event = null;
+  try { event = text.startsWith("{") ? JSON.parse(text) : null; } catch { /* a line of another program */ }
+  if (!event?.level) return element("div", {}, text);
+  const { ts, timestamp, level, message, msg, event: title, logger, target, fields, ...rest } = event;
+  const more = Object.entries({ ...rest, ...(typeof fields === "object" ? fields : {}) }).filter(([key, value]) => key !== "message" && value !== null && value !== "" && !(Array.isArray(value) && !value.length))
+    .map(([key, value]) => `${key}=${typeof value === "object" ? JSON.stringify(value) : value}`).join("  ");
+  const word = String(level).toLowerCase();
+  return element("div", { class: word },
+    element("time", {}, moment(ts ?? timestamp ?? "").slice(11)), element("span", { class: "level" }, word),
+    String(message ?? msg ?? title ?? fields?.message ?? ""), more ? element("span", { class: "more" }, `  ${more}`) : null);
+}
+
+function matches(line) {
+  return line.textContent.toLowerCase().includes($("#log-filter").value.trim().toLowerCase());
+}
+
+function append(texts) {
+  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  for (const text of texts) {
+    const line = logLine(text);
+    line.hidden = !matches(line);
+    log.append(line);
+  }
+  while (log.children.length > LINES) log.firstElementChild.remove();
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+let waiting = [];
+function flush() {
+  const texts = waiting;
+  waiting = [];
+  append(texts);
+}
+
+const logs = follow(() => {
+  const level = $("#log-level").value;
+  return instancePath(name, `/logs?follow=true&start=-200${level ? `&level=${level}` : ""}`);
+}, {
+  line({ line }) {
+    if (isPaused) { held = [...held, line].slice(-LINES); return; }
+    if (!waiting.length) requestAnimationFrame(flush);
+    waiting.push(line);
+  },
+  gap({ reason }) { append([`… ${reason}`]); },
+}, { light: true, opened() { log.replaceChildren(); } });
+$("#log-level").addEventListener("change", () => logs.reopen());
+$("#log-filter").addEventListener("input", () => { for (const line of log.children) line.hidden = !matches(line); });
+$("#log-pause").addEventListener("click", (event) => {
+  isPaused = !isPaused;
+  event.currentTarget.setAttribute("aria-pressed", String(isPaused));
+  event.currentTarget.textContent = isPaused ? "Continue" : "Pause";
+  if (!isPaused) { append(held); held = []; }
+});
+
+// Settings
+
+const form = $("#settings"), submit = $("button[type=submit]", form), problem = $("#settings-error");
+const initial = new Map(fieldsOf(form).map((field) => [field, textOf(field)]));
+const changedFields = () => fieldsOf(form).filter((field) => textOf(field) !== initial.get(field));
+const isEdited = () => changedFields().length > 0 || form.contains(document.activeElement);
+
+/** Fields that nobody edits follow changes made elsewhere. */
+function load() {
+  for (const field of fieldsOf(form)) {
+    const key = field.dataset.key, value = info[key];
+    // Once a model is loaded, these are the ones in use, which may differ from the requested ones.
+    if (["dtype", "kind", "pooling", "threads"].includes(key)) continue;
+    let text = value == null ? "" : String(value);
+    if (field.dataset.widget === "lines") text = (value ?? []).join("\n");
+    if (field.dataset.widget === "pairs") text = Object.entries(value ?? {}).map(([tag, word]) => `${tag}=${word}`).join("\n");
+    if (field.dataset.widget === "auto" && value === 0) text = "auto";
+    if (field.dataset.widget === "switch") field.checked = field.defaultChecked = value === true;
+    else if (field.value !== text) field.value = field.defaultValue = text;
+    initial.set(field, textOf(field));
+  }
+}
+
+function mark() {
+  const changed = changedFields();
+  for (const field of fieldsOf(form)) field.closest(".field").classList.toggle("changed", changed.includes(field));
+  if (submit) {
+    submit.disabled = !changed.length;
+    submit.textContent = changed.length > 1 ? `Apply ${changed.length} changes` : "Apply changes";
+  }
+}
+
+form.addEventListener("input", mark);
+form.addEventListener("reset", () => setTimeout(() => { problem.hidden = true; mark(); }));
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  problem.hidden = true;
+  submit.disabled = true;
+  try {
+    const changed = changedFields();
+    const body = Object.fromEntries(changed.map((field) => [field.dataset.key, valueOf(field) ?? null]));
+    await api("PATCH", instancePath(name), body);
+    for (const field of changed) {
+      initial.set(field, textOf(field));
+      if (field.type === "checkbox") field.defaultChecked = field.checked;
+      else if (field.tagName !== "SELECT") field.defaultValue = field.value;
+      else for (const option of field.options) option.defaultSelected = option.selected;
+    }
+    toast(`Accepted: ${Object.keys(body).join(", ")}`);
+  } catch (error) {
+    problem.textContent = error.message;
+    problem.hidden = false;
+  }
+  mark();
+});
