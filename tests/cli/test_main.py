@@ -114,10 +114,8 @@ def test_flags_are_checked_like_the_file(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["config"], ["config", "check"], ["serve", "--log-format", "xml"]])
 def test_a_wrong_command_line_shows_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: teimgr" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert "Usage: teimgr" in capsys.readouterr().err
 
 
 SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'
