@@ -84,8 +84,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         connection = Connection.resolve(flags, context=arguments.context)
-        if arguments.endpoint is None and connection.is_default:
-            parser.error("the following arguments are required: -e/--endpoint, or TEIMGR_URL, or a context")
+        named = (
+            ("-e/--endpoint (or TEIMGR_URL, or a context)", not connection.is_default),
+            ("-i/--instance", load.instance is not None),
+        )
+        if missing := [name for name, given in named if not given]:
+            parser.error(f"the following arguments are required: {', '.join(missing)}")
         tls = replace(connection.tls, server_name=name or connection.tls.server_name)
         return run_load(load, connection.grpc(), tls, connection.api_key)
     except TeimgrError as error:
@@ -180,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-e", "--endpoint", metavar="URL", help="http://host:port, or https:// for TLS; else TEIMGR_URL or a context")
-    add("-i", "--instance", required=True, metavar="NAME", help="the instance that answers")
+    add("-i", "--instance", metavar="NAME", help="the instance that answers")
     modes = "unary Embed calls, EmbedArrow, or Rerank of batches"
     add("-m", "--mode", choices=("standard", "arrow", "rerank"), default="standard", help=modes)
     add("-n", "--num-texts", type=_positive, metavar="N", help="texts to send (10000; with --texts: all its lines)")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from teimgr.cli.command import Output, Server
 from teimgr.cli.failures import Exit
 from teimgr.cli.output import duration
+from teimgr.errors import Forbidden
 
 _LINE_S = 10.0
 
@@ -21,6 +22,9 @@ def embed_corpus(
 ) -> int:
     from teimgr.client.corpus import embed_file
 
+    # A wrong address or name ends at once; what fails later is tried again.
+    with suppress(Forbidden):
+        server.rest.get(instance)
     given = {key: value for key, value in options.items() if value is not None}
     began = time.monotonic()
     with server.connection.client(server.timeout_s) as client, _shown(source.name, output) as progress:
@@ -80,11 +84,20 @@ class _Meter:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._first: int | None = None
+        self._first_share: float | None = None
 
     def rate(self, rows: int) -> float:
         if self._first is None:
             self._first, self._began = rows, time.monotonic()
         return (rows - self._first) / max(time.monotonic() - self._began, 1e-9)
+
+    def left_s(self, progress: Any) -> float | None:
+        """Seconds to the end at the rate of this run; None while that is not known."""
+        share = progress.rows / progress.total if progress.total else progress.share or 0.0
+        if self._first_share is None:
+            self._first_share = share
+        gained = share - self._first_share
+        return (time.monotonic() - self._began) * (1.0 - share) / gained if gained > 0 else None
 
     def text(self, progress: Any) -> str:
         failed = f", {progress.failed:,} failed" if progress.failed else ""
@@ -94,16 +107,16 @@ class _Meter:
 
 def _lines(title: str) -> Callable[[Any], None]:
     """A line every ten seconds and at each pause."""
-    meter, printed = _Meter(), time.monotonic()
+    meter, printed, reason = _Meter(), time.monotonic(), None
 
     def update(progress: Any) -> None:
-        nonlocal printed
+        nonlocal printed, reason
         text = meter.text(progress)
-        if progress.waiting is None and time.monotonic() - printed < _LINE_S:
+        meter.left_s(progress)  # counts from the first call
+        if progress.waiting in (None, reason) and time.monotonic() - printed < _LINE_S:
             return
-        printed = time.monotonic()
-        rate = meter.rate(progress.rows)
-        left = f", {duration((progress.total - progress.rows) / rate)} left" if progress.total and rate else ""
-        print(f"{title}: {text}{left}", file=sys.stderr, flush=True)
+        printed, reason = time.monotonic(), progress.waiting
+        left = meter.left_s(progress)
+        print(f"{title}: {text}" + (f", {duration(left)} left" if left else ""), file=sys.stderr, flush=True)
 
     return update

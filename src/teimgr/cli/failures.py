@@ -59,7 +59,7 @@ _TO_DO = {
     Code.INSTANCE_EXISTS: "`teimgr edit` changes it without a gap, `teimgr rm` deletes it",
     Code.ALREADY_RUNNING: "`teimgr restart` starts it anew, `teimgr wait` waits until it serves",
     Code.NOT_RUNNING: "`teimgr start` starts it",
-    Code.BACKEND_UNAVAILABLE: "`teimgr wait` waits until it serves, `teimgr logs` has the reason if it does not",
+    Code.BACKEND_UNAVAILABLE: "`teimgr ps` shows its state, `teimgr start` starts it, `teimgr logs` has the reason of a failure",
     Code.MODEL_LOAD_FAILED: "`teimgr logs` has the details; `teimgr models check` loads a model on trial",
     Code.MODEL_IN_USE: "delete the instances first: `teimgr rm`",
     Code.WRONG_MODEL_KIND: "`teimgr ps` shows what kind of model each instance has",
@@ -111,7 +111,7 @@ def explain(error: TeimgrError, source: str = "", names: Callable[[], Sequence[s
             "start one with `teimgr up` or `teimgr serve`, or name another: --url, TEIMGR_URL, `teimgr context use`",
             "UNREACHABLE",
         )
-    if isinstance(error, InvalidConfig | UsageError):
+    if isinstance(error, InvalidConfig | UsageError) or type(error) is Refused:  # of this program, not of a daemon
         return Failure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
     do = _TO_DO.get(error.code, "")
     if isinstance(error, InstanceNotFound):

@@ -102,9 +102,7 @@ def rm(
 
 def start(server: Server, output: Output, names: Names, wait: Wait = False, timeout: Timeout = 300.0) -> int:
     """Start stopped or failed instances."""
-    status = _each(
-        server, output, names, "starting", lambda rest, name: rest.start(name), quiet=wait and output.as_json
-    )
+    status = _each(server, output, names, "starting", lambda rest, name: rest.start(name), quiet=wait)
     return status or (_await(server, output, names, timeout) if wait else Exit.OK)
 
 
@@ -131,7 +129,7 @@ def restart(
     def call(rest: RestClient, name: str) -> Instance:
         return rest.restart(name, rolling=rolling)
 
-    status = _each(server, output, names, "restarting", call, quiet=wait and output.as_json)
+    status = _each(server, output, names, "restarting", call, quiet=wait)
     return status or (_await(server, output, names, timeout) if wait else Exit.OK)
 
 
@@ -170,7 +168,7 @@ def _each(
             status = status or exit_status(error)
         else:
             bodies.append(instance.details if instance else {"name": name})
-            if not output.as_json:
+            if not output.as_json and not quiet:
                 print(f"{name}\t{done}" if not output.is_terminal else f"{name}: {done}")
     if output.as_json and not quiet:
         output.value(bodies)

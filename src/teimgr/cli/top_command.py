@@ -142,7 +142,9 @@ def top(
     interval: Annotated[
         float, typer.Option("--interval", "-i", metavar="S", help="Seconds between samples.", min=0.1)
     ] = 2.0,
-    count: Annotated[int, typer.Option("--count", "-n", help="Samples; 0: until Ctrl-C. In a pipe 1.", min=0)] = -1,
+    count: Annotated[
+        int | None, typer.Option("--count", "-n", help="Samples; 0: until Ctrl-C.  [default: 0, in a pipe 1]", min=0)
+    ] = None,
 ) -> None:
     """Show the load of each instance.
 
@@ -151,7 +153,7 @@ def top(
     On a terminal it is live; in a pipe it prints one sample. With --json each sample is a line.
     """
     live = output.is_terminal and not output.as_json
-    wanted = count if count >= 0 else (0 if live else 1)
+    wanted = count if count is not None else (0 if live else 1)
     samples = _samples(server.rest, set(names or ()), interval, wanted)
     if output.as_json:
         for loads in samples:

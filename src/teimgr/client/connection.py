@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from teimgr.client.rest_client import API, RestClient
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.durable_files import write_atomically
-from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.errors import InvalidConfig, TeimgrError, Unreachable
 
 if TYPE_CHECKING:
     from teimgr.client.clients import Client
@@ -132,6 +132,9 @@ class Connection:
         """The gRPC address: the one given, else the REST host with the port that the daemon reports.
 
         A key that may not read the settings gets the port above that of REST.
+
+        Raises:
+            Unreachable: no daemon answers.
         """
         if self.grpc_url is not None:
             return self.grpc_url
@@ -140,8 +143,10 @@ class Connection:
         try:
             settings = self.rest_client(timeout_s=5.0).config()
             port = next(int(each["value"]) for each in settings if each["key"] == "grpc_port")
+        except Unreachable:
+            raise
         except (TeimgrError, StopIteration, TypeError, KeyError):
-            pass
+            pass  # a key without the right to read the settings, or another product
         return ServerAddress(address.host, port, address.secure).url
 
 

@@ -81,11 +81,25 @@ def json_of(path: str, status: int, reply: bytes) -> Any:
         raise Internal(f"{path}: the reply is no JSON: {error}") from error
 
 
+# The words of TEI's error bodies, which routes of inference have.
+_TEI_CODES = {
+    "Empty": Code.EMPTY_INPUT,
+    "Validation": Code.INVALID_INPUT,
+    "Tokenizer": Code.TOKENIZER_ERROR,
+    "Overloaded": Code.OVERLOADED,
+    "Unhealthy": Code.BACKEND_UNAVAILABLE,
+    "Backend": Code.INFERENCE_FAILED,
+}
+
+
 def error_from_reply(status: int, body: bytes) -> TeimgrError:
-    """The exception for an HTTP error reply; a body that is no teimgr error becomes its text."""
+    """The exception for an HTTP error reply, in our shape or TEI's; another body becomes its text."""
     try:
         fields = json.loads(body)
-        return error_from_code(Code[fields["code"]], str(fields["error"]))
+        code = _TEI_CODES[fields["error_type"]] if "error_type" in fields else Code[fields["code"]]
+        if status == 404:
+            code = Code.INSTANCE_NOT_FOUND
+        return error_from_code(code, str(fields["error"]))
     except (ValueError, KeyError, TypeError):
         text = body.decode("utf-8", "replace").strip()
         message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"

@@ -85,7 +85,7 @@ def embed_file(
     if output.suffix.lower() not in outputs.SUFFIXES:
         raise InvalidConfig(f"{output}: the suffix is none of {', '.join(outputs.SUFFIXES)}")
     texts = open_source(source, text_column, keep)
-    failures = output.with_name(f"{output.stem}.failed.jsonl")
+    failures = output.with_name(f"{output.name}.failed.jsonl")
     if restart:
         discard(output, failures)
     partial = PartialOutput(output, failures, _identity(texts, float16, options))
