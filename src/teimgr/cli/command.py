@@ -18,18 +18,18 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from teimgr.cli import output as shapes
-from teimgr.cli.failures import Exit, UsageError, exit_status, explain, report
+from teimgr.cli.failures import Exit, Failure, exit_status, explain, report
 from teimgr.client.connection import Connection, ConnectionValues
 from teimgr.client.rest_client import RestClient
 from teimgr.errors import TeimgrError
 
-_PANEL = "Connection"
+CONNECTION_PANEL = "Connection"
 _TIMEOUT_S = 60.0
 
 
 def _connection_option(name: str, meaning: str, metavar: str) -> tuple[str, Any, Any]:
     flag = "--" + name.replace("_", "-")
-    option = typer.Option(flag, help=meaning, metavar=metavar, rich_help_panel=_PANEL, show_default=False)
+    option = typer.Option(flag, help=meaning, metavar=metavar, rich_help_panel=CONNECTION_PANEL, show_default=False)
     return name, Annotated[str | None, option], None
 
 
@@ -49,7 +49,11 @@ _REQUEST_LIMIT = (
     Annotated[
         float,
         typer.Option(
-            "--request-timeout", help="Seconds for one request.", metavar="S", rich_help_panel=_PANEL, min=0.001
+            "--request-timeout",
+            help="Seconds for one request.",
+            metavar="S",
+            rich_help_panel=CONNECTION_PANEL,
+            min=0.1,
         ),
     ],
     _TIMEOUT_S,
@@ -71,6 +75,11 @@ class Server:
         if self._connection is None:
             self._connection = Connection.resolve(self.flags, context=self.context)
         return self._connection
+
+    @property
+    def source(self) -> str:
+        """Where the address is from; empty where none was looked for."""
+        return "" if self._connection is None else self._connection.source
 
     @property
     def rest(self) -> RestClient:
@@ -143,9 +152,11 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
         try:
             status = command(**given)
         except TeimgrError as error:
-            source = server.connection.source if Server in own.values() and not isinstance(error, UsageError) else ""
-            report(explain(error, source, server.names), as_json=as_json)
+            report(explain(error, server.source, server.names), as_json=as_json)
             status = exit_status(error)
+        except ModuleNotFoundError as error:
+            report(_incomplete(error), as_json=as_json)
+            status = Exit.FAILED
         except KeyboardInterrupt:
             status = Exit.INTERRUPTED
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -157,6 +168,12 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *connection)}
     del run.__wrapped__
     return run
+
+
+def _incomplete(error: ModuleNotFoundError) -> Failure:
+    """The failure of a command of the daemon where the client alone is installed."""
+    what = "this installation lacks a part that the command needs"
+    return Failure(what, f"no module {error.name!r}", "install all: `pip install teimgr`", "INCOMPLETE_INSTALLATION")
 
 
 def options_of(*options: tuple[str, Any, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -15,6 +15,7 @@ from teimgr.cli.output import duration
 from teimgr.errors import Forbidden
 
 _LINE_S = 10.0
+_IDLE_S = 300.0  # without any reply on the stream
 
 
 def embed_corpus(
@@ -27,7 +28,7 @@ def embed_corpus(
         server.rest.get(instance)
     given = {key: value for key, value in options.items() if value is not None}
     began = time.monotonic()
-    with server.connection.client(server.timeout_s) as client, _shown(source.name, output) as progress:
+    with server.connection.client(max(server.timeout_s, _IDLE_S)) as client, _shown(source.name, output) as progress:
         try:
             done = embed_file(client, source, target, progress=progress, instance=instance, **given)
         except KeyboardInterrupt:
@@ -84,7 +85,7 @@ class _Meter:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._first: int | None = None
-        self._first_share: float | None = None
+        self._start: tuple[float, float] | None = None
 
     def rate(self, rows: int) -> float:
         if self._first is None:
@@ -94,10 +95,13 @@ class _Meter:
     def left_s(self, progress: Any) -> float | None:
         """Seconds to the end at the rate of this run; None while that is not known."""
         share = progress.rows / progress.total if progress.total else progress.share or 0.0
-        if self._first_share is None:
-            self._first_share = share
-        gained = share - self._first_share
-        return (time.monotonic() - self._began) * (1.0 - share) / gained if gained > 0 else None
+        if progress.rows == self._first:
+            return None  # of a resumed file nothing is read yet
+        now = time.monotonic()
+        if self._start is None:
+            self._start = now, share
+        began, first = self._start
+        return (now - began) * (1.0 - share) / (share - first) if share > first else None
 
     def text(self, progress: Any) -> str:
         failed = f", {progress.failed:,} failed" if progress.failed else ""

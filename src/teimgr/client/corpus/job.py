@@ -24,6 +24,11 @@ _BATCH_ROWS = 2048
 _BATCH_BYTES = 4 << 20
 _TEXT_BYTES = 16 << 20
 _COMMIT_S = 0.5
+# A message holds what the model computes in about this time: a slow one answers before the client's timeout, and an
+# interruption costs little.
+_FIRST_ROWS = 64
+_QUICK_REPLY_S = 0.5
+_SLOW_REPLY_S = 4.0
 _RETRY_FIRST_S = 0.25
 _RETRY_MOST_S = 10.0
 
@@ -66,6 +71,7 @@ def embed_file(
     retry_s: float = 300.0,
     overwrite: bool = False,
     restart: bool = False,
+    commit_s: float = _COMMIT_S,
     progress: Callable[[Progress], None] = lambda progress: None,
     **options: Any,
 ) -> EmbeddedFile:
@@ -74,7 +80,8 @@ def embed_file(
     Row i of the output is row i of the source: columns `row`, those of `keep`, and `embedding` (float32, or float16).
     A row that fails has a null there (NaN in NumPy), and its reason and text in `<output>.failed.jsonl`. Memory does
     not grow with the file. Until the end the rows are in `<output>.partial`; a run that was interrupted or killed is
-    resumed by the same call. `options` are those of `Client.embed_arrow`, with `instance` or `model`.
+    resumed by the same call, and repeats at most `commit_s` of work. `batch_rows` bounds one message; a slow model gets
+    fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`.
 
     Raises:
         InvalidConfig: a file cannot be read or written, or lacks a column.
@@ -93,7 +100,7 @@ def embed_file(
         raise Refused(f"{output} exists; --overwrite replaces it")
     with partial:
         resumed_at = partial.rows
-        work = _Work(client, texts, partial, options, batch_rows, float16, retry_s, progress)
+        work = _Work(client, texts, partial, options, batch_rows, float16, retry_s, commit_s, progress)
         try:
             work.run()
         finally:
@@ -127,6 +134,7 @@ class _Work:
         batch_rows: int,
         float16: bool,
         retry_s: float,
+        commit_s: float,
         progress: Callable[[Progress], None],
     ) -> None:
         self._client = client
@@ -136,7 +144,9 @@ class _Work:
         self._batch_rows = batch_rows
         self._type = pa.float16() if float16 else pa.float32()
         self._retry_s = retry_s
+        self._commit_s = commit_s
         self._progress = progress
+        self._rows_now = min(_FIRST_ROWS, batch_rows)
         self.dimension = 0
 
     def run(self) -> None:
@@ -159,19 +169,29 @@ class _Work:
     def _stream(self) -> None:
         """Embed from the first row that is not done to the end, over one stream."""
         sent: deque[pa.RecordBatch] = deque()  # of this stream: a broken one may still be reading texts on its thread
-        committed = time.monotonic()
+        committed = answered = time.monotonic()
         self._report()
         for answer in self._client.embed_arrow_stream(self._texts(sent), **self._options):
             self._write(sent.popleft(), answer)
-            if time.monotonic() - committed >= _COMMIT_S:
+            now = time.monotonic()
+            self._adapt(now - answered)
+            answered = now
+            if now - committed >= self._commit_s:
                 self._partial.commit()
                 committed = time.monotonic()
             self._report()
 
+    def _adapt(self, reply_s: float) -> None:
+        """More rows in a message after a quick reply, fewer after a slow one."""
+        if reply_s < _QUICK_REPLY_S:
+            self._rows_now = min(self._rows_now * 2, self._batch_rows)
+        elif reply_s > _SLOW_REPLY_S:
+            self._rows_now = max(self._rows_now // 2, 1)
+
     def _texts(self, sent: deque[pa.RecordBatch]) -> Iterator[Any]:
         """The texts of the batches, each put in `sent` beside those that wait for their answer."""
         for batch in self._source.batches(self._partial.rows, self._batch_rows):
-            for piece in _bounded(batch):
+            for piece in _bounded(batch, lambda: self._rows_now):
                 sent.append(piece)
                 yield piece.column(TEXT)
 
@@ -200,8 +220,8 @@ class _Work:
         )
 
 
-def _bounded(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The batch in pieces of bounded bytes; a text beyond the limit of one message is a row that fails."""
+def _bounded(batch: pa.RecordBatch, most_rows: Callable[[], int]) -> Iterator[pa.RecordBatch]:
+    """The batch in pieces of bounded rows and bytes; a text beyond the limit of one message is a row that fails."""
     lengths = pc.fill_null(pc.binary_length(batch.column(TEXT)), 0).to_numpy(zero_copy_only=False)
     if lengths.max(initial=0) > _TEXT_BYTES:
         over = lengths > _TEXT_BYTES
@@ -213,7 +233,7 @@ def _bounded(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         lengths = np.where(over, 0, lengths)
     start, filled = 0, 0
     for row, length in enumerate(lengths):
-        if row > start and filled + length > _BATCH_BYTES:
+        if row > start and (filled + length > _BATCH_BYTES or row - start >= most_rows()):
             yield batch.slice(start, row - start)
             start, filled = row, 0
         filled += int(length)

@@ -55,7 +55,11 @@ class PartialOutput:
             raise InvalidConfig(f"{self.data_path}: {error.strerror}") from error
         if self._lock is None:
             raise Refused(f"{self.data_path}: another process is writing it")
-        done = self._journal()
+        try:
+            done = self._journal()
+        except BaseException:
+            os.close(self._lock)
+            raise
         self.rows, self.failed = done.get("rows", 0), done.get("failed", 0)
         self._data = _opened_at(self.data_path, done.get("data_bytes", 0))
         self._failures = _opened_at(self.failures_path, done.get("failure_bytes", 0))
