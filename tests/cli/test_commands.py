@@ -9,7 +9,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,22 +156,18 @@ def test_logs_and_events_are_readable_or_json(run: Run) -> None:
     assert run("events", "-n", 1, "--json").json["event"]
 
 
-def test_following_ends_with_an_interrupt(fleet: WarmDaemonProcess, run: Run) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "teimgr", "events", "-f", "-n", "0", "--kind", "updated", "--url", fleet.api],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    os.set_blocking(process.stdout.fileno(), False)
-    seen, end = "", time.monotonic() + 30
-    while "updated" not in seen and time.monotonic() < end:
-        run("edit", "static", "--startup-timeout-secs", str(int(time.monotonic() * 10) % 1000 + 10), "--wait")
-        seen += process.stdout.read() or ""
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert "\tupdated\tstatic\t" in seen
+def test_following_gives_new_events_and_ends_with_an_interrupt(fleet: WarmDaemonProcess, run: Run) -> None:
+    command = ["events", "classes", "-f", "-n", "1", "--kind", "running", "--kind", "stopping", "--url", fleet.api]
+    with subprocess.Popen(
+        [sys.executable, "-m", "teimgr", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "\trunning\tclasses\t" in process.stdout.readline()
+        run("stop", "classes")
+        assert "\tstopping\tclasses\t" in process.stdout.readline()
+        run("start", "classes", "--wait")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (Exit.INTERRUPTED, "")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from teimgr import __version__
+from teimgr.cli.failures import MEANINGS
 from teimgr.cli.main import main
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -87,6 +88,37 @@ def test_settings_are_shown_with_who_said_them_and_without_secrets(tmp_path: Pat
         "webhooks": [{"url": "http://x", "secret": "***"}],
         "aliases": {"a": "b"},
     }
+
+
+def test_a_configuration_without_changes_is_said_to_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("")
+    assert teimgr("config", "show", file, "--changed").stdout == f"# {file}: nothing differs from the defaults\n"
+
+
+def test_every_line_of_a_failure_has_the_name_of_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('api_port = "x"\ngrpc_port = "y"\n')
+    lines = teimgr("config", "check", file).stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"teimgr: {file}:") for line in lines)
+
+
+def test_lists_of_rights_follow_one_flag_or_several(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (
+        ["--rights", "inference", "read", "--instances", "a", "b"],
+        ["--rights=inference", "--rights=read", "--instances", "a", "--instances", "b"],
+    ):
+        assert main(["key", "new", "team", *flags]) == 0
+        assert 'rights = ["inference", "read"]' in (shown := capsys.readouterr().out)
+        assert 'instances = ["a", "b"]' in shown
+
+
+def test_help_lists_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for code, meaning in MEANINGS.items():
+        assert f"  {int(code):>3}  {meaning}\n" in shown
 
 
 def test_a_check_judges_the_environment_too_and_warns() -> None:

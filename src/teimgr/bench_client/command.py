@@ -57,6 +57,7 @@ class Load:
     batch_size: int = 100
     file: Path | None = None
     noop: bool = False
+    normalize: bool = True
     max_message_bytes: int = 100 * 1024 * 1024
     timeout_s: float = 120.0
 
@@ -79,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.batch_size,
         arguments.texts,
         arguments.noop,
+        not arguments.no_normalize,
         arguments.max_message_size_mb * 1024 * 1024,
         arguments.timeout_secs,
     )
@@ -204,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         help="expect the server's certificate to name localhost; it is verified still",
     )
     add("--noop", action="store_true", help="arrow mode: replies of zeros, without running the model")
+    add("--no-normalize", action="store_true", help="vectors as they are, for models that offer no other")
     add("--max-message-size-mb", type=_positive, default=100, metavar="N", help="largest message either way (100)")
     add("--timeout-secs", type=_seconds, default=120.0, metavar="S", help="limit of one call (120)")
     return parser
@@ -287,7 +290,7 @@ async def standard(channel: GrpcChannel, load: Load, texts: Sequence[str], progr
 
     async def work() -> None:
         for text in waiting:
-            request = embed_request(text, {"instance": load.instance})
+            request = embed_request(text, {"instance": load.instance, "normalize": load.normalize})
             began = time.perf_counter()
             try:
                 vector(await channel.unary("Embed", request, load.timeout_s))
@@ -313,7 +316,7 @@ async def arrow(channel: GrpcChannel, load: Load, texts: Sequence[str], progress
     Raises:
         Internal: a reply is no Arrow stream of vectors.
     """
-    options: ArrowOptions = {"instance": load.instance, "noop": load.noop}
+    options: ArrowOptions = {"instance": load.instance, "noop": load.noop, "normalize": load.normalize}
 
     def request(piece: Any) -> bytes:
         return arrow_request(pack_texts(piece, "lz4"), options)

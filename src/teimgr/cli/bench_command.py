@@ -26,6 +26,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Send the lines of this file, plain or .lz4.")
     ] = None,
     noop: Annotated[bool, typer.Option("--noop", help="Arrow: replies of zeros, without running the model.")] = False,
+    normalize: Annotated[bool, typer.Option("--normalize/--no-normalize", help="Vectors of length 1.")] = True,
 ) -> int:
     """Put load on an instance, and measure.
 
@@ -34,5 +35,5 @@ def bench(
     from teimgr.bench_client.command import Load, run_load
 
     connection = server.connection
-    load = Load(name, mode, num_texts, batch_size, texts, noop, timeout_s=server.timeout_s)
+    load = Load(name, mode, num_texts, batch_size, texts, noop, normalize, timeout_s=server.timeout_s)
     return run_load(load, connection.grpc(), connection.tls, connection.api_key)

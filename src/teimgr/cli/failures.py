@@ -114,6 +114,8 @@ def explain(error: TeimgrError, source: str = "", names: Callable[[], Sequence[s
     if isinstance(error, InvalidConfig | UsageError) or type(error) is Refused:  # of this program, not of a daemon
         return Failure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
     do = _TO_DO.get(error.code, "")
+    if "`normalize` is not available" in error.message:
+        do = "add --no-normalize"
     if isinstance(error, InstanceNotFound):
         do = _nearest(error, names) + do
     return Failure(error.message, f"error code {error.code.name}", do, error.code.name)
