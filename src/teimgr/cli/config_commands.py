@@ -103,4 +103,5 @@ def key_new(
         output.value({"name": name, "key": key, "table": table})
     else:
         print(f"# The key, for {name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")
+        output.note('keys count where [auth] has `enabled = true` and `providers = ["api_keys"]`: docs/api-keys.md')
     return 0

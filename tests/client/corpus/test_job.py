@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.polling import eventually
 from tests.support.small_servers import DIM, INSTANCE, Multiplexer, vector_of
 
 from teimgr.client import Client
@@ -127,8 +128,7 @@ async def test_without_progress_it_ends_and_can_be_resumed(mux_url: str, multipl
     source, output = texts_file(tmp_path, 300), tmp_path / "v.parquet"
     multiplexer.breaks_after = 1
     first = asyncio.create_task(embed(mux_url, source, output, batch_rows=64, retry_s=0.3))
-    while multiplexer.streams < 2:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: multiplexer.streams >= 2)
     multiplexer.breaks_after = 0
     with pytest.raises(Unavailable, match="the worker ended"):
         await first
@@ -143,6 +143,11 @@ async def test_without_progress_it_ends_and_can_be_resumed(mux_url: str, multipl
     with pytest.raises(Refused, match="exists; --overwrite"):
         await embed(mux_url, source, output)
     assert (await embed(mux_url, source, output, overwrite=True)).resumed_at == 0
+
+
+def rows_of(journal: Path) -> int:
+    """Rows that were committed."""
+    return int(json.loads(journal.read_bytes())["rows"]) if journal.exists() else 0
 
 
 async def test_a_run_that_is_killed_loses_no_row_and_writes_none_twice(
@@ -167,8 +172,7 @@ async def test_a_run_that_is_killed_loses_no_row_and_writes_none_twice(
         )
         await asyncio.wait_for(multiplexer.held.wait(), LIMIT_S)
         journal = output.with_name("v.parquet.journal")
-        while not journal.exists() or json.loads(journal.read_bytes())["rows"] < committed:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: rows_of(journal) >= committed)  # noqa: B023 - awaited at once
         process.send_signal(signal.SIGKILL)
         await process.wait()
         resumed_at.append(json.loads(journal.read_bytes())["rows"])
@@ -189,8 +193,7 @@ async def test_two_processes_do_not_write_one_output(mux_url: str, multiplexer: 
     source, output = texts_file(tmp_path, 300), tmp_path / "v.npy"
     multiplexer.breaks_after = 1
     first = asyncio.create_task(embed(mux_url, source, output, batch_rows=64, retry_s=2.0))
-    while multiplexer.streams < 1:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: multiplexer.streams)
     with pytest.raises(Refused, match="another process is writing it"):
         await embed(mux_url, source, output)
     multiplexer.breaks_after = None
