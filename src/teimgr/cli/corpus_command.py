@@ -61,10 +61,10 @@ def _shown(title: str, output: Output) -> Iterator[Callable[[Any], None]]:
         yield _lines(title)
     else:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         columns = (
-            *(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()),
+            *(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()),
             TextColumn("{task.fields[state]}"),
         )
         with Progress(*columns, console=Console(stderr=True), speed_estimate_period=60) as bar:
@@ -74,7 +74,7 @@ def _shown(title: str, output: Output) -> Iterator[Callable[[Any], None]]:
             def update(progress: Any) -> None:
                 total = progress.total if progress.total is not None else 1.0
                 done = progress.rows if progress.total is not None else progress.share or 0.0
-                bar.update(task, total=max(total, done), completed=done, state=meter.text(progress))
+                bar.update(task, total=max(total, done), completed=done, state=meter.line(progress))
 
             yield update
 
@@ -103,6 +103,11 @@ class _Meter:
         began, first = self._start
         return (now - began) * (1.0 - share) / (share - first) if share > first else None
 
+    def line(self, progress: Any) -> str:
+        """Rows, rate and remaining time."""
+        left = self.left_s(progress)
+        return self.text(progress) + (f", {duration(left)} left" if left else "")
+
     def text(self, progress: Any) -> str:
         failed = f", {progress.failed:,} failed" if progress.failed else ""
         waiting = f", waiting: {progress.waiting}" if progress.waiting else ""
@@ -115,12 +120,10 @@ def _lines(title: str) -> Callable[[Any], None]:
 
     def update(progress: Any) -> None:
         nonlocal printed, reason
-        text = meter.text(progress)
-        meter.left_s(progress)  # counts from the first call
+        line = meter.line(progress)
         if progress.waiting in (None, reason) and time.monotonic() - printed < _LINE_S:
             return
         printed, reason = time.monotonic(), progress.waiting
-        left = meter.left_s(progress)
-        print(f"{title}: {text}" + (f", {duration(left)} left" if left else ""), file=sys.stderr, flush=True)
+        print(f"{title}: {line}", file=sys.stderr, flush=True)
 
     return update

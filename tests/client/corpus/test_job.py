@@ -103,7 +103,7 @@ class Breaking(Multiplexer):
         self.streams += 1
         answered = 0
         async for answer in super().EmbedArrowStream(requests, context):
-            if answered == self.breaks_after:
+            if self.breaks_after is not None and answered >= self.breaks_after:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker ended")
             if answered == self.holds_after:
                 self.held.set()

@@ -64,7 +64,7 @@ def test_a_source_gives_the_same_rows_from_any_row_on(
     assert [text for batch in batches for text in batch["text"].to_pylist()] == [
         row["text"] for row in ROWS[first_row:]
     ]
-    assert source.rows in (100, None)
+    assert source.rows == (None if name in ("a.csv", "b.arrow") else 100)
     assert source.kept.names == ([] if name.endswith(".txt") else ["id"])
     if name.endswith((".parquet", ".arrow", ".jsonl")):
         assert [key for batch in batches for key in batch["id"].to_pylist()] == list(range(first_row, 100))
