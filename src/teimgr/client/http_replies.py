@@ -96,9 +96,10 @@ def error_from_reply(status: int, body: bytes) -> TeimgrError:
     """The exception for an HTTP error reply, in our shape or TEI's; another body becomes its text."""
     try:
         fields = json.loads(body)
-        code = _TEI_CODES[fields["error_type"]] if "error_type" in fields else Code[fields["code"]]
-        if status == 404:
-            code = Code.INSTANCE_NOT_FOUND
+        if "error_type" not in fields:
+            code = Code[fields["code"]]
+        else:
+            code = Code.INSTANCE_NOT_FOUND if status == 404 else _TEI_CODES[fields["error_type"]]
         return error_from_code(code, str(fields["error"]))
     except (ValueError, KeyError, TypeError):
         text = body.decode("utf-8", "replace").strip()
