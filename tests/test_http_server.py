@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ async def test_connections_are_taken_from_the_first_line_of_the_body() -> None:
 
 
 async def test_a_taken_port_is_a_conflict() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(PortConflict):
-        bind("127.0.0.1", stranger.getsockname()[1])
+    owner = rf"in use by process {os.getpid()} \(.+\); choose another `api_port`"
+    with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(PortConflict, match=owner):
+        bind("127.0.0.1", stranger.getsockname()[1], "api_port")
 
 
 async def test_a_port_taken_after_it_was_bound_is_a_conflict_too() -> None:

@@ -132,7 +132,7 @@ class Daemon:
         for warning in (*self.settings.warnings(), *map(str, self.settings.missing_models())):
             log.warning(warning)
         self.settings.prepare_folders()
-        listener = bind(self.settings.api_host, self.settings.api_port)
+        listener = bind(self.settings.api_host, self.settings.api_port, "api_port")
         with self._signals():
             try:
                 await self.manager.restore()

@@ -267,6 +267,15 @@ class FailedToLoad(Unavailable):
     """The instance failed: an attempt succeeds only after an operator's help or a late retry."""
 
 
+class Unreachable(Unavailable):
+    """No connection to the server, or it was lost; `address` is the server's."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"{address}: {reason}")
+        self.address = address
+        self.reason = reason
+
+
 class StateNotSaved(TryLater, code=Code.STATE_NOT_SAVED):
     """The state file cannot be written, so the change was not made."""
 

@@ -8,7 +8,9 @@ import errno
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -26,15 +28,16 @@ from teimgr.http_protocol import (
 )
 
 _CLOSE_GRACE_S = 5
+_SHOWN_COMMAND = 60
 _CONNECTION_CLOSE = (b"connection", b"close")
 AsgiApp = Callable[..., Any]
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to the address, not listening yet.
+def bind(host: str, port: int, setting: str = "") -> socket.socket:
+    """A TCP socket bound to the address, not listening yet; `setting` is the key that has the port, for the message.
 
     Raises:
-        PortConflict: the address is in use.
+        PortConflict: the address is in use; the message has the process that listens there, if it may be seen.
         InvalidConfig: it is no address of this host.
     """
     # With the protocol named, asyncio sets TCP_NODELAY on accepted connections, as uvloop always does.
@@ -45,9 +48,29 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortConflict(port, "another process") from error
+            advice = f"; choose another `{setting}`" if setting else ""
+            raise PortConflict(port, f"{listening_process(port) or 'another process'}{advice}") from error
         raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
+
+
+def listening_process(port: int) -> str | None:
+    """The process that listens on a TCP port of this host, as `process 71 (python -m http.server)`.
+
+    None where that cannot be seen: another user's process, another container, or a system without /proc.
+    """
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            rows = [row.split() for row in Path("/proc/net", table).read_text().splitlines()[1:]]
+            sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1][-4:], 16) == port}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
+        with suppress(OSError):
+            if str(descriptor.readlink()) in sockets:
+                process = descriptor.parents[1]
+                words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                return f"process {process.name} ({b' '.join(words).decode(errors='replace')[:_SHOWN_COMMAND]})"
+    return None
 
 
 class Listener:

@@ -107,6 +107,23 @@ async def test_arrow_mode_sends_lz4_batches_of_a_column_without_nulls(mux_url: s
     assert b"sample 99" not in request.arrow_ipc  # the text itself is compressed
 
 
+async def test_vectors_may_stay_as_they_are(mux_url: str, multiplexer: Multiplexer) -> None:
+    for mode in ("standard", "arrow"):
+        assert (await bench("-e", mux_url, "-i", INSTANCE, "-m", mode, "-n", 5, "--no-normalize")).status == 0
+    assert not multiplexer.seen.embeds[0].request.normalize
+    assert not multiplexer.seen.arrows[0].normalize
+
+
+async def test_rerank_mode_sends_batches_of_texts_for_one_query(mux_url: str) -> None:
+    ran = await bench("-e", mux_url, "-i", INSTANCE, "-m", "rerank", "-n", 25, "-b", 10)
+    assert (ran.status, ran.result["num_requests"], ran.result["successful"]) == (0, 3, 25), ran.err
+
+
+async def test_the_environment_names_the_daemon(mux_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEIMGR_GRPC_URL", mux_url)
+    assert (await bench("-i", INSTANCE, "-n", 5)).status == 0
+
+
 async def test_noop_outside_arrow_mode_runs_with_a_warning(mux_url: str) -> None:
     ran = await bench("-e", mux_url, "-i", INSTANCE, "-n", 5, "--noop")
     assert (ran.status, ran.result["successful"]) == (0, 5)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from teimgr import __version__
+from teimgr.cli.failures import MEANINGS
 from teimgr.cli.main import main
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -29,9 +30,7 @@ def teimgr(*arguments: str | Path, **environ: str) -> subprocess.CompletedProces
 
 @pytest.mark.clause("M3.1-help", "M8-smoke")
 def test_version_and_help_need_nothing_heavy() -> None:
-    code = (
-        "import sys; from teimgr.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
-    )
+    code = "import sys; from teimgr.cli import main\nassert main(['--help']) == 0\nprint(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for heavy in ("fastapi", "torch", "numpy", "uvicorn", "teimgr.config.settings"):
         assert f"'{heavy}'" not in loaded
@@ -91,6 +90,37 @@ def test_settings_are_shown_with_who_said_them_and_without_secrets(tmp_path: Pat
     }
 
 
+def test_a_configuration_without_changes_is_said_to_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("")
+    assert teimgr("config", "show", file, "--changed").stdout == f"# {file}: nothing differs from the defaults\n"
+
+
+def test_every_line_of_a_failure_has_the_name_of_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('api_port = "x"\ngrpc_port = "y"\n')
+    lines = teimgr("config", "check", file).stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"teimgr: {file}:") for line in lines)
+
+
+def test_lists_of_rights_follow_one_flag_or_several(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (
+        ["--rights", "inference", "read", "--instances", "a", "b"],
+        ["--rights=inference", "--rights=read", "--instances", "a", "--instances", "b"],
+    ):
+        assert main(["key", "new", "team", *flags]) == 0
+        [table] = tomllib.loads(capsys.readouterr().out)["auth"]["api_keys"]
+        assert (table["rights"], table["instances"]) == (["inference", "read"], ["a", "b"])
+
+
+def test_help_lists_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for code, meaning in MEANINGS.items():
+        assert f"  {int(code):>3}  {meaning}\n" in shown
+
+
 def test_a_check_judges_the_environment_too_and_warns() -> None:
     done = teimgr("config", "check", CONFIGS / "container.toml")
     assert done.stdout.count("warning: ") == 3
@@ -114,10 +144,8 @@ def test_flags_are_checked_like_the_file(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["config"], ["config", "check"], ["serve", "--log-format", "xml"]])
 def test_a_wrong_command_line_shows_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: teimgr" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert "Usage: teimgr" in capsys.readouterr().err
 
 
 SEED = '[[instances]]\nname = "a"\nmodel_id = "m"\n'

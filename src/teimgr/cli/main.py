@@ -1,187 +1,153 @@
-"""The `teimgr` command line (argparse). Heavy modules are imported by the command that needs them."""
+"""The entry of `teimgr`: finds the module of a command, imports that one alone, and runs it (typer)."""
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import os
 import sys
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
 
 from teimgr import __version__
+from teimgr.cli.command import runnable
+from teimgr.cli.failures import MEANINGS
+
+PROGRAM = "teimgr"
+_SUMMARY = "One daemon for a fleet of embedding and reranking models."
+_COMPLETION = f"_{PROGRAM.upper()}_COMPLETE"
+
+# Module, function and heading of each command, in the order of `teimgr --help`.
+_DAEMON, _INSTANCES, _INFERENCE, _FLEET, _SETUP = "Daemon", "Instances", "Inference", "Models and fleet", "Set-up"
+COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "up": ("daemon_commands", "up", _DAEMON),
+        "serve": ("daemon_commands", "serve", _DAEMON),
+        "quickstart": ("daemon_commands", "quickstart", _DAEMON),
+        "doctor": ("daemon_commands", "doctor", _DAEMON),
+        "reload": ("fleet_commands", "reload", _DAEMON),
+        "ps": ("instance_commands", "ps", _INSTANCES),
+        "create": ("edit_commands", "create", _INSTANCES),
+        "edit": ("edit_commands", "edit", _INSTANCES),
+        "rm": ("instance_commands", "rm", _INSTANCES),
+        "start": ("instance_commands", "start", _INSTANCES),
+        "stop": ("instance_commands", "stop", _INSTANCES),
+        "restart": ("instance_commands", "restart", _INSTANCES),
+        "wait": ("instance_commands", "wait", _INSTANCES),
+        "show": ("instance_commands", "show", _INSTANCES),
+        "logs": ("watch_commands", "logs", _INSTANCES),
+        "events": ("watch_commands", "events", _INSTANCES),
+        "top": ("top_command", "top", _INSTANCES),
+        "embed": ("inference_commands", "embed", _INFERENCE),
+        "rerank": ("inference_commands", "rerank", _INFERENCE),
+        "classify": ("inference_commands", "classify", _INFERENCE),
+        "similarity": ("inference_commands", "similarity", _INFERENCE),
+        "bench": ("bench_command", "bench", _INFERENCE),
+        "models list": ("model_commands", "list_models", _FLEET),
+        "models pull": ("model_commands", "pull", _FLEET),
+        "models check": ("model_commands", "check", _FLEET),
+        "models rm": ("model_commands", "remove", _FLEET),
+        "gpus": ("fleet_commands", "gpus", _FLEET),
+        "templates": ("fleet_commands", "templates", _FLEET),
+        "config check": ("config_commands", "check", _SETUP),
+        "config show": ("config_commands", "show", _SETUP),
+        "key new": ("config_commands", "key_new", _SETUP),
+        "context list": ("context_commands", "list_contexts", _SETUP),
+        "context add": ("context_commands", "add", _SETUP),
+        "context use": ("context_commands", "use", _SETUP),
+        "context rm": ("context_commands", "remove", _SETUP),
+    }
+)
+GROUPS = MappingProxyType(
+    {
+        "models": "Models: list, download, try out, delete.",
+        "config": "A daemon's configuration file.",
+        "key": "API keys for a daemon's configuration.",
+        "context": "Named connections to daemons.",
+    }
+)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of `arguments` (default: `sys.argv`); returns the exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(_with_command(given))
-    from teimgr.errors import InvalidConfig
-
+    given = _compatible(list(sys.argv[1:] if arguments is None else arguments))
     try:
-        status: int = options.run(options)
-    except InvalidConfig as error:
-        print(f"teimgr: {error.message}", file=sys.stderr)
-        return 1
-    return status
-
-
-def serve(options: argparse.Namespace) -> int:
-    from teimgr.container_init import leave_pid_1
-
-    leave_pid_1()
-    from teimgr.config.sources import Source, read, unread_variables
-
-    keys = {"api_port": options.port, "log_level": options.log_level, "log_format": options.log_format}
-    source = Source(file=options.config, overrides=keys)
-    configuration = read(source)
-    for warning in unread_variables():
-        print(f"teimgr: warning: {warning}", file=sys.stderr)
-    # The daemon's imports are slow; invalid settings are reported before them.
-    from teimgr.daemon import main as run
-
-    return run(configuration, source)
-
-
-def quickstart(options: argparse.Namespace) -> int:
-    from teimgr.cli.quickstart import main as start
-
-    return start(once=options.once)
-
-
-def doctor(options: argparse.Namespace) -> int:
-    from teimgr.cli.doctor import main as examine
-
-    return examine(options.config, as_json=options.json)
-
-
-def config_check(options: argparse.Namespace) -> int:
-    """Validate a configuration file together with the environment; print warnings, or raise its faults."""
-    from teimgr.config.sources import Source, read
-
-    file = options.file
-    settings = read(Source(file=file)).settings
-    if settings.tls_files is not None:
-        settings.tls_files.context()
-    for warning in (*settings.warnings(), *map(str, settings.missing_models())):
-        print(f"{file}: warning: {warning}")
-    print(f"{file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")
+        app(given)(given, prog_name=PROGRAM)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return 0
 
 
-def config_show(options: argparse.Namespace) -> int:
-    import tomli_w
-
-    from teimgr.config.sources import Source, effective, read
-
-    lines, table = [], ""
-    for value in effective(read(Source(file=options.file))):
-        if options.changed and value.source == "default":
-            continue
-        if value.table != table:
-            table = value.table
-            lines += ["", f"[[{table.partition('[')[0]}]]" if table.endswith("]") else f"[{table}]"]
-        if value.value is None:
-            lines.append(f"# {value.key} is absent  # {value.source}")
-        else:
-            lines.append(f"{tomli_w.dumps({value.key: value.value}).rstrip()}  # {value.source}")
-    print("\n".join(lines))
-    return 0
-
-
-def models(options: argparse.Namespace) -> int:
-    from teimgr.cli.model_commands import run
-
-    return run(options)
-
-
-def key_new(options: argparse.Namespace) -> int:
-    from teimgr.config.auth import table_of_new_key
-
-    key, table = table_of_new_key(options.name, options.rights, options.instances)
-    print(f"# The key, for {options.name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")
-    return 0
+def app(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The application with the command that `arguments` begin with; with every command where they name none."""
+    wanted = arguments[0] if arguments and _COMPLETION not in os.environ else ""
+    chosen = [name for name in COMMANDS if name.split()[0] == wanted] or list(COMMANDS)
+    markup: Any = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
+    settings = {"context_settings": {"help_option_names": ["-h", "--help"]}, "rich_markup_mode": markup}
+    root = typer.Typer(
+        name=PROGRAM,
+        help=_SUMMARY,
+        epilog=_epilog(markup is not None),
+        pretty_exceptions_enable=False,
+        no_args_is_help=False,
+        **settings,
+    )
+    root.callback(invoke_without_command=False)(_root)
+    groups: dict[str, typer.Typer] = {}
+    for name in chosen:
+        module, function, panel = COMMANDS[name]
+        group, _, verb = name.rpartition(" ")
+        if group and group not in groups:
+            groups[group] = typer.Typer(no_args_is_help=False, **settings)
+            root.add_typer(groups[group], name=group, help=GROUPS[group], rich_help_panel=panel)
+        command = getattr(importlib.import_module(f"teimgr.cli.{module}"), function)
+        (groups[group] if group else root).command(verb, rich_help_panel=None if group else panel)(runnable(command))
+    return root
 
 
-def _with_command(arguments: list[str]) -> list[str]:
-    """Put `serve` before bare flags, for compatibility with tei-manager's command line."""
-    flags = ("-h", "--help", "-V", "--version")
-    if arguments and arguments[0].startswith("-") and arguments[0] not in flags:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", help="Print the version.", is_eager=True, callback=lambda on: _version(on)),
+    ] = False,
+) -> None:
+    pass
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+def _epilog(with_rich: bool) -> str:
+    statuses = [f"{int(code):>3}  {meaning}" for code, meaning in MEANINGS.items()]
+    if with_rich:
+        return "\n\n".join(["Exit status:", *statuses])
+    return "\n".join(["\b", "Exit status:", *(f"  {line}" for line in statuses)])
+
+
+def _compatible(arguments: list[str]) -> list[str]:
+    """Earlier command lines in today's form: flags of `serve` without its name, lists after one flag of `key new`."""
+    if arguments and arguments[0].split("=")[0] in ("-c", "--config", "--port", "--log-level", "--log-format"):
         return ["serve", *arguments]
+    if arguments[:2] == ["key", "new"]:
+        return _repeated(arguments, ("--rights", "--instances"))
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="teimgr", description="One daemon for a fleet of embedding models.")
-    parser.add_argument("-V", "--version", action="version", version=f"teimgr {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_serve(commands)
-    _add_config(commands)
-    _add_models(commands)
-    _add_key(commands)
-    checks = commands.add_parser(
-        "doctor", help="check this host: ports, GPUs, torch, cache, permissions, limits, clock"
-    )
-    checks.add_argument("-c", "--config", type=Path, metavar="FILE", help="settings in TOML; default: none")
-    checks.add_argument("--json", action="store_true", help="the findings as a list")
-    checks.set_defaults(run=doctor)
-    quick = commands.add_parser("quickstart", help="a daemon with one ready instance of a real small model")
-    quick.add_argument("--once", action="store_true", help="embed one text, show the answer, and stop")
-    quick.set_defaults(run=quickstart)
-    return parser
-
-
-def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verbs = commands.add_parser("key", help="API keys").add_subparsers(metavar="VERB", required=True)
-    new = verbs.add_parser("new", help="make a key, and its table for the configuration")
-    new.add_argument("name", help="who will have it")
-    new.add_argument("--rights", nargs="+", choices=("admin", "inference", "read"), default=["inference"])
-    new.add_argument("--instances", nargs="+", metavar="NAME", help="names or globs; default: all instances")
-    new.set_defaults(run=key_new)
-
-
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("serve", help="run the daemon (also: teimgr -c FILE)")
-    parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="settings in TOML; default: none")
-    parser.add_argument("--port", type=int, help="port of the REST listener, stronger than file and environment")
-    parser.add_argument("--log-level", metavar="LEVEL", help="such as info, or warn,teimgr.mux=debug")
-    parser.add_argument("--log-format", choices=("json", "pretty"), help="json: one object per line")
-    parser.set_defaults(run=serve)
-
-
-def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verbs = commands.add_parser("config", help="look at a configuration").add_subparsers(metavar="WHAT", required=True)
-    checking = verbs.add_parser("check", help="report the faults of a file, each with its line")
-    checking.add_argument("file", type=Path, metavar="FILE")
-    checking.set_defaults(run=config_check)
-    showing = verbs.add_parser("show", help="every setting in effect, with its source")
-    showing.add_argument("file", type=Path, metavar="FILE", nargs="?", help="settings in TOML; default: none")
-    showing.add_argument("--changed", action="store_true", help="only what differs from the defaults")
-    showing.set_defaults(run=config_show)
-
-
-def _add_models(parent: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = parent.add_parser("models", help="the models of a running daemon")
-    commands = parser.add_subparsers(metavar="VERB", required=True)
-    _add_models_verb(commands, "list", "all models of the daemon").add_argument("--json", action="store_true")
-    pulling = _add_models_verb(commands, "pull", "download a model")
-    pulling.add_argument("model", help="id on the model hub")
-    pulling.add_argument("--revision", help="branch, tag or commit")
-    pulling.add_argument("--update", action="store_true", help="look for a newer commit on the hub")
-    checking = _add_models_verb(commands, "check", "load a model in a throw-away worker, and measure it")
-    checking.add_argument("model", help="id on the model hub, or a directory on the daemon's host")
-    place = checking.add_mutually_exclusive_group()
-    place.add_argument("--gpu", dest="gpu_id", type=int, help="index of the GPU; default: the freest, or the CPU")
-    place.add_argument("--cpu", action="store_true", help="on the CPU, even if there is a GPU")
-    checking.add_argument("--dtype", choices=("auto", "float32", "float16", "bfloat16"))
-    checking.add_argument("--json", action="store_true")
-    _add_models_verb(commands, "rm", "delete a model from the cache").add_argument("model")
-
-
-def _add_models_verb(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, meaning: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=meaning)
-    parser.add_argument("--url", default="http://127.0.0.1:9000", help="the daemon's REST address")
-    parser.add_argument("--ca", metavar="FILE", help="authority of the daemon's certificate")
-    parser.add_argument("--cert", metavar="FILE", help="client certificate, where the daemon requires one")
-    parser.add_argument("--key", metavar="FILE", help="its key")
-    parser.set_defaults(run=models, command=name)
-    return parser
+def _repeated(arguments: list[str], flags: Sequence[str]) -> list[str]:
+    """`--flag a b` as `--flag a --flag b`."""
+    repeated: list[str] = []
+    flag, values = "", 0
+    for each in arguments:
+        if each.startswith("-"):
+            flag, values = (each if each in flags else ""), 0
+        elif flag:
+            values += 1
+            if values > 1:
+                repeated.append(flag)
+        repeated.append(each)
+    return repeated

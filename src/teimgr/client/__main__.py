@@ -6,19 +6,37 @@ import argparse
 import json
 import sys
 
-from teimgr.client import Client
-from teimgr.client.clients import GRPC
+from teimgr.client.clients import Client
+from teimgr.client.connection import Connection, ConnectionValues
 from teimgr.errors import TeimgrError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m teimgr.client", description="Embed texts over gRPC.")
-    parser.add_argument("--grpc", default=GRPC, metavar="URL", help="the multiplexer (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m teimgr.client",
+        description="Embed texts over gRPC. The daemon is that of the flags, of TEIMGR_URL, or of a context.",
+    )
+    parser.add_argument("--url", metavar="URL", help="REST address of the daemon, which reports its gRPC port")
+    parser.add_argument("--grpc", metavar="URL", help="the multiplexer")
+    parser.add_argument("--api-key-file", metavar="PATH", help="file of the API key; else TEIMGR_API_KEY")
+    parser.add_argument("--ca", metavar="PATH", help="certificate authority of the server, PEM")
+    parser.add_argument("--cert", metavar="PATH", help="client certificate, PEM")
+    parser.add_argument("--key", metavar="PATH", help="its private key, PEM")
+    parser.add_argument("--context", metavar="NAME", help="named connection of `teimgr context`")
     parser.add_argument("instance", help="who answers")
     parser.add_argument("texts", nargs="+", metavar="text")
     options = parser.parse_args(arguments)
+    flags = ConnectionValues(
+        url=options.url,
+        grpc_url=options.grpc,
+        api_key_file=options.api_key_file,
+        ca=options.ca,
+        cert=options.cert,
+        key=options.key,
+    )
     try:
-        with Client(grpc=options.grpc) as client:
+        connection = Connection.resolve(flags, context=options.context)
+        with Client(connection.url, connection.grpc(), tls=connection.tls, api_key=connection.api_key) as client:
             vectors = client.embed(options.texts, instance=options.instance)
     except TeimgrError as error:
         print(f"{error.code.name}: {error.message}", file=sys.stderr)

@@ -10,8 +10,6 @@ from functools import cache
 from numbers import Integral
 from typing import Any, get_type_hints
 
-import numpy as np
-
 from teimgr.config.schema import ConfigFaults, convert, quoted, unknown
 from teimgr.errors import ValidationError
 from teimgr.spec import KEYS, InstanceSpec
@@ -89,7 +87,8 @@ def check_limit(name: str, value: object) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool | np.bool_):
+    # numpy's bool is recognised by its name, so that clients of REST alone need no numpy.
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
         raise _not(name, "true or false", value)
 
 

@@ -8,25 +8,28 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from teimgr.client.fleet_calls import FleetCalls
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.http_channel import HttpChannel
 from teimgr.client.inference_calls import InferenceCalls
 from teimgr.client.rest import InstanceCalls, ModelCalls
+from teimgr.client.rest_client import API
 from teimgr.client.scoring_calls import ScoringCalls, TableCalls
 from teimgr.client.server_address import ServerAddress, Tls
 
-API = "http://127.0.0.1:9000"
 GRPC = "http://127.0.0.1:9001"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-class AsyncClient(InstanceCalls, ModelCalls, InferenceCalls, ScoringCalls, TableCalls):
+class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, ScoringCalls, TableCalls):
     """Client of one daemon: `api` is its REST address, `grpc` its mux; `https://` selects TLS with the files of `tls`,
     `api_key` is sent with every call.
 
     Used as `async with`; nothing is sent before the first call. `timeout_s` bounds every call, stop and restart
     with their grace period included. `max_message_bytes` bounds one gRPC message in either direction.
     """
+
+    _http: HttpChannel
 
     def __init__(
         self,
@@ -168,6 +171,7 @@ class Client:
     restart = _blocking(AsyncClient.restart)
     delete = _blocking(AsyncClient.delete)
     logs = _blocking(AsyncClient.logs)
+    follow_logs = _iterating(AsyncClient.follow_logs)
     health = _blocking(AsyncClient.health)
     ready = _blocking(AsyncClient.ready)
     wait_until_running = _blocking(AsyncClient.wait_until_running)
@@ -178,6 +182,14 @@ class Client:
     download_model = _iterating(AsyncClient.download_model)
     try_model = _blocking(AsyncClient.try_model)
     delete_model = _blocking(AsyncClient.delete_model)
+
+    config = _blocking(AsyncClient.config)
+    reload = _blocking(AsyncClient.reload)
+    gpus = _blocking(AsyncClient.gpus)
+    templates = _blocking(AsyncClient.templates)
+    metrics = _blocking(AsyncClient.metrics)
+    act = _blocking(AsyncClient.act)
+    request = _blocking(AsyncClient.request)
 
     embed = _blocking(AsyncClient.embed)
     embed_stream = _iterating(AsyncClient.embed_stream)

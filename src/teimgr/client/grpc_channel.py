@@ -12,7 +12,16 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import Cancelled, Code, DeadlineExceeded, Internal, TeimgrError, Unavailable, error_from_code
+from teimgr.errors import (
+    Cancelled,
+    Code,
+    DeadlineExceeded,
+    Internal,
+    TeimgrError,
+    Unavailable,
+    Unreachable,
+    error_from_code,
+)
 from teimgr.wire.status import CODE_KEY
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
@@ -97,7 +106,7 @@ class GrpcChannel:
         """Connect now rather than with the first call.
 
         Raises:
-            Unavailable: the connection was refused, or TLS failed; the message has the reason.
+            Unreachable: the connection was refused, or TLS failed; the message has the reason.
         """
         channel = self._opened()
         try:
@@ -105,7 +114,7 @@ class GrpcChannel:
                 while (state := channel.get_state(try_to_connect=True)) in _CONNECTING:
                     await channel.wait_for_state_change(state)
         except TimeoutError as error:
-            raise Unavailable(f"{self._address.url}: no connection within {timeout_s:g} s") from error
+            raise Unreachable(self._address.url, f"no connection within {timeout_s:g} s") from error
         if state is grpc.ChannelConnectivity.READY:
             return
         # Only a call gets the reason of a failed connection; on a broken channel it fails at once and is never sent.
@@ -116,7 +125,7 @@ class GrpcChannel:
             reason = found[1] if found else error.message
             if reason == "Socket closed":
                 reason += _CERTIFICATE_HINT if self._address.secure else _TLS_HINT
-            raise Unavailable(f"{self._address.url}: {reason}") from error
+            raise Unreachable(self._address.url, reason) from error
 
     async def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
         """The reply to one request; `method` is a method of the multiplexer service, or a full path.

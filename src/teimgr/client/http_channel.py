@@ -5,37 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
-import orjson
 from yarl import URL
 
+from teimgr.client.http_replies import EventParser, JsonObject, Query, ServerSentEvent, error_from_reply, json_of
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import (
-    Code,
-    DeadlineExceeded,
-    Internal,
-    Refused,
-    TeimgrError,
-    Unavailable,
-    ValidationError,
-    error_from_code,
-)
-from teimgr.wire.status import STATUS
-
-JsonObject = Mapping[str, Any]
-Query = Mapping[str, int | str] | list[tuple[str, str]]
+from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
 
 _CONNECT_S = 10.0
-
-
-class ServerSentEvent(NamedTuple):
-    """One event of a `text/event-stream`; `data` is its parsed JSON."""
-
-    event: str
-    data: Any
-    id: str | None = None
 
 
 class HttpChannel:
@@ -79,18 +58,22 @@ class HttpChannel:
         Raises:
             ValidationError: `body` cannot be encoded as JSON.
             TeimgrError: the daemon's error reply.
-            Unavailable: no connection, or TLS failed.
+            Unreachable: no connection, or TLS failed.
             DeadlineExceeded: no complete reply within `timeout_s`; None waits without a limit.
         """
         status, reply = await self._exchange(method, path, body, query, timeout_s)
+        return json_of(path, status, reply)
+
+    async def text(self, path: str, *, timeout_s: float) -> str:
+        """The text of the reply to a GET.
+
+        Raises:
+            TeimgrError: as `call`.
+        """
+        status, reply = await self._exchange("GET", path, None, None, timeout_s)
         if status >= 400:
             raise error_from_reply(status, reply)
-        if not reply:
-            return None
-        try:
-            return orjson.loads(reply)
-        except orjson.JSONDecodeError as error:
-            raise Internal(f"{path}: the reply is no JSON: {error}") from error
+        return reply.decode()
 
     async def succeeds(self, path: str, *, timeout_s: float) -> bool:
         """Whether GET answers 200 rather than 503.
@@ -117,7 +100,7 @@ class HttpChannel:
         Raises:
             ValidationError: `body` cannot be encoded as JSON.
             TeimgrError: the daemon's error reply.
-            Unavailable: no connection, or it was lost.
+            Unreachable: no connection, or it was lost.
         """
         headers = {"Accept": "text/event-stream"}
         if last_event_id is not None:
@@ -125,13 +108,13 @@ class HttpChannel:
         async with self._request(method, path, body, query, headers) as reply:
             if reply.status >= 400:
                 raise error_from_reply(reply.status, await reply.read())
-            pending = b""
+            parser = EventParser()
             async for chunk in reply.content.iter_any():
-                *blocks, pending = (pending + chunk).split(b"\n\n")
-                for block in blocks:
-                    lines = (line.split(b": ", 1) for line in block.split(b"\n") if not line.startswith(b":"))
-                    if fields := {name.decode(): value.decode() for name, value in lines}:
-                        yield ServerSentEvent(fields["event"], orjson.loads(fields["data"]), fields.get("id"))
+                for event in parser.feed(chunk):
+                    yield event
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
@@ -164,18 +147,4 @@ class HttpChannel:
             ) as reply:
                 yield reply
         except aiohttp.ClientError as error:
-            raise Unavailable(f"{self._address.url}: {error}") from error
-
-
-def error_from_reply(status: int, body: bytes) -> TeimgrError:
-    """The exception for an HTTP error reply; a body that is no teimgr error becomes its text."""
-    try:
-        fields = orjson.loads(body)
-        return error_from_code(Code[fields["code"]], str(fields["error"]))
-    except (ValueError, KeyError, TypeError):
-        text = body.decode("utf-8", "replace").strip()
-        message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
-        codes = [code for code, row in STATUS.items() if row.http == status]
-        if len(codes) == 1:
-            return error_from_code(codes[0], message)
-        return Refused(message) if status < 500 else Internal(message)
+            raise Unreachable(self._address.url, str(error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -11,8 +10,8 @@ from typing import Any, Literal, TypedDict, Unpack
 from urllib.parse import quote
 
 from teimgr.client.checks import check_text, checked_keys
-from teimgr.client.http_channel import HttpChannel, Query, ServerSentEvent, error_from_reply
-from teimgr.client.values import Health, Instance, InstanceEvent, Logs
+from teimgr.client.http_replies import Query, RestChannel, ServerSentEvent, error_from_reply
+from teimgr.client.rest_values import Health, Instance, InstanceEvent, Logs
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, Unavailable
 from teimgr.spec import KEYS, State, check_name, updatable
 
@@ -52,7 +51,7 @@ class NewInstanceKeys(InstanceKeys, total=False):
 class RestCalls:
     """Base of the classes whose methods are REST calls. Every method raises the `TeimgrError` of the daemon's reply."""
 
-    _http: HttpChannel
+    _http: RestChannel
     _timeout_s: float
 
     async def _call(
@@ -94,7 +93,7 @@ class InstanceCalls(RestCalls):
         """
         body = checked_keys({**_given(model_id), **changes}, [key for key in KEYS if updatable(key)])
         body |= {"strategy": "recreate" if recreate else "rolling"}
-        return Instance.from_json(await self._call("PATCH", _path(name), body=body, query=_flags(wait=wait)))
+        return Instance.from_json(await self._call("PATCH", _path(name), body=body, query=given_flags(wait=wait)))
 
     async def events(
         self,
@@ -135,7 +134,7 @@ class InstanceCalls(RestCalls):
 
     async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> Instance:
         """Stop, then start; `rolling` as an `update` without changes."""
-        query = _flags(rolling=rolling, wait=wait)
+        query = given_flags(rolling=rolling, wait=wait)
         return Instance.from_json(await self._call("POST", _path(name, "restart"), query=query))
 
     async def delete(self, name: str) -> Instance | None:
@@ -143,11 +142,31 @@ class InstanceCalls(RestCalls):
         body = await self._call("DELETE", _path(name))
         return None if body is None else Instance.from_json(body)
 
-    async def logs(self, name: str, start: int | None = None, end: int | None = None) -> Logs:
-        """Lines `[start, end)` of the instance's log, as a Python slice: negative counts from the end."""
-        query = {key: value for key, value in (("start", start), ("end", end)) if value is not None}
+    async def logs(
+        self,
+        name: str,
+        start: int | None = None,
+        end: int | None = None,
+        *,
+        level: str | None = None,
+        since: str | None = None,
+    ) -> Logs:
+        """Lines `[start, end)` of the instance's log, as a Python slice: negative counts from the end.
+
+        `level` is the lowest to return, `since` a time in RFC 3339 or in seconds ago; a slice counts such lines only.
+        """
+        query = _present(start=start, end=end, level=level, since=since)
         body = await self._call("GET", _path(name, "logs"), query=query)
         return Logs(tuple(body["lines"]), body["start"], body["end"], body["total_lines"])
+
+    async def follow_logs(
+        self, name: str, start: int = -10, *, level: str | None = None, since: str | None = None
+    ) -> AsyncIterator[str]:
+        """The lines of the instance's log from `start` on, then each new one as it is written, without an end."""
+        query = _present(start=start, level=level, since=since) | given_flags(follow=True)
+        async with aclosing(self._http.events("GET", _path(name, "logs"), query=query)) as stream:
+            async for each in stream:
+                yield each.data["line"] if each.event == "line" else f"({each.data['reason']})"
 
     async def health(self) -> Health:
         """The daemon's liveness report."""
@@ -176,7 +195,7 @@ class InstanceCalls(RestCalls):
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise DeadlineExceeded(f"Instance '{name}' is {instance.status.value} after {deadline_s:g} s")
-            await asyncio.sleep(min(pause_s, left_s))
+            await self._http.pause(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, _POLL_MOST_S)
         return instance
 
@@ -189,7 +208,12 @@ def _given(model_id: str | None) -> dict[str, Any]:
     return {} if model_id is None else {"model_id": model_id}
 
 
-def _flags(**flags: bool) -> dict[str, int | str]:
+def _present(**parameters: int | str | None) -> dict[str, int | str]:
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+def given_flags(**flags: bool) -> dict[str, int | str]:
+    """The query parameters of the flags that are set."""
     return {name: "true" for name, given in flags.items() if given}
 
 

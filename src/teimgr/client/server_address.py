@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import grpc
-
 from teimgr.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    import ssl
+
+    import grpc
 
 _DEFAULT_PORT = {"http": 80, "https": 443}
 
@@ -38,6 +41,8 @@ class Tls:
         Raises:
             InvalidConfig: a file cannot be read.
         """
+        import grpc  # not needed by clients of REST alone
+
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
     def ssl_context(self) -> ssl.SSLContext:
@@ -46,6 +51,8 @@ class Tls:
         Raises:
             InvalidConfig: a file cannot be read, or is no PEM of its kind.
         """
+        import ssl
+
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:

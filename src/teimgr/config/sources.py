@@ -172,6 +172,16 @@ def scalars() -> Iterator[Scalar]:
                 yield Scalar(path, hint, tuple(filter(None, variables)))
 
 
+CLIENT_VARIABLES = frozenset(
+    f"TEIMGR_{name}"
+    for name in (
+        *("URL", "GRPC_URL", "API_KEY", "API_KEY_FILE", "CA", "CERT", "KEY", "SERVER_NAME", "CONTEXT", "CONTEXTS"),
+        "COMPLETE",
+    )
+)
+"""Variables of `client/connection.py`, which the shell of a daemon may have too."""
+
+
 def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Warnings about unrecognised variables with our prefix or tei-manager's.
 
@@ -179,6 +189,8 @@ def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     """
     known = [*_WORKER_VARIABLES, *(variable for scalar in scalars() for variable in scalar.variables)]
     for variable in sorted(environ):
+        if variable in CLIENT_VARIABLES:
+            continue
         if variable.startswith(("TEIMGR_", "TEI_MANAGER_")) and variable not in known:
             yield f"the environment variable {variable} is not read; {schema.nearest(variable, known)}"
 

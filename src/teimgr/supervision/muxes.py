@@ -341,7 +341,7 @@ class Muxes:
         await self._end_surplus()
         adopted = [await each.adopt() for each in self._supervisors]
         if self._supervisors and not any(adopted):  # beside an adopted mux the others can bind the same port
-            bind(self._settings.grpc_host, self._settings.grpc_port).close()
+            bind(self._settings.grpc_host, self._settings.grpc_port, "grpc_port").close()
         tasks = [asyncio.create_task(each.run(), name=each.name) for each in self._supervisors]
         rotation = rotate_regularly(
             lambda: [each.log_path for each in self._supervisors], self._settings.log_max_bytes, self._settings.log_keep

@@ -1,0 +1,207 @@
+"""What every command of `teimgr` shares: the options of the connection, `--json`, and failures as exit codes.
+
+A command is a function in a module of this package. A parameter annotated `Server` becomes the options of the
+connection, one annotated `Output` becomes `--json`; `options_of` makes the others of a declaration.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from teimgr.cli import output as shapes
+from teimgr.cli.failures import Exit, Failure, exit_status, explain, report
+from teimgr.client.connection import Connection, ConnectionValues
+from teimgr.client.rest_client import RestClient
+from teimgr.errors import TeimgrError
+
+CONNECTION_PANEL = "Connection"
+_TIMEOUT_S = 60.0
+
+
+def _connection_option(name: str, meaning: str, metavar: str) -> tuple[str, Any, Any]:
+    flag = "--" + name.replace("_", "-")
+    option = typer.Option(flag, help=meaning, metavar=metavar, rich_help_panel=CONNECTION_PANEL, show_default=False)
+    return name, Annotated[str | None, option], None
+
+
+_CONNECTION_OPTIONS = (
+    _connection_option("url", "REST address of the daemon (TEIMGR_URL); http://127.0.0.1:9000 unless given.", "URL"),
+    _connection_option("grpc_url", "gRPC address (TEIMGR_GRPC_URL); the daemon is asked unless given.", "URL"),
+    _connection_option("api_key", "API key; TEIMGR_API_KEY and --api-key-file keep it out of the process list.", "KEY"),
+    _connection_option("api_key_file", "File of the API key (TEIMGR_API_KEY_FILE).", "FILE"),
+    _connection_option("ca", "Authority of the daemon's certificate, PEM (TEIMGR_CA).", "FILE"),
+    _connection_option("cert", "Client certificate, PEM (TEIMGR_CERT).", "FILE"),
+    _connection_option("key", "Its private key, PEM (TEIMGR_KEY).", "FILE"),
+    _connection_option("server_name", "Name expected in the daemon's certificate (TEIMGR_SERVER_NAME).", "NAME"),
+    _connection_option("context", "Named connection of `teimgr context` (TEIMGR_CONTEXT).", "NAME"),
+)
+_REQUEST_LIMIT = (
+    "request_timeout",
+    Annotated[
+        float,
+        typer.Option(
+            "--request-timeout",
+            help="Seconds for one request.",
+            metavar="S",
+            rich_help_panel=CONNECTION_PANEL,
+            min=0.1,
+        ),
+    ],
+    _TIMEOUT_S,
+)
+_JSON = ("as_json", Annotated[bool, typer.Option("--json", help="JSON on stdout, failures as JSON on stderr.")], False)
+
+
+@dataclass(slots=True)
+class Server:
+    """The daemon that a command speaks to."""
+
+    flags: ConnectionValues
+    context: str | None = None
+    timeout_s: float = _TIMEOUT_S
+    _connection: Connection | None = None
+
+    @property
+    def connection(self) -> Connection:
+        if self._connection is None:
+            self._connection = Connection.resolve(self.flags, context=self.context)
+        return self._connection
+
+    @property
+    def source(self) -> str:
+        """Where the address is from; empty where none was looked for."""
+        return "" if self._connection is None else self._connection.source
+
+    @property
+    def rest(self) -> RestClient:
+        return self.connection.rest_client(self.timeout_s)
+
+    def names(self) -> Sequence[str]:
+        """Names of the instances, for messages; none where they cannot be read."""
+        try:
+            return [each.name for each in self.rest.list()]
+        except TeimgrError:
+            return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where and how results are printed: JSON, a table on a terminal, or tab-separated columns in a pipe."""
+
+    as_json: bool = False
+    is_terminal: bool = field(default_factory=lambda: sys.stdout.isatty())
+
+    def value(self, value: Any) -> None:
+        """A whole result as JSON."""
+        print(json.dumps(value, indent=2, default=str))
+
+    def line(self, value: Any) -> None:
+        """One of many results as a line of JSON."""
+        print(json.dumps(value, default=str), flush=True)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        shapes.print_table(columns, rows, on_terminal=self.is_terminal)
+
+    def note(self, text: str) -> None:
+        """A sentence for a person, on stderr, unless JSON is wanted."""
+        if not self.as_json:
+            print(text, file=sys.stderr, flush=True)
+
+
+def runnable(command: Callable[..., Any]) -> Callable[..., None]:
+    """The function that typer calls for `command`: its parameters expanded, its failures made exit codes.
+
+    `command` returns an exit status, or None for 0.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    connection: list[inspect.Parameter] = []  # last in the help
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints.get(parameter.name)
+        if kind is Server:
+            connection += [_keyword(*each) for each in (*_CONNECTION_OPTIONS, _REQUEST_LIMIT)]
+        elif kind is Output:
+            connection.insert(0, _keyword(*_JSON))
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            parameters += [_keyword(*each) for each in command.options_of]  # type: ignore[attr-defined]
+        else:
+            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+    own = {name: kind for name, kind in hints.items() if kind in (Server, Output)}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        server = Server(ConnectionValues())
+        as_json = bool(given.get("as_json"))
+        for name, kind in own.items():
+            if kind is Server:
+                values = {each[0]: given.pop(each[0]) for each in _CONNECTION_OPTIONS}
+                context = values.pop("context")
+                server = Server(ConnectionValues(**values), context, given.pop("request_timeout"))
+                given[name] = server
+            else:
+                given[name] = Output(given.pop("as_json"))
+        try:
+            status = command(**given)
+        except TeimgrError as error:
+            report(explain(error, server.source, server.names), as_json=as_json)
+            status = exit_status(error)
+        except ModuleNotFoundError as error:
+            report(_incomplete(error), as_json=as_json)
+            status = Exit.FAILED
+        except KeyboardInterrupt:
+            status = Exit.INTERRUPTED
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = Exit.OK
+        raise typer.Exit(int(status or 0))
+
+    run.__signature__ = inspect.Signature([*parameters, *connection])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *connection)}
+    del run.__wrapped__
+    return run
+
+
+def _incomplete(error: ModuleNotFoundError) -> Failure:
+    """The failure of a command of the daemon where the client alone is installed."""
+    what = "this installation lacks a part that the command needs"
+    return Failure(what, f"no module {error.name!r}", "install all: `pip install teimgr`", "INCOMPLETE_INSTALLATION")
+
+
+def options_of(*options: tuple[str, Any, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command whose last parameter is `**given` these options: name, annotation, default."""
+
+    def mark(command: Callable[..., Any]) -> Callable[..., Any]:
+        command.options_of = options  # type: ignore[attr-defined]
+        return command
+
+    return mark
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def complete_instance(incomplete: str) -> list[str]:
+    """Names of instances for the completion of a shell; nothing where no daemon answers at once."""
+    try:
+        found = Connection.resolve().rest_client(timeout_s=1.0).list()
+    except TeimgrError:
+        return []
+    return [each.name for each in found if each.name.startswith(incomplete)]
+
+
+Name = Annotated[
+    str, typer.Argument(help="Name of the instance.", autocompletion=complete_instance, show_default=False)
+]
+Names = Annotated[
+    list[str], typer.Argument(help="Names of instances.", autocompletion=complete_instance, show_default=False)
+]

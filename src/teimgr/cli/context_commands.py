@@ -1,0 +1,91 @@
+"""`teimgr context …`: named connections, kept in a file that only its owner can read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from teimgr.cli.command import Output
+from teimgr.client.connection import ConnectionValues, Contexts
+from teimgr.client.server_address import ServerAddress
+
+
+def _complete(incomplete: str) -> list[str]:
+    return [name for name in Contexts.load().tables if name.startswith(incomplete)]
+
+
+ContextName = Annotated[str, typer.Argument(help="Name of the context.", autocompletion=_complete, show_default=False)]
+
+
+def list_contexts(output: Output) -> None:
+    """List the contexts.
+
+    The current one is marked; keys are not shown.
+    """
+    contexts = Contexts.load()
+    if output.as_json:
+        shown = [
+            {"name": name, "current": name == contexts.current, "url": each.url, "grpc_url": each.grpc_url}
+            | {"has_api_key": bool(each.api_key or each.api_key_file), "ca": each.ca}
+            for name, each in contexts.tables.items()
+        ]
+        output.value(shown)
+        return
+    rows = [
+        ("*" if name == contexts.current else "", name, each.url, _credentials(each))
+        for name, each in contexts.tables.items()
+    ]
+    output.table(("current", "name", "url", "credentials"), rows)
+    if not rows:
+        output.note(f"no contexts in {contexts.path}; `teimgr context add NAME URL` makes one")
+
+
+def _credentials(values: ConnectionValues) -> str:
+    given = (("API key", values.api_key or values.api_key_file), ("client certificate", values.cert), ("CA", values.ca))
+    return ", ".join(word for word, value in given if value)
+
+
+def add(
+    output: Output,
+    name: ContextName,
+    url: Annotated[str, typer.Argument(help="REST address of the daemon.", show_default=False)],
+    grpc_url: Annotated[str | None, typer.Option(help="gRPC address; the daemon is asked unless given.")] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File of the API key; `-` reads the key and stores it here.")
+    ] = None,
+    ca: Annotated[str | None, typer.Option(metavar="FILE", help="Authority of the daemon's certificate.")] = None,
+    cert: Annotated[str | None, typer.Option(metavar="FILE", help="Client certificate.")] = None,
+    key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key.")] = None,
+    server_name: Annotated[str | None, typer.Option(help="Name expected in the certificate.")] = None,
+) -> None:
+    """Add a context, or replace it; the first one becomes the current."""
+    ServerAddress.parse(url)
+    api_key = None
+    if api_key_file == "-":
+        api_key_file, api_key = None, typer.prompt("API key", hide_input=True, err=True).strip()
+    contexts = Contexts.load()
+    values = ConnectionValues(url, grpc_url, api_key, api_key_file, ca, cert, key, server_name)
+    replace(contexts, current=contexts.current or name, tables={**contexts.tables, name: values}).save()
+    output.note(f"{contexts.path}: {name} is {url}")
+
+
+def use(output: Output, name: ContextName) -> None:
+    """Make a context the current one.
+
+    Commands without --url and TEIMGR_URL speak to its daemon.
+    """
+    contexts = Contexts.load()
+    values = contexts.get(name)
+    replace(contexts, current=name).save()
+    output.note(f"{name}: {values.url}")
+
+
+def remove(output: Output, name: ContextName) -> None:
+    """Forget a context."""
+    contexts = Contexts.load()
+    contexts.get(name)
+    kept = {each: values for each, values in contexts.tables.items() if each != name}
+    replace(contexts, current=None if contexts.current == name else contexts.current, tables=kept).save()
+    output.note(f"forgot {name}")

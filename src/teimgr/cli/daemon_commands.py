@@ -1,0 +1,83 @@
+"""`teimgr serve`, `up`, `quickstart` and `doctor`: commands that run on the daemon's host."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from teimgr.cli.command import Output
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings in TOML.", show_default=False)
+]
+Once = Annotated[bool, typer.Option("--once", help="Embed one text, show the answer, and stop.")]
+
+
+def serve(
+    config: Config = None,
+    port: Annotated[int | None, typer.Option(help="Port of REST, stronger than file and environment.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port of gRPC, likewise.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the state file, logs and run files.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="Such as info, or warn,teimgr.mux=debug.")
+    ] = None,
+    log_format: Annotated[Literal["json", "pretty"] | None, typer.Option(help="json: one object per line.")] = None,
+) -> int:
+    """Run the daemon in the foreground (also: teimgr -c FILE)."""
+    from teimgr.container_init import leave_pid_1
+
+    leave_pid_1()
+    from teimgr.config.sources import Source, read, unread_variables
+
+    keys = {
+        "api_port": port,
+        "grpc_port": grpc_port,
+        "state_dir": None if state_dir is None else str(state_dir),
+        "log_level": log_level,
+        "log_format": log_format,
+    }
+    source = Source(file=config, overrides=keys)
+    configuration = read(source)
+    for warning in unread_variables():
+        print(f"teimgr: warning: {warning}", file=sys.stderr)
+    # The daemon's imports are slow; invalid settings are reported before them.
+    from teimgr.daemon import main as run
+
+    return run(configuration, source)
+
+
+def up(
+    once: Once = False,
+    model: Annotated[str | None, typer.Option(help="Another model, by hub id or directory.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the instance.")] = None,
+    state: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the state and the logs.")] = Path(
+        "state/quickstart"
+    ),
+) -> int:
+    """Try it: a daemon with one ready instance.
+
+    Starts a daemon with an instance of a real small model, and shows what to try next. Ctrl-C stops it.
+    """
+    from teimgr.cli import quickstart as demo
+
+    return demo.main(once, state, model=model or demo.MODEL, instance=name or demo.INSTANCE)
+
+
+def quickstart(once: Once = False) -> int:
+    """The same as `up`, with its defaults."""
+    return up(once)
+
+
+def doctor(output: Output, config: Config = None) -> int:
+    """Check this host, with advice.
+
+    Ports, GPUs, torch, cache, permissions, limits, clock.
+    """
+    from teimgr.cli.doctor import main as examine
+
+    return examine(config, as_json=output.as_json)

@@ -1,0 +1,186 @@
+"""`teimgr create` and `edit`: an option for every key of an instance, made from their declaration."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from teimgr.cli.command import Name, Output, Server, options_of
+from teimgr.cli.failures import Exit, UsageError
+from teimgr.cli.instance_commands import Timeout, Wait, await_running
+from teimgr.client.rest_values import Instance
+from teimgr.spec import KEYS, InstanceKey, updatable
+
+_PANEL = "Keys of the instance"
+_HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "default"` takes a key back to its default.'
+_DEFAULT = "default"
+
+
+def _option(name: str, key: InstanceKey) -> tuple[str, Any, Any]:
+    """The option of a key. All are texts: `_value` converts them, so that `default` can be one of their values."""
+    flag = "--" + name.replace("_", "-")
+    words = f" One of {', '.join(key.words)}." if key.words else ""
+    meaning = f"{key.meaning[:1].upper()}{key.meaning[1:]}.{words}"
+    if name == "tags":
+        option = typer.Option(
+            "--tag", metavar="KEY=VALUE", help="For people and filters; several.", rich_help_panel=_PANEL
+        )
+        return name, Annotated[list[str] | None, option], None
+    if name == "extra_args":
+        option = typer.Option("--extra-arg", metavar="ARG", help=meaning + " Several.", rich_help_panel=_PANEL)
+        return name, Annotated[list[str] | None, option], None
+    option = typer.Option(flag, metavar="VALUE", help=meaning, rich_help_panel=_PANEL, show_default=False)
+    return name, Annotated[str | None, option], None
+
+
+_CREATED = [_option(name, key) for name, key in KEYS.items() if key.in_rest and name not in ("name", "model_id")]
+_CHANGED = [_option(name, key) for name, key in KEYS.items() if updatable(name) and name != "model_id"]
+
+
+@options_of(*_CREATED)
+def create(
+    server: Server,
+    output: Output,
+    name: Annotated[str, typer.Argument(help="Its name.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Argument(help="Id on the model hub, or a directory on the daemon's host.", show_default=False)
+    ] = None,
+    template: Annotated[str | None, typer.Option(help="Template of the configuration; it may name the model.")] = None,
+    wait: Wait = False,
+    timeout: Timeout = 300.0,
+    **given: Any,
+) -> int:
+    """Create an instance and start it."""
+    if model is None and template is None:
+        raise UsageError("name a model, such as sentence-transformers/all-MiniLM-L6-v2, or a --template")
+    keys = _values(given)
+    if template is not None:
+        keys["template"] = template
+    instance = server.rest.create(name, _absolute(model), **keys)
+    return _finish(server, output, instance, "created", wait, timeout)
+
+
+@options_of(*_CHANGED)
+def edit(
+    server: Server,
+    output: Output,
+    name: Name,
+    model: Annotated[str | None, typer.Option(help="Another model.")] = None,
+    recreate: Annotated[
+        bool, typer.Option("--recreate", help="The old workers end before the new ones start.")
+    ] = False,
+    wait: Wait = False,
+    timeout: Timeout = 300.0,
+    **given: Any,
+) -> int:
+    """Change an instance without a gap.
+
+    `default` as a value takes a key back to its default. Without keys, an editor opens.
+    """
+    changes = _values(given)
+    if model is not None:
+        changes["model_id"] = _absolute(model)
+    if not changes:
+        changes = _edited(name, server.rest.get(name))
+        if not changes:
+            output.note(f"{name}: nothing changed")
+            return Exit.OK
+    instance = server.rest.update(name, recreate=recreate, **changes)
+    return _finish(server, output, instance, "updated", wait, timeout)
+
+
+def _finish(server: Server, output: Output, instance: Instance, done: str, wait: bool, timeout_s: float) -> int:
+    if wait:
+        [instance] = await_running(server.rest, [instance.name], timeout_s, output)
+    if output.as_json:
+        output.value(instance.details)
+    elif output.is_terminal:
+        update = (instance.details.get("update") or {}).get("state") == "rolling"
+        state = "updating" if update else instance.status.value
+        print(f"{instance.name}: {done}, {state}, port {instance.port}")
+        if not wait and state != "running":
+            output.note(f"`teimgr wait {instance.name}` waits until it serves")
+    else:
+        output.table(("name", "status", "port"), [(instance.name, instance.status.value, instance.port)])
+    return Exit.OK
+
+
+def _absolute(model: str | None) -> str | None:
+    """A directory here as an absolute path: the daemon's working directory is another. The rest is left as it is."""
+    if model is not None and model.startswith((".", "~", "/")):
+        return str(Path(model).expanduser().absolute())
+    return str(Path(model).absolute()) if model is not None and Path(model).is_dir() else model
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that were given, as REST takes them."""
+    return {name: _value(name, text) for name, text in given.items() if text not in (None, [])}
+
+
+def _value(name: str, text: Any) -> Any:
+    if isinstance(text, list):
+        return None if text == [_DEFAULT] else (dict(map(_tag, text)) if name == "tags" else text)
+    if text == _DEFAULT:
+        return None
+    kind = InstanceTypes[name]
+    if kind == "bool":
+        if text not in ("true", "false"):
+            raise UsageError(f"--{name.replace('_', '-')} is true or false, not {text!r}")
+        return text == "true"
+    return int(text) if kind == "int" and text.lstrip("-").isdecimal() else text
+
+
+def _tag(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--tag is KEY=VALUE, not {text!r}")
+    return name, value
+
+
+def _types() -> dict[str, Literal["int", "bool", "text"]]:
+    """What each key's text is converted to; a key that also has words stays a text where it is no number."""
+    from dataclasses import fields
+
+    from teimgr.spec import InstanceSpec
+
+    def word(annotation: str) -> Literal["int", "bool", "text"]:
+        return "bool" if annotation == "bool" else "int" if "int" in annotation else "text"
+
+    return {item.name: word(str(item.type)) for item in fields(InstanceSpec)}
+
+
+InstanceTypes = _types()
+
+
+def _edited(name: str, instance: Instance) -> dict[str, Any]:
+    """What a person changed in an editor.
+
+    Raises:
+        UsageError: there is no terminal or editor, or the text is no TOML any more.
+    """
+    import tomli_w
+
+    if not sys.stdin.isatty():
+        raise UsageError(f"name what to change, such as `teimgr edit {name} --replicas 2`; see `teimgr edit --help`")
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    before = {key: value for key in KEYS if updatable(key) and (value := instance.details.get(key)) is not None}
+    absent = [f"# {key} = …  # {KEYS[key].meaning}" for key in KEYS if updatable(key) and key not in before]
+    text = "\n".join([_HEAD.format(name=name), "", *absent, "", tomli_w.dumps(before)])
+    with tempfile.TemporaryDirectory(prefix="teimgr-edit") as folder:
+        file = Path(folder) / f"{name}.toml"
+        file.write_text(text, encoding="utf-8")
+        if subprocess.run(f"{editor} {file}", shell=True, check=False).returncode:  # EDITOR may have options
+            raise UsageError(f"the editor {editor!r} failed; set EDITOR, or name what to change by options")
+        try:
+            after = tomllib.loads(file.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"what you saved is no TOML: {error}") from error
+    return {key: None if value == _DEFAULT else value for key, value in after.items() if before.get(key, ...) != value}

@@ -1,0 +1,140 @@
+"""Exit codes of `teimgr`, and errors as three lines: what failed, why, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+
+from teimgr.errors import (
+    Code,
+    Forbidden,
+    InstanceNotFound,
+    InvalidConfig,
+    ModelNotFound,
+    Refused,
+    TeimgrError,
+    TryLater,
+    Unauthenticated,
+    Unreachable,
+)
+
+
+class Exit(IntEnum):
+    """Exit status of a command."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    NOT_FOUND = 4
+    NOT_ALLOWED = 5
+    REFUSED = 6
+    NOT_NOW = 7
+    INCOMPLETE = 8
+    INTERRUPTED = 130
+
+
+MEANINGS = {
+    Exit.OK: "done",
+    Exit.FAILED: "failed: a model or the daemon, or a configuration with faults",
+    Exit.USAGE: "wrong command line",
+    Exit.UNREACHABLE: "no daemon answers",
+    Exit.NOT_FOUND: "no such instance or model",
+    Exit.NOT_ALLOWED: "no or wrong credentials, or a key without the right",
+    Exit.REFUSED: "refused: an invalid value, or not possible in the present state",
+    Exit.NOT_NOW: "not now: overloaded, not running, or out of time; trying again may help",
+    Exit.INCOMPLETE: "done in part: some rows or instances failed",
+    Exit.INTERRUPTED: "interrupted",
+}
+
+_TO_DO = {
+    Code.UNAUTHENTICATED: "give a key: --api-key-file FILE, TEIMGR_API_KEY, or `teimgr context add`",
+    Code.FORBIDDEN: "use a key with this right; `teimgr key new --rights …` makes one for the daemon's configuration",
+    Code.INSTANCE_NOT_FOUND: "`teimgr ps` lists the instances",
+    Code.MODEL_NOT_FOUND: "`teimgr models list` lists the models of the daemon's host",
+    Code.INSTANCE_EXISTS: "`teimgr edit` changes it without a gap, `teimgr rm` deletes it",
+    Code.ALREADY_RUNNING: "`teimgr restart` starts it anew, `teimgr wait` waits until it serves",
+    Code.NOT_RUNNING: "`teimgr start` starts it",
+    Code.BACKEND_UNAVAILABLE: "`teimgr ps` shows its state, `teimgr start` starts it, `teimgr logs` has its log",
+    Code.MODEL_LOAD_FAILED: "`teimgr logs` has the details; `teimgr models check` loads a model on trial",
+    Code.MODEL_IN_USE: "delete the instances first: `teimgr rm`",
+    Code.WRONG_MODEL_KIND: "`teimgr ps` shows what kind of model each instance has",
+    Code.UPDATE_IN_PROGRESS: "wait for it: `teimgr wait`",
+    Code.OVERLOADED: "try again later, or give the instance more: `teimgr edit NAME --replicas N`",
+    Code.TIMEOUT: "give it more time with --timeout, or look at `teimgr top`",
+    Code.AMBIGUOUS_INSTANCE: "name one with --instance",
+    Code.PORT_CONFLICT: "choose another port, or leave it to the daemon",
+    Code.MAX_INSTANCES_REACHED: "delete one with `teimgr rm`, or raise `max_instances`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as a person reads it; `code` is the stable name of its kind."""
+
+    what: str
+    why: str
+    do: str
+    code: str
+
+
+class UsageError(Refused):
+    """The command line asks for something that cannot be meant."""
+
+
+def exit_status(error: TeimgrError) -> Exit:
+    if isinstance(error, UsageError):
+        return Exit.USAGE
+    if isinstance(error, Unreachable):
+        return Exit.UNREACHABLE
+    if isinstance(error, InstanceNotFound | ModelNotFound):
+        return Exit.NOT_FOUND
+    if isinstance(error, Unauthenticated | Forbidden):
+        return Exit.NOT_ALLOWED
+    if isinstance(error, InvalidConfig):
+        return Exit.FAILED
+    if isinstance(error, Refused):
+        return Exit.REFUSED
+    return Exit.NOT_NOW if isinstance(error, TryLater) else Exit.FAILED
+
+
+def explain(error: TeimgrError, source: str = "", names: Callable[[], Sequence[str]] = tuple) -> Failure:
+    """The error in three parts. `source` names where the address is from, `names` lists the daemon's instances."""
+    if isinstance(error, Unreachable):
+        return Failure(
+            f"no daemon answers at {error.address}",
+            f"{error.reason}; the address is from {source}" if source else error.reason,
+            "start one with `teimgr up` or `teimgr serve`, or name another: --url, TEIMGR_URL, `teimgr context use`",
+            "UNREACHABLE",
+        )
+    if isinstance(error, InvalidConfig | UsageError) or type(error) is Refused:  # of this program, not of a daemon
+        return Failure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
+    do = _TO_DO.get(error.code, "")
+    if "`normalize` is not available" in error.message:
+        do = "add --no-normalize"
+    if isinstance(error, InstanceNotFound):
+        do = _nearest(error, names) + do
+    return Failure(error.message, f"error code {error.code.name}", do, error.code.name)
+
+
+def _nearest(error: InstanceNotFound, names: Callable[[], Sequence[str]]) -> str:
+    _, quote, rest = error.message.partition("'")
+    near = difflib.get_close_matches(rest.partition("'")[0], names(), n=1) if quote else []
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def report(failure: Failure, *, as_json: bool = False) -> None:
+    """Print a failure on stderr."""
+    if as_json:
+        print(json.dumps({"error": asdict(failure)}), file=sys.stderr)
+        return
+    for line in failure.what.splitlines() or [""]:
+        print(f"teimgr: {line}", file=sys.stderr)
+    if failure.why:
+        print(f"  why:  {failure.why}", file=sys.stderr)
+    if failure.do:
+        print(f"  next: {failure.do}", file=sys.stderr)

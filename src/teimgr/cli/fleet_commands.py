@@ -1,0 +1,89 @@
+"""`teimgr gpus`, `templates` and `reload`: the fleet as a whole."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from teimgr.cli.command import Output, Server
+from teimgr.cli.failures import Exit
+from teimgr.cli.output import size
+
+
+def gpus(server: Server, output: Output) -> None:
+    """List the GPUs, with load and instances."""
+    found = server.rest.gpus()
+    if output.as_json:
+        output.value(found)
+        return
+    output.table(
+        ("gpu", "name", "memory", "load", "temperature", "instances"), [_gpu_row(each) for each in found["gpus"]]
+    )
+    if not found["gpus"]:
+        output.note(f"no GPUs: {found['reason']}")
+
+
+def _gpu_row(gpu: dict[str, Any]) -> tuple[Any, ...]:
+    used, total, load = gpu.get("memory_used_bytes"), gpu.get("memory_total_bytes"), gpu.get("utilization")
+    degrees = gpu.get("temperature_c")
+    return (
+        gpu["index"],
+        gpu["name"],
+        f"{size(used)} of {size(total)}" if used is not None else size(total),
+        "" if load is None else f"{load:.0%}",
+        "" if degrees is None else f"{degrees:.0f} °C",
+        ", ".join(each["name"] for each in gpu["instances"]),
+    )
+
+
+def templates(server: Server, output: Output) -> None:
+    """List the templates of `create --template`."""
+    found = server.rest.templates()
+    if output.as_json:
+        output.value(found)
+        return
+    rows = [(each["name"], ", ".join(f"{key}={value}" for key, value in each["keys"].items())) for each in found]
+    output.table(("name", "keys"), rows)
+
+
+def reload(
+    server: Server,
+    output: Output,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what would change, and change nothing.")] = False,
+    prune: Annotated[
+        bool | None,
+        typer.Option("--prune/--no-prune", help="Delete instances that the file has no more; default: `prune_seeds`."),
+    ] = None,
+) -> int:
+    """Apply the daemon's changed configuration.
+
+    It reads its file again, and moves the fleet to it; `--plan` shows what would change.
+    """
+    result = server.rest.reload(dry_run=plan, prune=prune)
+    if output.as_json:
+        output.value(result)
+    else:
+        _print(output, result)
+    return Exit.INCOMPLETE if result["failed"] else Exit.OK
+
+
+def _print(output: Output, result: Any) -> None:
+    wanted = result["plan"]
+    rows = [
+        ("setting", each["key"], f"{each['before']} → {each['after']}, {each['applies']}")
+        for each in wanted["settings"]
+    ]
+    rows += [(action, name, "") for action in ("create", "recreate", "remove") for name in wanted[action]]
+    rows += [
+        ("update", name, ", ".join(f"{key}={value}" for key, value in keys.items()))
+        for name, keys in wanted["update"].items()
+    ]
+    rows += [("left", name, "of an earlier configuration; --prune deletes it") for name in wanted["left"]]
+    if not rows:
+        output.note("nothing differs from what runs")
+        return
+    if result["steps"]:
+        rows = [row for row in rows if row[0] in ("setting", "left")]
+        rows += [(each["action"], each["instance"], each["error"] or "done") for each in result["steps"]]
+    output.table(("action", "of", "change"), rows)

@@ -1,0 +1,243 @@
+"""`teimgr embed`, `rerank`, `classify` and `similarity`: texts of the command line over HTTP, whole files over gRPC."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from teimgr.cli.command import Output, Server, complete_instance
+from teimgr.cli.failures import Exit, UsageError
+from teimgr.client.rest_client import RestClient
+from teimgr.errors import AmbiguousInstance, InstanceNotFound
+
+# TEI's default limit of inputs in one request.
+_AT_ONCE = 32
+_SHOWN_VALUES = 5
+_EMBEDDING, _RERANKER, _CLASSIFIER = ("embedding",), ("reranker",), ("classifier",)
+
+Instance = Annotated[
+    str | None,
+    typer.Option(
+        "--instance",
+        "-i",
+        metavar="NAME",
+        help="Instance, or id of its model; not needed where only one fits.",
+        autocompletion=complete_instance,
+    ),
+]
+Texts = Annotated[
+    list[str], typer.Argument(metavar="TEXT|-|FILE", help="Texts; `-`: the lines of stdin.", show_default=False)
+]
+Truncate = Annotated[
+    bool, typer.Option("--truncate/--no-truncate", help="Cut texts that are too long, or refuse them.")
+]
+
+
+def embed(
+    server: Server,
+    output: Output,
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEXT|-|FILE",
+            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow.",
+            show_default=False,
+        ),
+    ],
+    instance: Instance = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Vectors of a file: .parquet, .arrow or .npy.")
+    ] = None,
+    normalize: Annotated[bool, typer.Option("--normalize/--no-normalize", help="Vectors of length 1.")] = True,
+    truncate: Truncate = True,
+    dimensions: Annotated[int | None, typer.Option(help="Cut the vectors (Matryoshka models).", min=1)] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="One of the model's prompts, such as query.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the texts of a file.  [default: text]")] = None,
+    keep: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Columns of a file to copy.  [default: id, where there is one]")
+    ] = None,
+    float16: Annotated[bool, typer.Option("--float16", help="Half-precision vectors in the output file.")] = False,
+    batch_rows: Annotated[int, typer.Option(help="Rows of a file in one message.", min=1, max=65536)] = 2048,
+    retry: Annotated[
+        float, typer.Option(metavar="S", help="How long to go on trying where the daemon does not serve.", min=0)
+    ] = 300.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output file that exists.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run of this output.")] = False,
+) -> int:
+    """Embed texts, or a whole file.
+
+    A file is streamed in constant memory. A run that was interrupted or killed goes on where it was when the same
+    command is given again. Row i of the output is row i of the file; rows that fail have no vector there, and their
+    reason in OUTPUT.failed.jsonl, and the exit status is 8.
+    """
+    if out is not None:
+        from teimgr.cli.corpus_command import embed_corpus
+
+        if len(texts) != 1 or texts[0] == "-":
+            raise UsageError("with -o, name one file of texts")
+        return embed_corpus(
+            server,
+            output,
+            Path(texts[0]),
+            out,
+            chosen(server.rest, instance, _EMBEDDING),
+            {
+                **{"text_column": column, "keep": keep.split(",") if keep is not None else None, "float16": float16},
+                **{"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart},
+                **{"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name},
+            },
+        )
+    rest = server.rest
+    path = _path(chosen(rest, instance, _EMBEDDING), "embed")
+    options = {"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name}
+    for piece in _pieces(_lines_or(texts)):
+        for vector in rest.request("POST", path, body={"inputs": piece, **_given(options)}):
+            if output.is_terminal and not output.as_json:
+                values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
+                print(f"[{values}, …]  {len(vector)} values; --json prints all")
+            else:
+                print(json.dumps(vector), flush=True)
+    return Exit.OK
+
+
+def rerank(
+    server: Server,
+    output: Output,
+    query: Annotated[str, typer.Argument(help="What is sought.", show_default=False)],
+    texts: Texts,
+    instance: Instance = None,
+    top: Annotated[int | None, typer.Option("--top", "-n", help="Only the best.", min=1)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Scores before the activation.")] = False,
+    truncate: Truncate = True,
+) -> None:
+    """Order texts by how well they answer a query.
+
+    Prints score, position and text, best first.
+    """
+    given = list(_lines_or(texts))
+    path = _path(chosen(server.rest, instance, _RERANKER), "rerank")
+    ranks = []
+    rest, offset = server.rest, 0
+    for piece in _pieces(iter(given)):
+        body = {"query": query, "texts": piece, "raw_scores": raw, "truncate": truncate}
+        ranks += [{**rank, "index": rank["index"] + offset} for rank in rest.request("POST", path, body=body)]
+        offset += len(piece)
+    ranks.sort(key=lambda rank: -rank["score"])
+    shown = [{"score": rank["score"], "index": rank["index"], "text": given[rank["index"]]} for rank in ranks[:top]]
+    if output.as_json:
+        output.value(shown)
+    else:
+        output.table(
+            ("score", "index", "text"), [(_score(each["score"]), each["index"], each["text"]) for each in shown]
+        )
+
+
+def classify(
+    server: Server,
+    output: Output,
+    texts: Texts,
+    instance: Instance = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Scores before the activation.")] = False,
+    truncate: Truncate = True,
+) -> None:
+    """Print the labels of texts with their scores."""
+    rest = server.rest
+    path = _path(chosen(rest, instance, _CLASSIFIER), "predict")
+    found = []
+    for piece in _pieces(_lines_or(texts)):
+        # A list of lists: a plain list of two texts would be a pair.
+        body = {"inputs": [[text] for text in piece], "raw_scores": raw, "truncate": truncate}
+        found += [
+            {"text": text, "labels": labels}
+            for text, labels in zip(piece, rest.request("POST", path, body=body), strict=True)
+        ]
+    if output.as_json:
+        output.value(found)
+        return
+    rows = [(each["text"], label["label"], _score(label["score"])) for each in found for label in each["labels"]]
+    output.table(("text", "label", "score"), rows)
+
+
+def similarity(
+    server: Server,
+    output: Output,
+    source: Annotated[str, typer.Argument(metavar="TEXT", help="The text to compare with.", show_default=False)],
+    texts: Texts,
+    instance: Instance = None,
+) -> None:
+    """Compare texts with one text.
+
+    Prints the cosine of their vectors, best first.
+    """
+    given = list(_lines_or(texts))
+    rest = server.rest
+    path = _path(chosen(rest, instance, _EMBEDDING), "similarity")
+    scores: list[float] = []
+    for piece in _pieces(iter(given), _AT_ONCE - 1):  # the source counts as an input
+        body = {"inputs": {"source_sentence": source, "sentences": piece}}
+        scores += rest.request("POST", path, body=body)
+    order = sorted(range(len(given)), key=lambda at: -scores[at])
+    if output.as_json:
+        output.value([{"score": scores[at], "index": at, "text": given[at]} for at in order])
+    else:
+        output.table(("score", "index", "text"), [(_score(scores[at]), at, given[at]) for at in order])
+
+
+def chosen(rest: RestClient, wanted: str | None, kinds: Sequence[str]) -> str:
+    """The name of the instance that serves: the one named, one of the model named, or the only one of these kinds.
+
+    Raises:
+        InstanceNotFound: neither instance nor model is there.
+        AmbiguousInstance: none is named, and there is not exactly one.
+    """
+    if wanted is not None and "/" not in wanted:
+        return wanted
+    instances = [each for each in rest.list() if each.status.value == "running"]
+    if wanted is not None:
+        fitting = [each.name for each in instances if each.model_id == wanted]
+        if not fitting:
+            raise InstanceNotFound(wanted)
+        return fitting[0]
+    fitting = [each.name for each in instances if each.kind in kinds]
+    if len(fitting) != 1:
+        names = f"there are {', '.join(fitting)}" if fitting else f"no {kinds[0]} model runs"
+        raise AmbiguousInstance(f"which instance? {names}")
+    return fitting[0]
+
+
+def _path(name: str, method: str) -> str:
+    return f"/instances/{quote(name, safe='')}/{method}"
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _lines_or(texts: Sequence[str]) -> Iterator[str]:
+    """The texts; `-` stands for the lines of stdin, a file that exists for its lines."""
+    for text in texts:
+        if text == "-":
+            yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        elif text.endswith(".txt") and Path(text).is_file():
+            with Path(text).open(encoding="utf-8") as file:
+                yield from (line.rstrip("\n") for line in file if line.strip())
+        elif Path(text).suffix in (".parquet", ".jsonl", ".csv", ".arrow") and Path(text).is_file():
+            raise UsageError(f"{text} is a file: `teimgr embed {text} -o vectors.parquet` embeds its rows")
+        else:
+            yield text
+
+
+def _pieces(texts: Iterator[str], size: int = _AT_ONCE) -> Iterator[list[str]]:
+    while piece := list(islice(texts, size)):
+        yield piece
+
+
+def _score(value: float) -> str:
+    return f"{value:.6f}"

@@ -1,0 +1,241 @@
+"""`teimgr ps`, `show`, `rm`, `start`, `stop`, `restart` and `wait`: instances of a running daemon."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from teimgr.cli.command import Name, Names, Output, Server
+from teimgr.cli.failures import Exit, UsageError, exit_status, explain, report
+from teimgr.cli.output import duration, spinner
+from teimgr.client.rest_client import RestClient
+from teimgr.client.rest_values import Instance
+from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
+from teimgr.spec import State
+
+_COLUMNS = ("name", "status", "model", "kind", "dtype", "port", "workers", "device", "restarts", "uptime", "reason")
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
+
+Wait = Annotated[bool, typer.Option("--wait", "-w", help="Return when it serves, or failed.")]
+Timeout = Annotated[float, typer.Option(metavar="S", help="Seconds to wait at most.", min=0)]
+Tag = Annotated[
+    list[str] | None, typer.Option("--tag", metavar="KEY[:VALUE]", help="Only with this tag; several must all match.")
+]
+
+
+def ps(
+    server: Server,
+    output: Output,
+    tag: Tag = None,
+    status: Annotated[list[State] | None, typer.Option(help="Only in this state; several: any of them.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Only of this model; several: any of them.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the names.")] = False,
+) -> None:
+    """List the instances with their state."""
+    query = [("tag", each) for each in tag or ()] + [("status", each.value) for each in status or ()]
+    query += [("model_id", each) for each in model or ()]
+    bodies = server.rest.request("GET", "/instances", query=query)
+    if output.as_json:
+        output.value(bodies)
+        return
+    instances = [Instance.from_json(body) for body in bodies]
+    if quiet:
+        print("\n".join(each.name for each in instances), end="\n" if instances else "")
+        return
+    output.table(_COLUMNS, [_row(each) for each in instances])
+    if not instances and output.is_terminal:
+        output.note("no instances; `teimgr create NAME MODEL` makes one")
+
+
+def _row(instance: Instance) -> Sequence[Any]:
+    details = instance.details
+    workers: Sequence[Mapping[str, Any]] = details.get("workers") or ()
+    serving = sum(worker["state"] == "running" for worker in workers)
+    cards = sorted({worker["gpu_id"] for worker in workers if worker.get("gpu_id") is not None})
+    device = ("gpu " + ",".join(map(str, cards))) if cards else ("cpu" if serving else "")
+    update = details.get("update") or {}
+    reason = "updating" if update.get("state") == "rolling" else instance.reason
+    return (
+        *(instance.name, instance.status.value, instance.model_id, instance.kind, instance.dtype, instance.port),
+        *(f"{serving}/{len(workers)}" if workers else "0", device, instance.restarts),
+        *(duration(instance.uptime_secs), reason),
+    )
+
+
+def show(server: Server, output: Output, name: Name) -> None:
+    """Show everything about an instance."""
+    instance = server.rest.get(name)
+    if output.as_json:
+        output.value(instance.details)
+        return
+    output.table(("key", "value"), list(_flat("", instance.details)))
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    """The leaves of a JSON value with their paths."""
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, each in value.items() for leaf in _flat(f"{prefix}.{key}" if prefix else key, each)]
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return [leaf for at, each in enumerate(value) for leaf in _flat(f"{prefix}[{at}]", each)]
+    return [] if value is None or value in ([], {}) else [(prefix, value)]
+
+
+def rm(
+    server: Server,
+    output: Output,
+    names: Names,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> int:
+    """Stop and delete instances.
+
+    On a terminal it asks first. The models stay in the cache.
+    """
+    if not yes and sys.stdin.isatty() and output.is_terminal:
+        typer.confirm(f"Delete {', '.join(names)}?", abort=True, err=True)
+    return _each(server, output, names, "deleted", lambda rest, name: rest.delete(name))
+
+
+def start(server: Server, output: Output, names: Names, wait: Wait = False, timeout: Timeout = 300.0) -> int:
+    """Start stopped or failed instances."""
+    status = _each(server, output, names, "starting", lambda rest, name: rest.start(name), quiet=wait)
+    return status or (_await(server, output, names, timeout) if wait else Exit.OK)
+
+
+def stop(server: Server, output: Output, names: Names) -> int:
+    """Stop instances.
+
+    They stay stopped, also after a restart of the daemon.
+    """
+    return _each(server, output, names, "stopped", lambda rest, name: rest.stop(name))
+
+
+def restart(
+    server: Server,
+    output: Output,
+    names: Names,
+    rolling: Annotated[
+        bool, typer.Option("--rolling", help="Without a gap: new workers start beside the old.")
+    ] = False,
+    wait: Wait = False,
+    timeout: Timeout = 300.0,
+) -> int:
+    """Stop instances and start them again."""
+
+    def call(rest: RestClient, name: str) -> Instance:
+        return rest.restart(name, rolling=rolling)
+
+    status = _each(server, output, names, "restarting", call, quiet=wait)
+    return status or (_await(server, output, names, timeout) if wait else Exit.OK)
+
+
+def wait(
+    server: Server,
+    output: Output,
+    names: Annotated[list[str] | None, typer.Argument(help="Names of instances; none: all that should run.")] = None,
+    timeout: Timeout = 300.0,
+) -> int:
+    """Wait until instances serve.
+
+    It ends at once, with the reason, where one failed or is stopped.
+    """
+    chosen = names or [each.name for each in server.rest.list() if each.wanted_running]
+    return _await(server, output, chosen, timeout)
+
+
+def _each(
+    server: Server,
+    output: Output,
+    names: Sequence[str],
+    done: str,
+    call: Callable[[RestClient, str], Instance | None],
+    *,
+    quiet: bool = False,
+) -> int:
+    """Apply a call to every name; the status is that of the first failure, which does not keep the others."""
+    if len(set(names)) < len(names):
+        raise UsageError(f"a name is given twice: {', '.join(names)}")
+    bodies, status = [], Exit.OK
+    for name in names:
+        try:
+            instance = call(server.rest, name)
+        except TeimgrError as error:
+            report(explain(error, server.connection.source, server.names), as_json=output.as_json)
+            status = status or exit_status(error)
+        else:
+            bodies.append(instance.details if instance else {"name": name})
+            if not output.as_json and not quiet:
+                print(f"{name}\t{done}" if not output.is_terminal else f"{name}: {done}")
+    if output.as_json and not quiet:
+        output.value(bodies)
+    return status
+
+
+def _await(server: Server, output: Output, names: Sequence[str], timeout_s: float) -> int:
+    running = await_running(server.rest, names, timeout_s, output)
+    if output.as_json:
+        output.value([each.details for each in running])
+    elif not output.is_terminal:
+        output.table(("name", "status", "port"), [(each.name, each.status.value, each.port) for each in running])
+    return Exit.OK
+
+
+def await_running(rest: RestClient, names: Sequence[str], timeout_s: float, output: Output) -> list[Instance]:
+    """The instances once all of them serve and no update is under way; changes of state are noted on stderr.
+
+    Raises:
+        ModelLoadFailed: one failed for good, or its update did; the message has the reason.
+        NotRunning: one is stopped.
+        DeadlineExceeded: not all serve within `timeout_s`.
+    """
+    end = time.monotonic() + timeout_s
+    began = time.monotonic()
+    waiting, found, noted = list(names), {}, dict[str, str]()
+    pause_s = _FIRST_PAUSE_S
+    with spinner(f"waiting for {', '.join(names)}") as update:
+        while True:
+            for name in list(waiting):
+                instance = found[name] = rest.get(name)
+                state = _state(instance)
+                if noted.get(name) != state:
+                    noted[name] = state
+                    output.note(
+                        f"{name}: {state}" + (f", after {time.monotonic() - began:.1f} s" if _serves(instance) else "")
+                    )
+                if _serves(instance):
+                    waiting.remove(name)
+            if not waiting:
+                return [found[name] for name in names]
+            update("waiting for " + "; ".join(f"{name}: {noted[name]}" for name in waiting))
+            if time.monotonic() >= end:
+                states = "; ".join(f"{name} is {noted[name]}" for name in waiting)
+                raise DeadlineExceeded(f"not ready after {timeout_s:g} s: {states}")
+            time.sleep(min(pause_s, max(end - time.monotonic(), 0)))
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+
+def _serves(instance: Instance) -> bool:
+    """Whether it runs and no update is under way.
+
+    Raises:
+        ModelLoadFailed: it failed, or its last update failed and was rolled back.
+        NotRunning: it is stopped.
+    """
+    if instance.status is State.FAILED:
+        raise ModelLoadFailed(f"Instance '{instance.name}' failed: {instance.reason or 'its log has the reason'}")
+    if instance.status is State.STOPPED:
+        raise NotRunning(instance.name, instance.status.value)
+    update = instance.details.get("update") or {}
+    if update.get("state") == "failed":
+        raise ModelLoadFailed(f"The update of '{instance.name}' failed and was rolled back: {update.get('reason')}")
+    return instance.status is State.RUNNING and update.get("state") != "rolling"
+
+
+def _state(instance: Instance) -> str:
+    update = instance.details.get("update") or {}
+    word = "updating" if update.get("state") == "rolling" else instance.status.value
+    return f"{word} ({instance.reason})" if instance.reason else word

@@ -1,0 +1,72 @@
+"""Tables on a terminal, tab-separated columns in a pipe, numbers and times as people read them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_COLOURS = {
+    **{"running": "green", "starting": "yellow", "stopping": "yellow", "stopped": "dim", "failed": "bold red"},
+    **{"cached": "green", "verified": "green", "ok": "green", "warn": "yellow", "fail": "bold red"},
+}
+_CONTROL = {ord("\t"): " ", ord("\n"): " ", ord("\r"): " "}
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, on_terminal: bool) -> None:
+    """Rows under their headings on a terminal; in a pipe one line each, tabs between, without headings."""
+    if not on_terminal:
+        for row in rows:
+            print("\t".join(_text(cell).translate(_CONTROL) for cell in row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*(column.upper() for column in columns), box=None, pad_edge=False, header_style="dim")
+    for row in rows:
+        table.add_row(*(Text(text, style=_COLOURS.get(text, "")) for text in map(_text, row)))
+    Console().print(table)
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    return f"{cell:,.1f}" if isinstance(cell, float) else str(cell)
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[Any]:
+    """A spinner on stderr where that is a terminal; yields a function that changes its text."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        yield status.update
+
+
+def duration(seconds: float | None) -> str:
+    """A time span, such as 45 s, 3 m 20 s, 4 h 5 m, 12 d 3 h."""
+    if seconds is None:
+        return ""
+    whole = int(seconds)
+    for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
+    return f"{whole} s"
+
+
+def size(count: float | None) -> str:
+    """Bytes in binary units, such as 87 MiB."""
+    if count is None:
+        return ""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,171 @@
+"""HTTP connection to a daemon's REST port with the standard library alone, for programs that start often.
+
+The methods are coroutines, as those of `HttpChannel`, that block and never wait for an event loop.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlencode
+
+from teimgr.client.http_replies import EventParser, JsonObject, Query, ServerSentEvent, error_from_reply, json_of
+from teimgr.client.server_address import ServerAddress, Tls
+from teimgr.errors import DeadlineExceeded, Unreachable, ValidationError
+
+_CONNECT_S = 10.0
+_CHUNK_BYTES = 65536
+
+
+class BlockingHttpChannel:
+    """One connection per call; nothing to open or close."""
+
+    def __init__(self, address: ServerAddress, tls: Tls, api_key: str | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._context: Any = None
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: JsonObject | None = None,
+        query: Query | None = None,
+        timeout_s: float | None,
+    ) -> Any:
+        """The parsed JSON of the reply, None for an empty one. `path` is already percent-encoded.
+
+        Raises:
+            InvalidConfig: a certificate file cannot be used.
+            ValidationError: `body` cannot be encoded as JSON.
+            TeimgrError: the daemon's error reply.
+            Unreachable: no connection, or TLS failed.
+            DeadlineExceeded: no complete reply within `timeout_s`; None waits without a limit.
+        """
+        return json_of(path, *self._exchange(method, path, body, query, timeout_s))
+
+    async def text(self, path: str, *, timeout_s: float) -> str:
+        """The text of the reply to a GET.
+
+        Raises:
+            TeimgrError: as `call`.
+        """
+        status, reply = self._exchange("GET", path, None, None, timeout_s)
+        if status >= 400:
+            raise error_from_reply(status, reply)
+        return reply.decode()
+
+    async def succeeds(self, path: str, *, timeout_s: float) -> bool:
+        """Whether GET answers 200 rather than 503.
+
+        Raises:
+            TeimgrError: any other answer.
+        """
+        status, reply = self._exchange("GET", path, None, None, timeout_s)
+        if status not in (200, 503):
+            raise error_from_reply(status, reply)
+        return status == 200
+
+    async def events(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: JsonObject | None = None,
+        query: Query | None = None,
+        last_event_id: str | None = None,
+    ) -> AsyncGenerator[ServerSentEvent]:
+        """The server-sent events of a reply until the server ends it.
+
+        Raises:
+            TeimgrError: the daemon's error reply.
+            Unreachable: no connection, or it was lost.
+        """
+        headers = {"Accept": "text/event-stream"}
+        if last_event_id is not None:
+            headers["Last-Event-ID"] = last_event_id
+        with self._reply(method, path, body, query, headers, None) as (_, reply):
+            if reply.status >= 400:
+                raise error_from_reply(reply.status, reply.read())
+            parser = EventParser()
+            while chunk := reply.read1(_CHUNK_BYTES):
+                for event in parser.feed(chunk):
+                    yield event
+
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
+
+    def _exchange(
+        self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
+    ) -> tuple[int, bytes]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            with self._reply(method, path, body, query, {}, timeout_s) as (sock, reply):
+                parts: list[bytes] = []
+                while True:
+                    if deadline is not None:
+                        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                    if not (part := reply.read1(_CHUNK_BYTES)):
+                        return reply.status, b"".join(parts)
+                    parts.append(part)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error
+
+    @contextmanager
+    def _reply(
+        self,
+        method: str,
+        path: str,
+        body: JsonObject | None,
+        query: Query | None,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
+        """The socket and the head of the reply."""
+        try:
+            payload = None if body is None else json.dumps(body).encode()
+        except (TypeError, ValueError) as error:
+            raise ValidationError(str(error)) from error
+        typed = {} if payload is None else {"Content-Type": "application/json"}
+        target = path + (f"?{urlencode(query)}" if query else "")
+        connection = self._connection()
+        try:
+            sock = self._connect(connection)
+            sock.settimeout(timeout_s)
+            connection.request(method, target, payload, {**self._headers, **typed, **headers, "Connection": "close"})
+            yield sock, connection.getresponse()
+        except TimeoutError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise Unreachable(self._address.url, reason) from error
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self._address.host, self._address.port, timeout=_CONNECT_S)
+
+    def _connect(self, connection: http.client.HTTPConnection) -> socket.socket:
+        """Connect within a limit of its own; over TLS, verify the name that the files of `tls` ask for."""
+        context = self._ssl_context() if self._address.secure else None
+        try:
+            connection.connect()
+            if context is not None:
+                name = self._tls.server_name or self._address.host
+                connection.sock = context.wrap_socket(connection.sock, server_hostname=name)
+        except TimeoutError as error:
+            raise Unreachable(self._address.url, f"no connection within {_CONNECT_S:g} s") from error
+        sock: socket.socket = connection.sock
+        return sock
+
+    def _ssl_context(self) -> Any:
+        if self._context is None:
+            self._context = self._tls.ssl_context()
+        return self._context

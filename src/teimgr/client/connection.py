@@ -1,0 +1,227 @@
+"""Which daemon a command speaks to, and as whom: flags, environment variables and named contexts, in one order.
+
+Flags replace single values of what a context or the environment gives. With `--context NAME` the environment is not
+read; without it, `TEIMGR_URL` means that no context is read, so that the key of one daemon is never sent to another.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from teimgr.client.rest_client import API, RestClient
+from teimgr.client.server_address import ServerAddress, Tls
+from teimgr.durable_files import write_atomically
+from teimgr.errors import InvalidConfig, TeimgrError, Unreachable
+
+if TYPE_CHECKING:
+    from teimgr.client.clients import Client
+
+CONTEXT = "TEIMGR_CONTEXT"
+CONTEXTS_FILE = "TEIMGR_CONTEXTS"
+_DEFAULT_API_PORT = 9000
+_DEFAULT_GRPC_PORT = 9001
+_FILE_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionValues:
+    """What flags, the environment and a context may each give; None is left to the next source."""
+
+    url: str | None = None
+    grpc_url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+
+    def over(self, other: ConnectionValues) -> ConnectionValues:
+        """These values, those that are None from `other`; a key and a file of a key replace each other."""
+        given = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        if "api_key" in given or "api_key_file" in given:
+            given = {"api_key": None, "api_key_file": None} | given
+        if "url" in given:  # the gRPC address belongs to the REST address
+            given = {"grpc_url": None} | given
+        return replace(other, **given)
+
+
+VARIABLES = {item.name: f"TEIMGR_{item.name.upper()}" for item in fields(ConnectionValues)}
+"""Environment variable by value: TEIMGR_URL, TEIMGR_API_KEY, TEIMGR_CA, …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A daemon's addresses and this caller's credentials.
+
+    `grpc_url` None: the daemon is asked for its gRPC port. `source` names where the address is from, for messages.
+    """
+
+    url: str = API
+    grpc_url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    tls: Tls = field(default_factory=Tls)
+    source: str = "the default"
+
+    @classmethod
+    def resolve(
+        cls,
+        flags: ConnectionValues | None = None,
+        *,
+        context: str | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> Connection:
+        """The connection by flags, then `context`, else the environment, else the current context, else the default.
+
+        Raises:
+            InvalidConfig: an unknown context, a file that cannot be read, or an address that is none.
+        """
+        flags = flags or ConnectionValues()
+        found = ConnectionValues(**{name: environ.get(variable) or None for name, variable in VARIABLES.items()})
+        source = f"the environment variable {VARIABLES['url']}"
+        if context is not None:
+            found, source = Contexts.load(environ).get(context), f"the context {context!r}"
+        elif found.url is None:
+            contexts = Contexts.load(environ)
+            name = environ.get(CONTEXT) or contexts.current
+            if name:
+                found, source = found.over(contexts.get(name)), f"the context {name!r}"
+            else:
+                source = "the default"
+        if flags.url is not None:
+            source = "--url"
+        return cls._of(flags.over(found), source)
+
+    @classmethod
+    def _of(cls, values: ConnectionValues, source: str) -> Connection:
+        url = values.url or API
+        ServerAddress.parse(url)
+        api_key = values.api_key
+        if api_key is None and values.api_key_file is not None:
+            try:
+                api_key = Path(values.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise InvalidConfig(f"{values.api_key_file}: {getattr(error, 'strerror', None) or error}") from error
+        tls = Tls(ca=values.ca, cert=values.cert, key=values.key, server_name=values.server_name)
+        return cls(url, values.grpc_url, api_key, tls, source)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether neither flags nor environment nor a context named a daemon."""
+        return self.source == "the default" and self.grpc_url is None
+
+    def rest_client(self, timeout_s: float = 60.0) -> RestClient:
+        return RestClient(self.url, tls=self.tls, api_key=self.api_key, timeout_s=timeout_s)
+
+    def client(self, timeout_s: float = 60.0) -> Client:
+        """The client of REST and gRPC, not yet opened; imports numpy, pyarrow and grpc.
+
+        Raises:
+            TeimgrError: the daemon was to be asked for its gRPC port, and did not answer.
+        """
+        from teimgr.client.clients import Client
+
+        return Client(self.url, self.grpc(), tls=self.tls, api_key=self.api_key, timeout_s=timeout_s)
+
+    def grpc(self) -> str:
+        """The gRPC address: the one given, else the REST host with the port that the daemon reports.
+
+        A key that may not read the settings gets the port above that of REST.
+
+        Raises:
+            Unreachable: no daemon answers.
+        """
+        if self.grpc_url is not None:
+            return self.grpc_url
+        address = ServerAddress.parse(self.url)
+        port = address.port + 1 if address.port != _DEFAULT_API_PORT else _DEFAULT_GRPC_PORT
+        try:
+            settings = self.rest_client(timeout_s=5.0).config()
+            port = next(int(each["value"]) for each in settings if each["key"] == "grpc_port")
+        except Unreachable:
+            raise
+        except (TeimgrError, StopIteration, TypeError, KeyError):
+            pass  # a key without the right to read the settings, or another product
+        return ServerAddress(address.host, port, address.secure).url
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """The named connections of a user: a TOML file of `current` and a table `[contexts.NAME]` each."""
+
+    path: Path
+    current: str | None = None
+    tables: Mapping[str, ConnectionValues] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] = os.environ) -> Contexts:
+        """The contexts in `TEIMGR_CONTEXTS`, else in the user's configuration folder; none where no file is.
+
+        Raises:
+            InvalidConfig: the file is no TOML, or has an unknown key.
+        """
+        if CONTEXTS_FILE in environ:
+            path = Path(environ[CONTEXTS_FILE])
+        else:
+            base = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".config")
+            path = Path(base) / "teimgr" / "contexts.toml"
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return cls(path)
+        except (OSError, ValueError) as error:
+            raise InvalidConfig(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        return cls(path, table.get("current"), {name: _values(path, name, each) for name, each in _tables(path, table)})
+
+    def get(self, name: str) -> ConnectionValues:
+        """The values of a context.
+
+        Raises:
+            InvalidConfig: there is none of this name.
+        """
+        if name not in self.tables:
+            known = ", ".join(self.tables) or "none"
+            raise InvalidConfig(f"{self.path}: no context {name!r}; there are: {known}")
+        return self.tables[name]
+
+    def save(self) -> None:
+        """Write the file, readable by its owner alone.
+
+        Raises:
+            InvalidConfig: it cannot be written.
+        """
+        import tomli_w
+
+        tables = {
+            name: {item.name: value for item in fields(each) if (value := getattr(each, item.name)) is not None}
+            for name, each in self.tables.items()
+        }
+        text = tomli_w.dumps(({"current": self.current} if self.current else {}) | {"contexts": tables})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, text.encode(), mode=_FILE_MODE, durable=True)
+        except OSError as error:
+            raise InvalidConfig(f"{self.path}: {error.strerror}") from error
+
+
+def _tables(path: Path, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    if unknown := table.keys() - {"current", "contexts"}:
+        raise InvalidConfig(f"{path}: unknown key {min(unknown)!r}; known are current, contexts")
+    return list(table.get("contexts", {}).items())
+
+
+def _values(path: Path, name: str, table: Any) -> ConnectionValues:
+    known = {item.name for item in fields(ConnectionValues)}
+    for key, value in table.items() if isinstance(table, dict) else ():
+        if key not in known:
+            raise InvalidConfig(f"{path}: contexts.{name}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+        if not isinstance(value, str):
+            raise InvalidConfig(f"{path}: contexts.{name}.{key} must be a string")
+    if not isinstance(table, dict) or "url" not in table:
+        raise InvalidConfig(f"{path}: contexts.{name}: url is missing")
+    return ConnectionValues(**table)

@@ -1,0 +1,240 @@
+"""`embed_file`: texts of a file to vectors in a file, over `EmbedArrowStream`, resumed where an earlier run ended."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from teimgr.client.clients import Client
+from teimgr.client.corpus import outputs
+from teimgr.client.corpus.partial import PartialOutput, discard
+from teimgr.client.corpus.sources import FAULT, TEXT, Source, open_source
+from teimgr.client.values import Embedded
+from teimgr.errors import InvalidConfig, Refused, TryLater
+
+_BATCH_ROWS = 2048
+_BATCH_BYTES = 4 << 20
+_TEXT_BYTES = 16 << 20
+_COMMIT_S = 0.5
+# A message holds what the model computes in about this time: a slow one answers before the client's timeout, and an
+# interruption costs little.
+_FIRST_ROWS = 64
+_QUICK_REPLY_S = 0.5
+_SLOW_REPLY_S = 4.0
+_RETRY_FIRST_S = 0.25
+_RETRY_MOST_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is: `rows` of `total`, where that is known, and the `share` of the file that was read otherwise.
+
+    `waiting` is the reason of a pause before another attempt.
+    """
+
+    rows: int
+    failed: int
+    total: int | None
+    share: float | None
+    waiting: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedFile:
+    """What came of it. `resumed_at`: rows that an earlier run had done. `failures` is None where no row failed."""
+
+    output: Path
+    rows: int
+    failed: int
+    dimension: int
+    resumed_at: int
+    failures: Path | None
+
+
+def embed_file(
+    client: Client,
+    source: Path,
+    output: Path,
+    *,
+    text_column: str | None = None,
+    keep: Sequence[str] | None = None,
+    float16: bool = False,
+    batch_rows: int = _BATCH_ROWS,
+    retry_s: float = 300.0,
+    overwrite: bool = False,
+    restart: bool = False,
+    commit_s: float = _COMMIT_S,
+    progress: Callable[[Progress], None] = lambda progress: None,
+    **options: Any,
+) -> EmbeddedFile:
+    """Embed every row of `source` (.parquet, .jsonl, .csv, .txt, .arrow) into `output` (.parquet, .arrow, .npy).
+
+    Row i of the output is row i of the source: columns `row`, those of `keep`, and `embedding` (float32, or float16).
+    A row that fails has a null there (NaN in NumPy), and its reason and text in `<output>.failed.jsonl`. Memory does
+    not grow with the file. Until the end the rows are in `<output>.partial`; a run that was interrupted or killed is
+    resumed by the same call, and repeats at most `commit_s` of work. `batch_rows` bounds one message; a slow model gets
+    fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`.
+
+    Raises:
+        InvalidConfig: a file cannot be read or written, or lacks a column.
+        Refused: `output` exists and not `overwrite`; an unfinished run of another job is there and not `restart`; the
+            server refused the call.
+        TryLater: the server did not serve for `retry_s` without progress.
+    """
+    if output.suffix.lower() not in outputs.SUFFIXES:
+        raise InvalidConfig(f"{output}: the suffix is none of {', '.join(outputs.SUFFIXES)}")
+    texts = open_source(source, text_column, keep)
+    failures = output.with_name(f"{output.name}.failed.jsonl")
+    if restart:
+        discard(output, failures)
+    partial = PartialOutput(output, failures, _identity(texts, float16, options))
+    if output.exists() and not overwrite and not partial.journal_path.exists():
+        raise Refused(f"{output} exists; --overwrite replaces it")
+    with partial:
+        resumed_at = partial.rows
+        work = _Work(client, texts, partial, options, batch_rows, float16, retry_s, commit_s, progress)
+        try:
+            work.run()
+        finally:
+            partial.commit()
+        outputs.write_output(output, partial.batches(), partial.rows)
+        partial.remove()
+    return EmbeddedFile(
+        output, partial.rows, partial.failed, work.dimension, resumed_at, failures if partial.failed else None
+    )
+
+
+def _identity(source: Source, float16: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """What makes two runs the same job."""
+    status = source.path.stat()
+    return {
+        **{"source": str(source.path.absolute()), "bytes": status.st_size, "modified_ns": status.st_mtime_ns},
+        **{"text_column": source.text_column, "keep": list(source.keep), "float16": float16},
+        **{key: value for key, value in sorted(options.items()) if value is not None},
+    }
+
+
+class _Work:
+    """One run: sends batches, writes answers in order, commits now and then, begins a broken stream again."""
+
+    def __init__(
+        self,
+        client: Client,
+        source: Source,
+        partial: PartialOutput,
+        options: dict[str, Any],
+        batch_rows: int,
+        float16: bool,
+        retry_s: float,
+        commit_s: float,
+        progress: Callable[[Progress], None],
+    ) -> None:
+        self._client = client
+        self._source = source
+        self._partial = partial
+        self._options = options
+        self._batch_rows = batch_rows
+        self._type = pa.float16() if float16 else pa.float32()
+        self._retry_s = retry_s
+        self._commit_s = commit_s
+        self._progress = progress
+        self._rows_now = min(_FIRST_ROWS, batch_rows)
+        self.dimension = 0
+
+    def run(self) -> None:
+        last_progress, pause_s = time.monotonic(), _RETRY_FIRST_S
+        while True:
+            before = self._partial.rows
+            try:
+                self._stream()
+                return
+            except TryLater as error:
+                now = time.monotonic()
+                if self._partial.rows > before:
+                    last_progress, pause_s = now, _RETRY_FIRST_S
+                if now - last_progress > self._retry_s:
+                    raise
+                self._report(waiting=error.message)
+                time.sleep(max(pause_s, min(error.retry_after_s or 0.0, _RETRY_MOST_S)))
+                pause_s = min(pause_s * 2, _RETRY_MOST_S)
+
+    def _stream(self) -> None:
+        """Embed from the first row that is not done to the end, over one stream."""
+        sent: deque[pa.RecordBatch] = deque()  # of this stream: a broken one may still be reading texts on its thread
+        committed = answered = time.monotonic()
+        self._report()
+        for answer in self._client.embed_arrow_stream(self._texts(sent), **self._options):
+            self._write(sent.popleft(), answer)
+            now = time.monotonic()
+            self._adapt(now - answered)
+            answered = now
+            if now - committed >= self._commit_s:
+                self._partial.commit()
+                committed = time.monotonic()
+            self._report()
+
+    def _adapt(self, reply_s: float) -> None:
+        """More rows in a message after a quick reply, fewer after a slow one."""
+        if reply_s < _QUICK_REPLY_S:
+            self._rows_now = min(self._rows_now * 2, self._batch_rows)
+        elif reply_s > _SLOW_REPLY_S:
+            self._rows_now = max(self._rows_now // 2, 1)
+
+    def _texts(self, sent: deque[pa.RecordBatch]) -> Iterator[Any]:
+        """The texts of the batches, each put in `sent` beside those that wait for their answer."""
+        for batch in self._source.batches(self._partial.rows, self._batch_rows):
+            for piece in _bounded(batch, lambda: self._rows_now):
+                sent.append(piece)
+                yield piece.column(TEXT)
+
+    def _write(self, batch: pa.RecordBatch, answer: Embedded) -> None:
+        first_row, count = self._partial.rows, batch.num_rows
+        dim = self.dimension = answer.vectors.shape[1]
+        missing = np.zeros(count, bool)
+        missing[list(answer.errors)] = True
+        faults = batch.column(FAULT)
+        values = pa.array(answer.vectors.reshape(-1).astype(self._type.to_pandas_dtype(), copy=False))
+        vectors = pa.FixedSizeListArray.from_arrays(values, dim, mask=pa.array(missing))
+        schema = pa.schema([("row", pa.int64()), *self._source.kept, (outputs.VECTOR, pa.list_(self._type, dim))])
+        kept = batch.columns[2:]  # by position: a kept column may have the name of another
+        rows = pa.array(np.arange(first_row, first_row + count))
+        whole = pa.RecordBatch.from_arrays([rows, *kept, vectors], schema=schema)
+        texts = batch.column(TEXT)
+        failures = (
+            {"row": first_row + row, "error": faults[row].as_py() or reason, "text": texts[row].as_py()}
+            for row, reason in sorted(answer.errors.items())
+        )
+        self._partial.append(whole, failures)
+
+    def _report(self, waiting: str | None = None) -> None:
+        self._progress(
+            Progress(self._partial.rows, self._partial.failed, self._source.rows, self._source.position(), waiting)
+        )
+
+
+def _bounded(batch: pa.RecordBatch, most_rows: Callable[[], int]) -> Iterator[pa.RecordBatch]:
+    """The batch in pieces of bounded rows and bytes; a text beyond the limit of one message is a row that fails."""
+    lengths = pc.fill_null(pc.binary_length(batch.column(TEXT)), 0).to_numpy(zero_copy_only=False)
+    if lengths.max(initial=0) > _TEXT_BYTES:
+        over = lengths > _TEXT_BYTES
+        columns = list(batch.columns)
+        reason = f"a text of over {_TEXT_BYTES >> 20} MiB"
+        columns[0] = pc.if_else(pa.array(over), pa.scalar(None, columns[0].type), columns[0])
+        columns[1] = pc.if_else(pa.array(over), pa.scalar(reason), columns[1])
+        batch = pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+        lengths = np.where(over, 0, lengths)
+    start, filled = 0, 0
+    for row, length in enumerate(lengths):
+        if row > start and (filled + length > _BATCH_BYTES or row - start >= most_rows()):
+            yield batch.slice(start, row - start)
+            start, filled = row, 0
+        filled += int(length)
+    yield batch.slice(start)

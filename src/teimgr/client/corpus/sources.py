@@ -1,0 +1,355 @@
+"""Files of texts, read in batches in constant memory: Parquet, JSON lines, CSV, text, Arrow."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from teimgr.errors import InvalidConfig
+
+TEXT = "text"
+FAULT = "fault"
+"""Column of the reason why a row has no text; null where it has one."""
+
+SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".txt", ".arrow", ".feather")
+
+_STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
+_READ_BYTES = 1 << 20
+_TYPED_ROWS = 1000
+
+
+class Source(ABC):
+    """A file of rows, each with a text. `batches` can begin at any row, and gives the same rows every time.
+
+    Attributes:
+        kept: Names and types of the columns that are copied to the output.
+        rows: How many rows there are; None where only reading it all would show.
+    """
+
+    kept: pa.Schema
+    rows: int | None = None
+
+    def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
+        self.path = path
+        self.text_column = text_column
+        self.keep = tuple(keep)
+
+    @abstractmethod
+    def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
+        """Batches of at most `size` rows from `first_row` on: columns `text`, `fault`, and those of `kept`.
+
+        Raises:
+            InvalidConfig: the file cannot be read; the message has the place.
+        """
+
+    def position(self) -> float | None:
+        """The share of the file that was read, from 0 to 1; None where `rows` is known."""
+        return None
+
+    def _chosen(self, schema: pa.Schema) -> pa.Schema:
+        """The kept columns of a schema, after a look for the text column.
+
+        Raises:
+            InvalidConfig: a column is missing, or the text column holds no strings.
+        """
+        for name in (self.text_column, *self.keep):
+            if name not in schema.names:
+                raise InvalidConfig(f"{self.path}: no column {name!r}; there are {', '.join(schema.names)}")
+        found = schema.field(self.text_column).type
+        if found not in _STRINGS and not pa.types.is_dictionary(found):
+            raise InvalidConfig(f"{self.path}: the column {self.text_column!r} holds {found}, not strings")
+        return pa.schema([schema.field(name) for name in self.keep])
+
+    def _batch(self, texts: Any, kept: Sequence[Any], faults: Any = None) -> pa.RecordBatch:
+        if texts.type not in (pa.utf8(), pa.large_utf8()):
+            texts = texts.cast(pa.large_utf8())
+        faults = faults if faults is not None else pa.nulls(len(texts), pa.utf8())
+        schema = pa.schema([(TEXT, texts.type), (FAULT, pa.utf8()), *self.kept])
+        return pa.RecordBatch.from_arrays([texts, faults, *kept], schema=schema)
+
+    def _of_table(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return self._batch(batch.column(self.text_column), [batch.column(name) for name in self.keep])
+
+
+def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] | None = None) -> Source:
+    """The source for a file by its suffix.
+
+    `text_column` defaults to `text`; `keep` to the column `id` where there is one. A text file has lines, no columns.
+
+    Raises:
+        InvalidConfig: another suffix, an unreadable file, or a missing column.
+    """
+    kind = _KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise InvalidConfig(f"{path}: the suffix is none of {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise InvalidConfig(f"{path}: no such file")
+    try:
+        if keep is None:
+            keep = [name for name in kind.columns(path) if name == "id" and name != text_column]
+        source: Source = kind(path, text_column or TEXT, keep)
+        return source
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: {error}") from error
+
+
+class ParquetSource(Source):
+    """Parquet; rows that are done are skipped by row groups."""
+
+    def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
+        super().__init__(path, text_column, keep)
+        with pq.ParquetFile(path) as file:
+            self.kept = self._chosen(file.schema_arrow)
+            self.rows = file.metadata.num_rows
+
+    @staticmethod
+    def columns(path: Path) -> list[str]:
+        names: list[str] = pq.read_schema(path).names
+        return names
+
+    def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(self.path, pre_buffer=False, buffer_size=_READ_BYTES) as file:
+            groups: list[int] = []
+            skip = first_row
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if not groups and skip >= rows:
+                    skip -= rows
+                else:
+                    groups.append(group)
+            columns = list(dict.fromkeys([self.text_column, *self.keep]))
+            for batch in file.iter_batches(batch_size=size, row_groups=groups, columns=columns):
+                if skip >= batch.num_rows:
+                    skip -= batch.num_rows
+                    continue
+                yield self._of_table(batch.slice(skip))
+                skip = 0
+
+
+class ArrowSource(Source):
+    """An Arrow IPC file (Feather), or an IPC stream."""
+
+    def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
+        super().__init__(path, text_column, keep)
+        with pa.memory_map(str(path)) as mapped:
+            try:
+                reader = pa.ipc.open_file(mapped)
+                self.is_file = True
+                self.rows = sum(reader.get_batch(at).num_rows for at in range(reader.num_record_batches))
+            except pa.ArrowInvalid:
+                mapped.seek(0)
+                reader = pa.ipc.open_stream(mapped)
+                self.is_file = False
+            self.kept = self._chosen(reader.schema)
+
+    @staticmethod
+    def columns(path: Path) -> list[str]:
+        with pa.memory_map(str(path)) as mapped:
+            try:
+                names: list[str] = pa.ipc.open_file(mapped).schema.names
+            except pa.ArrowInvalid:
+                mapped.seek(0)
+                names = pa.ipc.open_stream(mapped).schema.names
+            return names
+
+    def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
+        with pa.memory_map(str(self.path)) as mapped:
+            skip = first_row
+            for batch in self._read(mapped):
+                if skip >= batch.num_rows:
+                    skip -= batch.num_rows
+                    continue
+                for start in range(skip, batch.num_rows, size):
+                    yield self._of_table(batch.slice(start, size))
+                skip = 0
+
+    def _read(self, mapped: Any) -> Iterator[pa.RecordBatch]:
+        if not self.is_file:
+            yield from pa.ipc.open_stream(mapped)
+            return
+        reader = pa.ipc.open_file(mapped)
+        for at in range(reader.num_record_batches):
+            yield reader.get_batch(at)
+
+
+class CsvSource(Source):
+    """CSV with a line of headings; every kept column is text."""
+
+    def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
+        super().__init__(path, text_column, keep)
+        self.kept = self._chosen(pa.schema([(name, pa.utf8()) for name in self.columns(path)]))
+        self._bytes = 0
+
+    @staticmethod
+    def columns(path: Path) -> list[str]:
+        import csv
+
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return next(csv.reader(file), [])
+
+    def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
+        import csv
+
+        with self.path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            names = next(reader, [])
+            text_at, kept_at = names.index(self.text_column), [names.index(name) for name in self.keep]
+            rows = islice(reader, first_row, None)
+            while piece := list(islice(rows, size)):
+                self._bytes = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+                wanted = [None if len(row) == len(names) else _ragged(len(row), len(names)) for row in piece]
+                texts = [row[text_at] if fault is None else None for row, fault in zip(piece, wanted, strict=True)]
+                kept = [[row[at] if at < len(row) else None for row in piece] for at in kept_at]
+                yield self._batch(
+                    pa.array(texts, pa.utf8()),
+                    [pa.array(each, pa.utf8()) for each in kept],
+                    pa.array(wanted, pa.utf8()),
+                )
+
+    def position(self) -> float | None:
+        return self._bytes / max(self.path.stat().st_size, 1)
+
+
+def _ragged(found: int, wanted: int) -> str:
+    return f"{found} columns in a file of {wanted}"
+
+
+class LineSource(Source):
+    """A text file: every line is a text. A line without anything but white space is a row that fails."""
+
+    def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
+        super().__init__(path, text_column, keep)
+        if keep:
+            raise InvalidConfig(f"{path}: a text file has no columns to keep")
+        self.kept = pa.schema([])
+        self.rows = _line_count(path)
+
+    @staticmethod
+    def columns(path: Path) -> list[str]:
+        return []
+
+    def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
+        for lines in _lines(self.path, first_row, size):
+            texts = [_decoded(line) for line in lines]
+            yield self._batch(
+                pa.array([text for text, _ in texts], pa.utf8()), [], pa.array([fault for _, fault in texts], pa.utf8())
+            )
+
+
+class JsonLinesSource(Source):
+    """JSON lines: objects with the text column; types of kept columns are those of the first thousand rows."""
+
+    def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
+        super().__init__(path, text_column, keep)
+        self.rows = _line_count(path)
+        names = self.columns(path)
+        missing = [name for name in (text_column, *keep) if name not in names]
+        if missing:
+            raise InvalidConfig(f"{path}: no key {missing[0]!r} in its first lines; there are {', '.join(names)}")
+        rows = [row for row, _ in map(_json_object, _head(path)) if row is not None]
+        self.kept = pa.schema([(name, _type_of([row.get(name) for row in rows])) for name in keep])
+
+    @staticmethod
+    def columns(path: Path) -> list[str]:
+        return list(dict.fromkeys(key for row, _ in map(_json_object, _head(path)) for key in row or ()))
+
+    def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
+        at = first_row
+        for lines in _lines(self.path, first_row, size):
+            rows = [_json_object(line) for line in lines]
+            texts = [_text_of(row, self.text_column, fault) for row, fault in rows]
+            kept = [
+                _typed(self.path, at, field, [(row or {}).get(field.name) for row, _ in rows]) for field in self.kept
+            ]
+            yield self._batch(
+                pa.array([text for text, _ in texts], pa.utf8()),
+                kept,
+                pa.array([fault for _, fault in texts], pa.utf8()),
+            )
+            at += len(lines)
+
+
+_KINDS: dict[str, Any] = {
+    **{".parquet": ParquetSource, ".csv": CsvSource, ".txt": LineSource},
+    **{".jsonl": JsonLinesSource, ".ndjson": JsonLinesSource, ".arrow": ArrowSource, ".feather": ArrowSource},
+}
+
+
+def _line_count(path: Path) -> int:
+    """Lines of a file, the last one without an end included. A gigabyte takes about a second."""
+    count, last = 0, b"\n"
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_READ_BYTES):
+            count += chunk.count(b"\n")
+            last = chunk[-1:]
+    return count + (last != b"\n")
+
+
+def _lines(path: Path, first_row: int, size: int) -> Iterator[list[bytes]]:
+    """Lines without their ends, in lists of `size`."""
+    with path.open("rb", buffering=_READ_BYTES) as file:
+        lines = islice(file, first_row, None)
+        while piece := [line.rstrip(b"\r\n") for line in islice(lines, size)]:
+            yield piece
+
+
+def _head(path: Path) -> list[bytes]:
+    with path.open("rb") as file:
+        return list(islice(file, _TYPED_ROWS))
+
+
+def _decoded(line: bytes) -> tuple[str | None, str | None]:
+    """Text or fault of a line."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return None, f"no UTF-8 at byte {error.start} of the line"
+    return (text, None) if text.strip() else (None, "empty line")
+
+
+def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return None, f"no JSON: {error}"
+    return (row, None) if isinstance(row, dict) else (None, "no JSON object")
+
+
+def _text_of(row: dict[str, Any] | None, column: str, fault: str | None) -> tuple[str | None, str | None]:
+    if row is None:
+        return None, fault
+    text = row.get(column)
+    if not isinstance(text, str):
+        return None, f"no key {column!r}" if column not in row else f"{column!r} is no string"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return None, f"{column!r} has half of a surrogate pair"
+    return text, None
+
+
+def _type_of(values: list[Any]) -> pa.DataType:
+    try:
+        found = pa.array(values).type
+    except pa.ArrowException:
+        return pa.utf8()
+    return pa.utf8() if pa.types.is_null(found) else found
+
+
+def _typed(path: Path, first_row: int, field: pa.Field, values: list[Any]) -> Any:
+    if field.type == pa.utf8():
+        values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    try:
+        return pa.array(values, field.type)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        place = f"rows {first_row} to {first_row + len(values) - 1}"
+        raise InvalidConfig(f"{path}: {place}: {field.name!r} is not always {field.type}: {error}") from error

@@ -1,0 +1,70 @@
+"""Calls of the REST API about the fleet as a whole: configuration, GPUs, templates, metrics, bulk actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from teimgr.client.http_replies import JsonObject, Query
+from teimgr.client.rest import RestCalls, given_flags
+from teimgr.errors import ValidationError
+
+Action = Literal["start", "stop", "restart", "delete"]
+
+
+class FleetCalls(RestCalls):
+    """Configuration, GPUs, templates and metrics of a daemon; results are the JSON of the REST API."""
+
+    async def config(self) -> Sequence[Mapping[str, Any]]:
+        """Every setting in effect: objects of `key`, `value` and `source`."""
+        settings: Sequence[Mapping[str, Any]] = await self._call("GET", "/config")
+        return settings
+
+    async def reload(self, *, dry_run: bool = False, prune: bool | None = None) -> Mapping[str, Any]:
+        """Have the daemon read its configuration again and apply it; `dry_run` only returns the `plan`.
+
+        `prune` deletes instances that are seeds no more; None leaves that to the key `prune_seeds`.
+
+        Raises:
+            InvalidConfig: the configuration has faults, and nothing was changed.
+        """
+        query = given_flags(dry_run=dry_run)
+        if prune is not None:
+            query["prune"] = "true" if prune else "false"
+        result: Mapping[str, Any] = await self._call("POST", "/config/reload", query=query)
+        return result
+
+    async def gpus(self) -> Mapping[str, Any]:
+        """`gpus` with memory, load and workers of each; without any, `reason` has why."""
+        gpus: Mapping[str, Any] = await self._call("GET", "/gpus")
+        return gpus
+
+    async def templates(self) -> Sequence[Mapping[str, Any]]:
+        """The templates that `create` may name."""
+        templates: Sequence[Mapping[str, Any]] = await self._call("GET", "/templates")
+        return templates
+
+    async def metrics(self) -> str:
+        """The page of metrics, in Prometheus' text format."""
+        return await self._http.text("/metrics", timeout_s=self._timeout_s)
+
+    async def act(
+        self, action: Action, *, names: Sequence[str] | None = None, tags: Mapping[str, str] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        """Apply an action to many instances at once, by name or by tags: one result each, with `ok` and `error`.
+
+        Raises:
+            ValidationError: not exactly one of `names` and `tags` is given.
+        """
+        if (names is None) == (tags is None):
+            raise ValidationError("give exactly one of `names` and `tags`")
+        chosen = {"names": list(names)} if names is not None else {"tags": dict(tags or {})}
+        reply = await self._call("POST", "/instances/actions", body={"action": action, **chosen})
+        results: Sequence[Mapping[str, Any]] = reply["results"]
+        return results
+
+    async def request(
+        self, method: str, path: str, *, body: JsonObject | None = None, query: Query | None = None
+    ) -> Any:
+        """The JSON of any route of the REST port, inference over HTTP included; `path` is percent-encoded."""
+        return await self._call(method, path, body=dict(body) if body is not None else None, query=query)

@@ -1,0 +1,273 @@
+"""The commands of a running daemon: in a pipe, as JSON, and their exit statuses and failures."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.daemon_process import WarmDaemonProcess
+
+from teimgr.cli.failures import Exit
+from teimgr.cli.main import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return [line.split("\t") for line in self.out.splitlines()]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(
+    fleet: WarmDaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
+    """Runs a command in this process against the daemon, which the environment names."""
+    monkeypatch.setenv("TEIMGR_URL", fleet.api)
+    monkeypatch.setenv("TEIMGR_CONTEXTS", str(tmp_path / "contexts.toml"))
+
+    def call(*arguments: object, stdin: str = "") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        return Ran(status, *capsys.readouterr())
+
+    return call
+
+
+def test_ps_lists_instances_in_columns_by_filters_and_as_json(run: Run) -> None:
+    rows = run("ps").rows
+    assert [row[:2] for row in rows] == [["static", "running"], ["ranker", "running"], ["classes", "running"]]
+    assert [row[3] for row in rows] == ["embedding", "reranker", "classifier"]
+    assert rows[0][6:8] == ["1/1", "cpu"]
+    assert run("ps", "-q", "--tag", "of:tests", "--status", "running").out == "static\nranker\nclasses\n"
+    assert run("ps", "-q", "--tag", "of:others").out == ""
+    assert [each["name"] for each in run("ps", "--json").json] == ["static", "ranker", "classes"]
+
+
+def test_an_instance_is_created_changed_stopped_started_and_deleted(run: Run, fleet: WarmDaemonProcess) -> None:
+    model = run("show", "static", "--json").json["model_id"]
+    made = run("create", "extra", model, "--max-batch-tokens", "512", "--tag", "a=b", "--wait", "--json")
+    assert made.status == Exit.OK, made.err
+    assert (made.json["status"], made.json["max_batch_tokens"], made.json["tags"]) == ("running", 512, {"a": "b"})
+
+    exists = run("create", "extra", model)
+    assert exists.status == Exit.REFUSED
+    assert exists.err == (
+        "teimgr: Instance 'extra' already exists\n"
+        "  why:  error code INSTANCE_EXISTS\n"
+        "  next: `teimgr edit` changes it without a gap, `teimgr rm` deletes it\n"
+    )
+    assert run("edit", "extra", "--max-concurrent-requests", "7", "--tag", "default", "--wait").status == Exit.OK
+    shown = run("show", "extra", "--json").json
+    assert (shown["max_concurrent_requests"], shown["tags"]) == (7, {})
+    assert ["max_concurrent_requests", "7"] in run("show", "extra").rows
+
+    assert run("stop", "extra").rows == [["extra", "stopped"]]
+    embedded = run("embed", "x", "-i", "extra")
+    assert (embedded.status, "not running" in embedded.err) == (Exit.NOT_NOW, True)
+    waited = run("wait", "extra")
+    assert (waited.status, "not running (status: stopped)" in waited.err) == (Exit.REFUSED, True)
+    assert run("start", "extra", "--wait").rows[0][:2] == ["extra", "running"]
+    assert run("restart", "extra", "--rolling", "--wait").status == Exit.OK
+    assert run("rm", "extra", "nope", "-y").status == Exit.NOT_FOUND
+    assert "extra" not in run("ps", "-q").out
+
+
+def test_wait_without_names_waits_for_all(run: Run) -> None:
+    waited = run("wait")
+    assert [row[0] for row in waited.rows] == ["static", "ranker", "classes"]
+    assert "static: running" in waited.err
+
+
+def test_wait_ends_with_the_reason_of_a_failed_instance(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    failed = run("create", "broken", tmp_path, "--wait", "--timeout", "60")
+    run("rm", "broken", "-y")
+    assert failed.status in (Exit.FAILED, Exit.REFUSED)
+    assert str(tmp_path) in failed.err
+
+
+def test_texts_of_arguments_stdin_and_files_are_embedded(run: Run, tmp_path: Path) -> None:
+    [first, second] = [
+        json.loads(line) for line in run("embed", "one text", "another", "-i", "static").out.splitlines()
+    ]
+    assert len(first) == len(second) == 32
+    assert np.linalg.norm(first) == pytest.approx(1.0, abs=1e-5)
+    assert json.loads(run("embed", "-", stdin="one text\n").out) == pytest.approx(first, abs=1e-6)
+    file = tmp_path / "texts.txt"
+    file.write_text("one text\n" * 40)
+    assert len(run("embed", file, "-i", "static").out.splitlines()) == 40
+
+
+def test_a_file_is_embedded_into_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "text": "one text"}\n{"id": 2}\n')
+    done = run("embed", tmp_path / "rows.jsonl", "-o", tmp_path / "v.npy", "-i", "static", "--json")
+    assert (done.status, done.json["rows"], done.json["failed"]) == (Exit.INCOMPLETE, 2, 1)
+    vectors = np.load(tmp_path / "v.npy")
+    [single] = [json.loads(line) for line in run("embed", "one text", "-i", "static").out.splitlines()]
+    np.testing.assert_allclose(vectors[0], single, atol=1e-6)
+    assert np.isnan(vectors[1]).all()
+    assert "no key 'text'" in Path(done.json["failures"]).read_text()
+    again = run("embed", tmp_path / "rows.jsonl", "-o", tmp_path / "v.npy", "-i", "static")
+    assert (again.status, "--overwrite" in again.err) == (Exit.REFUSED, True)
+
+
+def test_texts_are_ranked_classified_and_compared(run: Run) -> None:
+    ranks = run("rerank", "fox", "a text", "the fox", "more", "--json").json
+    assert [each["score"] for each in ranks] == sorted((each["score"] for each in ranks), reverse=True)
+    assert {each["index"]: each["text"] for each in ranks} == {0: "a text", 1: "the fox", 2: "more"}
+    assert len(run("rerank", "fox", *(f"text {number}" for number in range(70)), "-n", 3).rows) == 3
+    labels = run("classify", "good day", "bad day").rows
+    assert [row[0] for row in labels] == ["good day"] * 3 + ["bad day"] * 3
+    assert {row[1] for row in labels} == {"anger", "joy", "surprise"}
+    assert run("similarity", "fox", "day", "fox").rows[0] == ["1.000000", "1", "fox"]
+
+
+def test_logs_and_events_are_readable_or_json(run: Run) -> None:
+    lines = run("logs", "static", "-n", 2).out.splitlines()
+    assert len(lines) == 2
+    assert any("INFO" in line and "worker ready  instance=static" in line for line in lines)
+    assert all(json.loads(line)["ts"] for line in run("logs", "static", "-n", 2, "--json").out.splitlines())
+    events = run("events", "static", "--kind", "running", "-n", 50).rows
+    assert {(row[1], row[2]) for row in events} == {("running", "static")}
+    assert run("events", "-n", 1, "--json").json["event"]
+
+
+def test_following_gives_new_events_and_ends_with_an_interrupt(fleet: WarmDaemonProcess, run: Run) -> None:
+    command = ["events", "classes", "-f", "-n", "1", "--kind", "running", "--kind", "stopping", "--url", fleet.api]
+    with subprocess.Popen(
+        [sys.executable, "-m", "teimgr", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "\trunning\tclasses\t" in process.stdout.readline()
+        run("stop", "classes")
+        assert "\tstopping\tclasses\t" in process.stdout.readline()
+        run("start", "classes", "--wait")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (Exit.INTERRUPTED, "")
+
+
+def test_top_measures_load(run: Run) -> None:
+    run("embed", *["a text"] * 32, "-i", "static")
+    [row] = run("top", "static", "-i", "0.2").rows
+    assert row[:2] == ["static", "running"]
+    assert row[11].endswith("MiB")
+    sample = run("top", "-i", "0.2", "--json").json["instances"]
+    assert [each["name"] for each in sample] == ["static", "ranker", "classes"]
+    assert sample[0]["resident_bytes"] > 2**20
+    assert run("top", "nope").status == Exit.NOT_FOUND
+
+
+def test_the_fleet_as_a_whole(run: Run) -> None:
+    assert run("gpus", "--json").json["gpus"] == []
+    assert "no GPUs: " in run("gpus").err
+    assert "nothing differs" in run("reload", "--plan").err
+    assert run("templates").out == ""
+    assert len(run("models", "list").rows) == 3
+    model = run("show", "static", "--json").json["model_id"]
+    assert ["kind", "embedding, dimension 32, up to 16384 tokens"] in run("models", "check", model, "--cpu").rows
+
+
+def test_bench_loads_every_kind_of_call(run: Run) -> None:
+    for mode, name in (("standard", "static"), ("arrow", "static"), ("rerank", "ranker")):
+        done = run("bench", name, "--mode", mode, "-n", 20, "-b", 10)
+        assert (done.status, done.json["successful"], done.json["mode"]) == (0, 20, mode), done.err
+
+
+def test_failures_have_a_status_each_and_three_parts(run: Run, tmp_path: Path) -> None:
+    unknown = run("logs", "statik")
+    assert unknown.status == Exit.NOT_FOUND
+    assert "did you mean 'static'?" in unknown.err
+    assert run("show", "x", "--url", "http://127.0.0.1:1").status == Exit.UNREACHABLE
+    refused = run("ps", "--url", "http://127.0.0.1:1", "--json")
+    failure = json.loads(refused.err)["error"]
+    assert failure["what"] == "no daemon answers at http://127.0.0.1:1"
+    assert failure["why"] == "Connection refused; the address is from --url"
+    assert "teimgr up" in failure["do"]
+    assert run("create", "x").status == Exit.USAGE
+    assert run("create", "x", "m", "--dtype", "float8").status == Exit.REFUSED
+    assert run("rerank", "a", "b", "-i", "static").status in (Exit.REFUSED, Exit.FAILED)
+    assert run("ps", "--context", "nope").status == Exit.FAILED
+    kind = run("embed", tmp_path / "no.txt", "-o", tmp_path / "v.npy", "-i", "static")
+    assert (kind.status, kind.err) == (Exit.FAILED, f"teimgr: {tmp_path / 'no.txt'}: no such file\n")
+
+
+def test_contexts_name_daemons(run: Run, fleet: WarmDaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEIMGR_URL")
+    assert run("context", "add", "here", fleet.api).status == Exit.OK
+    run("context", "add", "there", "http://127.0.0.1:1")
+    assert run("context", "list").rows == [["*", "here", fleet.api, ""], ["", "there", "http://127.0.0.1:1", ""]]
+    assert run("ps", "-q").out.startswith("static\n")
+    run("context", "use", "there")
+    assert "the context 'there'" in run("ps").err
+    assert run("ps", "-q", "--context", "here").status == Exit.OK
+    run("context", "rm", "there")
+    assert [row[1] for row in run("context", "list").rows] == ["here"]
+
+
+def test_names_are_completed(fleet: WarmDaemonProcess) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "teimgr"],
+        env=os.environ
+        | {
+            "TEIMGR_URL": fleet.api,
+            "_TEIMGR_COMPLETE": "complete_bash",
+            "COMP_WORDS": "teimgr logs st",
+            "COMP_CWORD": "2",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["static"]
+
+
+def test_a_terminal_gets_tables(fleet: WarmDaemonProcess) -> None:
+    """Headings and state on a pseudo-terminal; `top` is live there, and Ctrl-C ends it."""
+    shown = terminal("ps", "--url", fleet.api)
+    assert "NAME" in shown
+    assert "running" in shown
+    live = terminal("top", "-i", "0.2", "-n", "2", "--url", fleet.api)
+    assert "TOKENS/S" in live
+    assert "Ctrl-C ends" in live
+
+
+def terminal(*arguments: str) -> str:
+    """What a command prints on a terminal of 200 columns."""
+    ours, theirs = pty.openpty()
+    environ = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
+    command = [sys.executable, "-m", "teimgr", *arguments]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    parts = []
+    try:
+        while part := os.read(ours, 65536):
+            parts.append(part)
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(30) == 0, b"".join(parts)
+    return b"".join(parts).decode()

@@ -1,0 +1,121 @@
+"""Reading texts of files: every format gives the same rows, from any row on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from teimgr.client.corpus.sources import open_source
+from teimgr.errors import InvalidConfig
+
+ROWS = [{"id": row, "text": f"text {row}, “quoted”\tand tabbed", "lang": "en"} for row in range(100)]
+
+
+def parquet(path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=30)
+
+
+def arrow(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=30)
+
+
+def arrow_stream(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=30)
+
+
+def jsonl(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def csv(path: Path) -> None:
+    pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), path)
+
+
+def txt(path: Path) -> None:
+    path.write_text("".join(f"{row['text']}\n" for row in ROWS))
+
+
+WRITERS = {
+    **{"a.parquet": parquet, "a.arrow": arrow, "b.arrow": arrow_stream, "a.jsonl": jsonl, "a.csv": csv, "a.txt": txt}
+}
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS.items(), ids=WRITERS)
+@pytest.mark.parametrize("first_row", [0, 1, 30, 47, 99, 100])
+def test_a_source_gives_the_same_rows_from_any_row_on(
+    name: str, write: Callable[[Path], None], first_row: int, tmp_path: Path
+) -> None:
+    write(tmp_path / name)
+    source = open_source(tmp_path / name)
+
+    batches = list(source.batches(first_row, 8))
+
+    assert all(0 < batch.num_rows <= 8 for batch in batches)
+    assert [text for batch in batches for text in batch["text"].to_pylist()] == [
+        row["text"] for row in ROWS[first_row:]
+    ]
+    assert source.rows == (None if name in ("a.csv", "b.arrow") else 100)
+    assert source.kept.names == ([] if name.endswith(".txt") else ["id"])
+    if name.endswith((".parquet", ".arrow", ".jsonl")):
+        assert [key for batch in batches for key in batch["id"].to_pylist()] == list(range(first_row, 100))
+
+
+def test_lines_that_hold_no_text_have_the_reason(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\nnope\n[1]\n{"t": 1}\n{"text": 5}\n{"text": "\\ud800"}\n')
+    [batch] = open_source(file).batches(0, 10)
+    assert batch["text"].to_pylist() == ["a", None, None, None, None, None]
+    assert [(fault or "").partition(":")[0] for fault in batch["fault"].to_pylist()] == [
+        *("", "no JSON", "no JSON object", "no key 'text'", "'text' is no string"),
+        "'text' has half of a surrogate pair",
+    ]
+
+    lines = tmp_path / "a.txt"
+    lines.write_bytes(b"a\n\n\xff\r\nlast")
+    [batch] = open_source(lines).batches(0, 10)
+    assert batch["text"].to_pylist() == ["a", None, None, "last"]
+    assert batch["fault"].to_pylist() == [None, "empty line", "no UTF-8 at byte 0 of the line", None]
+
+    table = tmp_path / "a.csv"
+    table.write_text("id,text\n1,a\n2\n")
+    [batch] = open_source(table).batches(0, 10)
+    assert batch["fault"].to_pylist() == [None, "1 columns in a file of 2"]
+    assert batch["id"].to_pylist() == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "says"),
+    [
+        ("a.pdf", b"", {}, r"a\.pdf: the suffix is none of \.parquet"),
+        ("a.csv", b"id,body\n", {}, "no column 'text'; there are id, body"),
+        ("a.csv", b"id,text\n", {"keep": ["lang"]}, "no column 'lang'"),
+        ("a.jsonl", b'{"body": "a"}\n', {}, "no key 'text' in its first lines; there are body"),
+        ("a.parquet", b"nope", {}, r"a\.parquet: "),
+        ("a.txt", b"a\n", {"keep": ["id"]}, "a text file has no columns"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    name: str, content: bytes, options: dict[str, list[str]], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidConfig, match=says):
+        open_source(tmp_path / name, **options)
+
+
+def test_a_kept_value_of_another_type_is_named_with_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        "".join(json.dumps({"id": row, "text": "a"}) + "\n" for row in range(1000)) + '{"id": "x", "text": "a"}'
+    )
+    with pytest.raises(InvalidConfig, match="rows 1000 to 1000: 'id' is not always int64"):
+        list(open_source(file).batches(0, 500))
