@@ -271,3 +271,19 @@ def terminal(*arguments: str) -> str:
     os.close(ours)
     assert process.wait(30) == 0, b"".join(parts)
     return b"".join(parts).decode()
+
+
+def test_edit_without_keys_opens_an_editor(fleet: WarmDaemonProcess, tmp_path: Path) -> None:
+    editor = tmp_path / "editor.py"
+    editor.write_text(
+        "import sys; from pathlib import Path; file = Path(sys.argv[1]); text = file.read_text()\n"
+        "assert 'max_concurrent_requests = 512' in text and '# revision = ' in text\n"
+        "file.write_text(text.replace('max_concurrent_requests = 512', 'max_concurrent_requests = 9'))\n"
+    )
+    os.environ["EDITOR"] = f"{sys.executable} {editor}"
+    try:
+        assert "updat" in terminal("edit", "ranker", "--wait", "--url", fleet.api)
+    finally:
+        del os.environ["EDITOR"]
+    with fleet.client() as client:
+        assert client.get("ranker").max_concurrent_requests == 9

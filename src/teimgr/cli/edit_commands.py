@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -177,7 +178,11 @@ def _edited(name: str, instance: Instance) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="teimgr-edit") as folder:
         file = Path(folder) / f"{name}.toml"
         file.write_text(text, encoding="utf-8")
-        if subprocess.run(f"{editor} {file}", shell=True, check=False).returncode:  # EDITOR may have options
+        try:
+            status = subprocess.run([*shlex.split(editor), str(file)], check=False).returncode
+        except OSError as error:
+            raise UsageError(f"the editor {editor!r}: {error.strerror}; set EDITOR") from error
+        if status:
             raise UsageError(f"the editor {editor!r} failed; set EDITOR, or name what to change by options")
         try:
             after = tomllib.loads(file.read_text(encoding="utf-8"))
