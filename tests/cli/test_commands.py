@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.support.daemon_process import WarmDaemonProcess
 
-from teimgr.cli.failures import Exit
+from teimgr.cli.failures import ExitStatus
 from teimgr.cli.main import main
 
 
@@ -70,29 +70,29 @@ def test_ps_lists_instances_in_columns_by_filters_and_as_json(run: Run) -> None:
 def test_an_instance_is_created_changed_stopped_started_and_deleted(run: Run, fleet: WarmDaemonProcess) -> None:
     model = run("show", "static", "--json").json["model_id"]
     made = run("create", "extra", model, "--max-batch-tokens", "512", "--tag", "a=b", "--wait", "--json")
-    assert made.status == Exit.OK, made.err
+    assert made.status == ExitStatus.OK, made.err
     assert (made.json["status"], made.json["max_batch_tokens"], made.json["tags"]) == ("running", 512, {"a": "b"})
 
     exists = run("create", "extra", model)
-    assert exists.status == Exit.REFUSED
+    assert exists.status == ExitStatus.REFUSED
     assert exists.err == (
         "teimgr: Instance 'extra' already exists\n"
         "  why:  error code INSTANCE_EXISTS\n"
         "  next: `teimgr edit` changes it without a gap, `teimgr rm` deletes it\n"
     )
-    assert run("edit", "extra", "--max-concurrent-requests", "7", "--tag", "default", "--wait").status == Exit.OK
+    assert run("edit", "extra", "--max-concurrent-requests", "7", "--tag", "default", "--wait").status == ExitStatus.OK
     shown = run("show", "extra", "--json").json
     assert (shown["max_concurrent_requests"], shown["tags"]) == (7, {})
     assert ["max_concurrent_requests", "7"] in run("show", "extra").rows
 
     assert run("stop", "extra").rows == [["extra", "stopped"]]
     embedded = run("embed", "x", "-i", "extra")
-    assert (embedded.status, "not running" in embedded.err) == (Exit.NOT_NOW, True)
+    assert (embedded.status, "not running" in embedded.err) == (ExitStatus.NOT_NOW, True)
     waited = run("wait", "extra")
-    assert (waited.status, "not running (status: stopped)" in waited.err) == (Exit.REFUSED, True)
+    assert (waited.status, "not running (status: stopped)" in waited.err) == (ExitStatus.REFUSED, True)
     assert run("start", "extra", "--wait").rows[0][:2] == ["extra", "running"]
-    assert run("restart", "extra", "--rolling", "--wait").status == Exit.OK
-    assert run("rm", "extra", "nope", "-y").status == Exit.NOT_FOUND
+    assert run("restart", "extra", "--rolling", "--wait").status == ExitStatus.OK
+    assert run("rm", "extra", "nope", "-y").status == ExitStatus.NOT_FOUND
     assert "extra" not in run("ps", "-q").out
 
 
@@ -106,7 +106,7 @@ def test_wait_ends_with_the_reason_of_a_failed_instance(run: Run, tmp_path: Path
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     failed = run("create", "broken", tmp_path, "--wait", "--timeout", "60")
     run("rm", "broken", "-y")
-    assert failed.status in (Exit.FAILED, Exit.REFUSED)
+    assert failed.status in (ExitStatus.FAILED, ExitStatus.REFUSED)
     assert str(tmp_path) in failed.err
 
 
@@ -125,14 +125,14 @@ def test_texts_of_arguments_stdin_and_files_are_embedded(run: Run, tmp_path: Pat
 def test_a_file_is_embedded_into_a_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "text": "one text"}\n{"id": 2}\n')
     done = run("embed", tmp_path / "rows.jsonl", "-o", tmp_path / "v.npy", "-i", "static", "--json")
-    assert (done.status, done.json["rows"], done.json["failed"]) == (Exit.INCOMPLETE, 2, 1)
+    assert (done.status, done.json["rows"], done.json["failed"]) == (ExitStatus.INCOMPLETE, 2, 1)
     vectors = np.load(tmp_path / "v.npy")
     [single] = [json.loads(line) for line in run("embed", "one text", "-i", "static").out.splitlines()]
     np.testing.assert_allclose(vectors[0], single, atol=1e-6)
     assert np.isnan(vectors[1]).all()
     assert "no key 'text'" in Path(done.json["failures"]).read_text()
     again = run("embed", tmp_path / "rows.jsonl", "-o", tmp_path / "v.npy", "-i", "static")
-    assert (again.status, "--overwrite" in again.err) == (Exit.REFUSED, True)
+    assert (again.status, "--overwrite" in again.err) == (ExitStatus.REFUSED, True)
 
 
 def test_texts_are_ranked_classified_and_compared(run: Run) -> None:
@@ -168,7 +168,7 @@ def test_following_gives_new_events_and_ends_with_an_interrupt(fleet: WarmDaemon
         run("start", "classes", "--wait")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (Exit.INTERRUPTED, "")
+    assert (process.returncode, errors) == (ExitStatus.INTERRUPTED, "")
 
 
 def test_top_measures_load(run: Run) -> None:
@@ -179,7 +179,7 @@ def test_top_measures_load(run: Run) -> None:
     sample = run("top", "-i", "0.2", "--json").json["instances"]
     assert [each["name"] for each in sample] == ["static", "ranker", "classes"]
     assert sample[0]["resident_bytes"] > 2**20
-    assert run("top", "nope").status == Exit.NOT_FOUND
+    assert run("top", "nope").status == ExitStatus.NOT_FOUND
 
 
 def test_the_fleet_as_a_whole(run: Run) -> None:
@@ -200,31 +200,31 @@ def test_bench_loads_every_kind_of_call(run: Run) -> None:
 
 def test_failures_have_a_status_each_and_three_parts(run: Run, tmp_path: Path) -> None:
     unknown = run("logs", "statik")
-    assert unknown.status == Exit.NOT_FOUND
+    assert unknown.status == ExitStatus.NOT_FOUND
     assert "did you mean 'static'?" in unknown.err
-    assert run("show", "x", "--url", "http://127.0.0.1:1").status == Exit.UNREACHABLE
+    assert run("show", "x", "--url", "http://127.0.0.1:1").status == ExitStatus.UNREACHABLE
     refused = run("ps", "--url", "http://127.0.0.1:1", "--json")
     failure = json.loads(refused.err)["error"]
     assert failure["what"] == "no daemon answers at http://127.0.0.1:1"
     assert failure["why"] == "Connection refused; the address is from --url"
     assert "teimgr up" in failure["do"]
-    assert run("create", "x").status == Exit.USAGE
-    assert run("create", "x", "m", "--dtype", "float8").status == Exit.REFUSED
-    assert run("rerank", "a", "b", "-i", "static").status in (Exit.REFUSED, Exit.FAILED)
-    assert run("ps", "--context", "nope").status == Exit.FAILED
+    assert run("create", "x").status == ExitStatus.USAGE
+    assert run("create", "x", "m", "--dtype", "float8").status == ExitStatus.REFUSED
+    assert run("rerank", "a", "b", "-i", "static").status in (ExitStatus.REFUSED, ExitStatus.FAILED)
+    assert run("ps", "--context", "nope").status == ExitStatus.FAILED
     kind = run("embed", tmp_path / "no.txt", "-o", tmp_path / "v.npy", "-i", "static")
-    assert (kind.status, kind.err) == (Exit.FAILED, f"teimgr: {tmp_path / 'no.txt'}: no such file\n")
+    assert (kind.status, kind.err) == (ExitStatus.FAILED, f"teimgr: {tmp_path / 'no.txt'}: no such file\n")
 
 
 def test_contexts_name_daemons(run: Run, fleet: WarmDaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEIMGR_URL")
-    assert run("context", "add", "here", fleet.api).status == Exit.OK
+    assert run("context", "add", "here", fleet.api).status == ExitStatus.OK
     run("context", "add", "there", "http://127.0.0.1:1")
     assert run("context", "list").rows == [["*", "here", fleet.api, ""], ["", "there", "http://127.0.0.1:1", ""]]
     assert run("ps", "-q").out.startswith("static\n")
     run("context", "use", "there")
     assert "the context 'there'" in run("ps").err
-    assert run("ps", "-q", "--context", "here").status == Exit.OK
+    assert run("ps", "-q", "--context", "here").status == ExitStatus.OK
     run("context", "rm", "there")
     assert [row[1] for row in run("context", "list").rows] == ["here"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.client.connection import VARIABLES, Connection, ConnectionValues, Contexts
+from teimgr.client.connection import VARIABLES, ConnectionValues, Contexts, DaemonConnection
 from teimgr.config.sources import CLIENT_VARIABLES, unread_variables
 from teimgr.errors import InvalidConfig, Unreachable
 
@@ -24,12 +24,12 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 def test_without_anything_it_is_the_default(tmp_path: Path) -> None:
-    found = Connection.resolve(environ={"HOME": str(tmp_path)})
+    found = DaemonConnection.resolve(environ={"HOME": str(tmp_path)})
     assert (found.url, found.api_key, found.is_default) == ("http://127.0.0.1:9000", None, True)
 
 
 def test_the_current_context_counts_where_nothing_else_is_named(environ: dict[str, str]) -> None:
-    found = Connection.resolve(environ=environ)
+    found = DaemonConnection.resolve(environ=environ)
     assert (found.url, found.grpc(), found.api_key, found.tls.ca) == (
         "http://prod:1",
         "http://prod:2",
@@ -37,28 +37,28 @@ def test_the_current_context_counts_where_nothing_else_is_named(environ: dict[st
         "prod.pem",
     )
     assert found.source == "the context 'prod'"
-    assert Connection.resolve(environ=environ | {"TEIMGR_CONTEXT": "lab"}).url == "http://lab:1"
+    assert DaemonConnection.resolve(environ=environ | {"TEIMGR_CONTEXT": "lab"}).url == "http://lab:1"
 
 
 def test_the_key_of_one_daemon_is_not_sent_to_another(environ: dict[str, str]) -> None:
-    by_environment = Connection.resolve(environ=environ | {"TEIMGR_URL": "http://other:1"})
+    by_environment = DaemonConnection.resolve(environ=environ | {"TEIMGR_URL": "http://other:1"})
     assert (by_environment.url, by_environment.api_key, by_environment.tls.ca) == ("http://other:1", None, None)
-    by_context = Connection.resolve(context="lab", environ=environ | {"TEIMGR_API_KEY": "mine"})
+    by_context = DaemonConnection.resolve(context="lab", environ=environ | {"TEIMGR_API_KEY": "mine"})
     assert (by_context.url, by_context.api_key) == ("http://lab:1", None)
 
 
 def test_environment_and_flags_replace_single_values_of_a_context(environ: dict[str, str], tmp_path: Path) -> None:
-    assert Connection.resolve(environ=environ | {"TEIMGR_API_KEY": "mine"}).api_key == "mine"
+    assert DaemonConnection.resolve(environ=environ | {"TEIMGR_API_KEY": "mine"}).api_key == "mine"
     file = tmp_path / "key"
     file.write_text("from-file\n")
     flags = ConnectionValues(api_key_file=str(file), ca="mine.pem")
-    found = Connection.resolve(flags, environ=environ)
+    found = DaemonConnection.resolve(flags, environ=environ)
     assert (found.url, found.api_key, found.tls.ca) == ("http://prod:1", "from-file", "mine.pem")
-    assert Connection.resolve(ConnectionValues(url="http://a:1"), environ=environ).grpc_url is None
+    assert DaemonConnection.resolve(ConnectionValues(url="http://a:1"), environ=environ).grpc_url is None
 
 
 def test_keys_are_neither_shown_nor_readable_by_others(environ: dict[str, str]) -> None:
-    assert "prod-key" not in repr(Connection.resolve(environ=environ))
+    assert "prod-key" not in repr(DaemonConnection.resolve(environ=environ))
     assert "prod-key" not in repr(Contexts.load(environ))
     assert Path(environ["TEIMGR_CONTEXTS"]).stat().st_mode & 0o077 == 0
 
@@ -88,12 +88,12 @@ def test_faults_of_the_file_are_named(text: str, says: str, tmp_path: Path) -> N
 
 def test_an_unknown_context_names_the_others(environ: dict[str, str]) -> None:
     with pytest.raises(InvalidConfig, match="no context 'nope'; there are: prod, lab"):
-        Connection.resolve(context="nope", environ=environ)
+        DaemonConnection.resolve(context="nope", environ=environ)
 
 
 def test_the_grpc_port_is_asked_of_the_daemon_only_where_it_answers(unused_port: int) -> None:
     with pytest.raises(Unreachable):
-        Connection(f"http://127.0.0.1:{unused_port}").grpc()
+        DaemonConnection(f"http://127.0.0.1:{unused_port}").grpc()
 
 
 def test_a_daemon_does_not_warn_of_the_clients_variables() -> None:

@@ -85,7 +85,7 @@ def imported(code: str) -> set[str]:
 
 def test_it_imports_neither_numpy_nor_grpc() -> None:
     heavy = {"numpy", "grpc", "pyarrow", "aiohttp", "asyncio", "torch", "fastapi", "google.protobuf"}
-    assert not heavy & imported("from teimgr.client import Connection, RestClient, Tls")
+    assert not heavy & imported("from teimgr.client import DaemonConnection, RestClient, Tls")
 
 
 def test_the_client_runs_with_what_its_own_distribution_has(tmp_path: Path) -> None:

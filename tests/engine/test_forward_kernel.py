@@ -14,7 +14,9 @@ from torch import Tensor
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
-from teimgr.engine.forward_program import CannotLowerError, lower, trace_forward
+from teimgr.engine.forward_program import CannotLowerError
+from teimgr.engine.forward_trace import trace_forward
+from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS, native_library
 
 LIBRARY = native_library()

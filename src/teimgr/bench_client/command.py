@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from teimgr.client.checks import check_text
-from teimgr.client.connection import Connection, ConnectionValues
+from teimgr.client.connection import ConnectionValues, DaemonConnection
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.payloads import (
     ArrowOptions,
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.timeout_secs,
     )
     try:
-        connection = Connection.resolve(flags, context=arguments.context)
+        connection = DaemonConnection.resolve(flags, context=arguments.context)
         named = (
             ("-e/--endpoint (or TEIMGR_URL, or a context)", not connection.is_default),
             ("-i/--instance", load.instance is not None),

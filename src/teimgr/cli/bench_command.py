@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from teimgr.cli.command import Name, Output, Server
+from teimgr.cli.command import CommandOutput, DaemonOptions, Name
 
 
 def bench(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     name: Name,
     mode: Annotated[
         Literal["standard", "arrow", "rerank"],

@@ -1,7 +1,7 @@
 """What every command of `teimgr` shares: the options of the connection, `--json`, and failures as exit codes.
 
-A command is a function in a module of this package. A parameter annotated `Server` becomes the options of the
-connection, one annotated `Output` becomes `--json`; `options_of` makes the others of a declaration.
+A command is a function in a module of this package. A parameter annotated `DaemonOptions` becomes the options of the
+connection, one annotated `CommandOutput` becomes `--json`; `options_of` makes the others of a declaration.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from teimgr.cli import output as shapes
-from teimgr.cli.failures import Exit, Failure, exit_status, explain, report
-from teimgr.client.connection import Connection, ConnectionValues
+from teimgr.cli.failures import CommandFailure, ExitStatus, exit_status, explain, report
+from teimgr.client.connection import ConnectionValues, DaemonConnection
 from teimgr.client.rest_client import RestClient
 from teimgr.errors import TeimgrError
 
@@ -62,18 +62,18 @@ _JSON = ("as_json", Annotated[bool, typer.Option("--json", help="JSON on stdout,
 
 
 @dataclass(slots=True)
-class Server:
+class DaemonOptions:
     """The daemon that a command speaks to."""
 
     flags: ConnectionValues
     context: str | None = None
     timeout_s: float = _TIMEOUT_S
-    _connection: Connection | None = None
+    _connection: DaemonConnection | None = None
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> DaemonConnection:
         if self._connection is None:
-            self._connection = Connection.resolve(self.flags, context=self.context)
+            self._connection = DaemonConnection.resolve(self.flags, context=self.context)
         return self._connection
 
     @property
@@ -94,7 +94,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class CommandOutput:
     """Where and how results are printed: JSON, a table on a terminal, or tab-separated columns in a pipe."""
 
     as_json: bool = False
@@ -127,28 +127,28 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
     connection: list[inspect.Parameter] = []  # last in the help
     for parameter in inspect.signature(command).parameters.values():
         kind = hints.get(parameter.name)
-        if kind is Server:
+        if kind is DaemonOptions:
             connection += [_keyword(*each) for each in (*_CONNECTION_OPTIONS, _REQUEST_LIMIT)]
-        elif kind is Output:
+        elif kind is CommandOutput:
             connection.insert(0, _keyword(*_JSON))
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             parameters += [_keyword(*each) for each in command.options_of]  # type: ignore[attr-defined]
         else:
             parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
-    own = {name: kind for name, kind in hints.items() if kind in (Server, Output)}
+    own = {name: kind for name, kind in hints.items() if kind in (DaemonOptions, CommandOutput)}
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        server = Server(ConnectionValues())
+        server = DaemonOptions(ConnectionValues())
         as_json = bool(given.get("as_json"))
         for name, kind in own.items():
-            if kind is Server:
+            if kind is DaemonOptions:
                 values = {each[0]: given.pop(each[0]) for each in _CONNECTION_OPTIONS}
                 context = values.pop("context")
-                server = Server(ConnectionValues(**values), context, given.pop("request_timeout"))
+                server = DaemonOptions(ConnectionValues(**values), context, given.pop("request_timeout"))
                 given[name] = server
             else:
-                given[name] = Output(given.pop("as_json"))
+                given[name] = CommandOutput(given.pop("as_json"))
         try:
             status = command(**given)
         except TeimgrError as error:
@@ -156,12 +156,12 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
             status = exit_status(error)
         except ModuleNotFoundError as error:
             report(_incomplete(error), as_json=as_json)
-            status = Exit.FAILED
+            status = ExitStatus.FAILED
         except KeyboardInterrupt:
-            status = Exit.INTERRUPTED
+            status = ExitStatus.INTERRUPTED
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status = Exit.OK
+            status = ExitStatus.OK
         raise typer.Exit(int(status or 0))
 
     run.__signature__ = inspect.Signature([*parameters, *connection])  # type: ignore[attr-defined]
@@ -170,10 +170,12 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
-def _incomplete(error: ModuleNotFoundError) -> Failure:
+def _incomplete(error: ModuleNotFoundError) -> CommandFailure:
     """The failure of a command of the daemon where the client alone is installed."""
     what = "this installation lacks a part that the command needs"
-    return Failure(what, f"no module {error.name!r}", "install all: `pip install teimgr`", "INCOMPLETE_INSTALLATION")
+    return CommandFailure(
+        what, f"no module {error.name!r}", "install all: `pip install teimgr`", "INCOMPLETE_INSTALLATION"
+    )
 
 
 def options_of(*options: tuple[str, Any, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -193,7 +195,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 def complete_instance(incomplete: str) -> list[str]:
     """Names of instances for the completion of a shell; nothing where no daemon answers at once."""
     try:
-        found = Connection.resolve().rest_client(timeout_s=1.0).list()
+        found = DaemonConnection.resolve().rest_client(timeout_s=1.0).list()
     except TeimgrError:
         return []
     return [each.name for each in found if each.name.startswith(incomplete)]

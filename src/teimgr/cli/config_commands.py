@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from teimgr.cli.command import Output
+from teimgr.cli.command import CommandOutput
 from teimgr.errors import InvalidConfig
 
 
-class Right(str, Enum):
+class RightChoice(str, Enum):
     """What a key may do."""
 
     ADMIN = "admin"
@@ -22,7 +22,7 @@ class Right(str, Enum):
 
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The configuration.", show_default=False)],
-    output: Output,
+    output: CommandOutput,
 ) -> int:
     """Report every fault of a configuration.
 
@@ -50,7 +50,7 @@ def check(
 
 
 def show(
-    output: Output,
+    output: CommandOutput,
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="Settings in TOML; none: defaults and environment.")
     ] = None,
@@ -85,9 +85,11 @@ def show(
 
 
 def key_new(
-    output: Output,
+    output: CommandOutput,
     name: Annotated[str, typer.Argument(help="Who will have it.", show_default=False)],
-    rights: Annotated[list[Right] | None, typer.Option(help="What it may do; several.  [default: inference]")] = None,
+    rights: Annotated[
+        list[RightChoice] | None, typer.Option(help="What it may do; several.  [default: inference]")
+    ] = None,
     instances: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Names or globs, several; all instances unless given.")
     ] = None,
@@ -98,7 +100,7 @@ def key_new(
     """
     from teimgr.config.auth import table_of_new_key
 
-    key, table = table_of_new_key(name, [each.value for each in rights or [Right.INFERENCE]], instances or None)
+    key, table = table_of_new_key(name, [each.value for each in rights or [RightChoice.INFERENCE]], instances or None)
     if output.as_json:
         output.value({"name": name, "key": key, "table": table})
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from teimgr.cli.command import Output
+from teimgr.cli.command import CommandOutput
 from teimgr.client.connection import ConnectionValues, Contexts
 from teimgr.client.server_address import ServerAddress
 
@@ -19,7 +19,7 @@ def _complete(incomplete: str) -> list[str]:
 ContextName = Annotated[str, typer.Argument(help="Name of the context.", autocompletion=_complete, show_default=False)]
 
 
-def list_contexts(output: Output) -> None:
+def list_contexts(output: CommandOutput) -> None:
     """List the contexts.
 
     The current one is marked; keys are not shown.
@@ -48,7 +48,7 @@ def _credentials(values: ConnectionValues) -> str:
 
 
 def add(
-    output: Output,
+    output: CommandOutput,
     name: ContextName,
     url: Annotated[str, typer.Argument(help="REST address of the daemon.", show_default=False)],
     grpc_url: Annotated[str | None, typer.Option(help="gRPC address; the daemon is asked unless given.")] = None,
@@ -71,7 +71,7 @@ def add(
     output.note(f"{contexts.path}: {name} is {url}")
 
 
-def use(output: Output, name: ContextName) -> None:
+def use(output: CommandOutput, name: ContextName) -> None:
     """Make a context the current one.
 
     Commands without --url and TEIMGR_URL speak to its daemon.
@@ -82,7 +82,7 @@ def use(output: Output, name: ContextName) -> None:
     output.note(f"{name}: {values.url}")
 
 
-def remove(output: Output, name: ContextName) -> None:
+def remove(output: CommandOutput, name: ContextName) -> None:
     """Forget a context."""
     contexts = Contexts.load()
     contexts.get(name)

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from teimgr.cli.command import Output, Server
-from teimgr.cli.failures import Exit
+from teimgr.cli.command import CommandOutput, DaemonOptions
+from teimgr.cli.failures import ExitStatus
 from teimgr.cli.output import duration
 from teimgr.errors import Forbidden
 
@@ -19,7 +19,7 @@ _IDLE_S = 300.0  # without any reply on the stream
 
 
 def embed_corpus(
-    server: Server, output: Output, source: Path, target: Path, instance: str, options: dict[str, Any]
+    server: DaemonOptions, output: CommandOutput, source: Path, target: Path, instance: str, options: dict[str, Any]
 ) -> int:
     from teimgr.client.corpus import embed_file
 
@@ -33,7 +33,7 @@ def embed_corpus(
             done = embed_file(client, source, target, progress=progress, instance=instance, **given)
         except KeyboardInterrupt:
             output.note(f"interrupted; the same command goes on where this was ({target}.partial)")
-            return Exit.INTERRUPTED
+            return ExitStatus.INTERRUPTED
     taken_s = time.monotonic() - began
     if output.as_json:
         output.value(
@@ -49,11 +49,11 @@ def embed_corpus(
         print(f"{done.output}: {done.rows:,} rows of {done.dimension} values, {rate:,.0f} rows/s{resumed}")
         if done.failures:
             output.note(f"{done.failed:,} rows failed: {done.failures}")
-    return Exit.INCOMPLETE if done.failed else Exit.OK
+    return ExitStatus.INCOMPLETE if done.failed else ExitStatus.OK
 
 
 @contextmanager
-def _shown(title: str, output: Output) -> Iterator[Callable[[Any], None]]:
+def _shown(title: str, output: CommandOutput) -> Iterator[Callable[[Any], None]]:
     """A function for the progress of the work."""
     if output.as_json and not sys.stderr.isatty():
         yield lambda progress: None

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from teimgr.cli.command import Output
+from teimgr.cli.command import CommandOutput
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings in TOML.", show_default=False)
@@ -73,7 +73,7 @@ def quickstart(once: Once = False) -> int:
     return up(once)
 
 
-def doctor(output: Output, config: Config = None) -> int:
+def doctor(output: CommandOutput, config: Config = None) -> int:
     """Check this host, with advice.
 
     Ports, GPUs, torch, cache, permissions, limits, clock.

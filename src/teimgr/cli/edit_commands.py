@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from teimgr.cli.command import Name, Output, Server, options_of
-from teimgr.cli.failures import Exit, UsageError
+from teimgr.cli.command import CommandOutput, DaemonOptions, Name, options_of
+from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.cli.instance_commands import Timeout, Wait, await_running
 from teimgr.client.rest_values import Instance
 from teimgr.spec import KEYS, InstanceKey, updatable
@@ -48,8 +48,8 @@ _CHANGED = [_option(name, key) for name, key in KEYS.items() if updatable(name) 
 
 @options_of(*_CREATED)
 def create(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     name: Annotated[str, typer.Argument(help="Its name.", show_default=False)],
     model: Annotated[
         str | None, typer.Argument(help="Id on the model hub, or a directory on the daemon's host.", show_default=False)
@@ -71,8 +71,8 @@ def create(
 
 @options_of(*_CHANGED)
 def edit(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     name: Name,
     model: Annotated[str | None, typer.Option(help="Another model.")] = None,
     recreate: Annotated[
@@ -93,12 +93,14 @@ def edit(
         changes = _edited(name, server.rest.get(name))
         if not changes:
             output.note(f"{name}: nothing changed")
-            return Exit.OK
+            return ExitStatus.OK
     instance = server.rest.update(name, recreate=recreate, **changes)
     return _finish(server, output, instance, "updated", wait, timeout)
 
 
-def _finish(server: Server, output: Output, instance: Instance, done: str, wait: bool, timeout_s: float) -> int:
+def _finish(
+    server: DaemonOptions, output: CommandOutput, instance: Instance, done: str, wait: bool, timeout_s: float
+) -> int:
     if wait:
         [instance] = await_running(server.rest, [instance.name], timeout_s, output)
     if output.as_json:
@@ -111,7 +113,7 @@ def _finish(server: Server, output: Output, instance: Instance, done: str, wait:
             output.note(f"`teimgr wait {instance.name}` waits until it serves")
     else:
         output.table(("name", "status", "port"), [(instance.name, instance.status.value, instance.port)])
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _absolute(model: str | None) -> str | None:

@@ -23,7 +23,7 @@ from teimgr.errors import (
 )
 
 
-class Exit(IntEnum):
+class ExitStatus(IntEnum):
     """Exit status of a command."""
 
     OK = 0
@@ -39,16 +39,16 @@ class Exit(IntEnum):
 
 
 MEANINGS = {
-    Exit.OK: "done",
-    Exit.FAILED: "failed: a model or the daemon, or a configuration with faults",
-    Exit.USAGE: "wrong command line",
-    Exit.UNREACHABLE: "no daemon answers",
-    Exit.NOT_FOUND: "no such instance or model",
-    Exit.NOT_ALLOWED: "no or wrong credentials, or a key without the right",
-    Exit.REFUSED: "refused: an invalid value, or not possible in the present state",
-    Exit.NOT_NOW: "not now: overloaded, not running, or out of time; trying again may help",
-    Exit.INCOMPLETE: "done in part: some rows or instances failed",
-    Exit.INTERRUPTED: "interrupted",
+    ExitStatus.OK: "done",
+    ExitStatus.FAILED: "failed: a model or the daemon, or a configuration with faults",
+    ExitStatus.USAGE: "wrong command line",
+    ExitStatus.UNREACHABLE: "no daemon answers",
+    ExitStatus.NOT_FOUND: "no such instance or model",
+    ExitStatus.NOT_ALLOWED: "no or wrong credentials, or a key without the right",
+    ExitStatus.REFUSED: "refused: an invalid value, or not possible in the present state",
+    ExitStatus.NOT_NOW: "not now: overloaded, not running, or out of time; trying again may help",
+    ExitStatus.INCOMPLETE: "done in part: some rows or instances failed",
+    ExitStatus.INTERRUPTED: "interrupted",
 }
 
 _TO_DO = {
@@ -73,7 +73,7 @@ _TO_DO = {
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CommandFailure:
     """An error as a person reads it; `code` is the stable name of its kind."""
 
     what: str
@@ -86,39 +86,39 @@ class UsageError(Refused):
     """The command line asks for something that cannot be meant."""
 
 
-def exit_status(error: TeimgrError) -> Exit:
+def exit_status(error: TeimgrError) -> ExitStatus:
     if isinstance(error, UsageError):
-        return Exit.USAGE
+        return ExitStatus.USAGE
     if isinstance(error, Unreachable):
-        return Exit.UNREACHABLE
+        return ExitStatus.UNREACHABLE
     if isinstance(error, InstanceNotFound | ModelNotFound):
-        return Exit.NOT_FOUND
+        return ExitStatus.NOT_FOUND
     if isinstance(error, Unauthenticated | Forbidden):
-        return Exit.NOT_ALLOWED
+        return ExitStatus.NOT_ALLOWED
     if isinstance(error, InvalidConfig):
-        return Exit.FAILED
+        return ExitStatus.FAILED
     if isinstance(error, Refused):
-        return Exit.REFUSED
-    return Exit.NOT_NOW if isinstance(error, TryLater) else Exit.FAILED
+        return ExitStatus.REFUSED
+    return ExitStatus.NOT_NOW if isinstance(error, TryLater) else ExitStatus.FAILED
 
 
-def explain(error: TeimgrError, source: str = "", names: Callable[[], Sequence[str]] = tuple) -> Failure:
+def explain(error: TeimgrError, source: str = "", names: Callable[[], Sequence[str]] = tuple) -> CommandFailure:
     """The error in three parts. `source` names where the address is from, `names` lists the daemon's instances."""
     if isinstance(error, Unreachable):
-        return Failure(
+        return CommandFailure(
             f"no daemon answers at {error.address}",
             f"{error.reason}; the address is from {source}" if source else error.reason,
             "start one with `teimgr up` or `teimgr serve`, or name another: --url, TEIMGR_URL, `teimgr context use`",
             "UNREACHABLE",
         )
     if isinstance(error, InvalidConfig | UsageError) or type(error) is Refused:  # of this program, not of a daemon
-        return Failure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
+        return CommandFailure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
     do = _TO_DO.get(error.code, "")
     if "`normalize` is not available" in error.message:
         do = "add --no-normalize"
     if isinstance(error, InstanceNotFound):
         do = _nearest(error, names) + do
-    return Failure(error.message, f"error code {error.code.name}", do, error.code.name)
+    return CommandFailure(error.message, f"error code {error.code.name}", do, error.code.name)
 
 
 def _nearest(error: InstanceNotFound, names: Callable[[], Sequence[str]]) -> str:
@@ -127,7 +127,7 @@ def _nearest(error: InstanceNotFound, names: Callable[[], Sequence[str]]) -> str
     return f"did you mean {near[0]!r}? " if near else ""
 
 
-def report(failure: Failure, *, as_json: bool = False) -> None:
+def report(failure: CommandFailure, *, as_json: bool = False) -> None:
     """Print a failure on stderr."""
     if as_json:
         print(json.dumps({"error": asdict(failure)}), file=sys.stderr)

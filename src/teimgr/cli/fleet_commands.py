@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from teimgr.cli.command import Output, Server
-from teimgr.cli.failures import Exit
+from teimgr.cli.command import CommandOutput, DaemonOptions
+from teimgr.cli.failures import ExitStatus
 from teimgr.cli.output import size
 
 
-def gpus(server: Server, output: Output) -> None:
+def gpus(server: DaemonOptions, output: CommandOutput) -> None:
     """List the GPUs, with load and instances."""
     found = server.rest.gpus()
     if output.as_json:
@@ -37,7 +37,7 @@ def _gpu_row(gpu: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def templates(server: Server, output: Output) -> None:
+def templates(server: DaemonOptions, output: CommandOutput) -> None:
     """List the templates of `create --template`."""
     found = server.rest.templates()
     if output.as_json:
@@ -48,8 +48,8 @@ def templates(server: Server, output: Output) -> None:
 
 
 def reload(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     plan: Annotated[bool, typer.Option("--plan", help="Show what would change, and change nothing.")] = False,
     prune: Annotated[
         bool | None,
@@ -65,10 +65,10 @@ def reload(
         output.value(result)
     else:
         _print(output, result)
-    return Exit.INCOMPLETE if result["failed"] else Exit.OK
+    return ExitStatus.INCOMPLETE if result["failed"] else ExitStatus.OK
 
 
-def _print(output: Output, result: Any) -> None:
+def _print(output: CommandOutput, result: Any) -> None:
     wanted = result["plan"]
     rows = [
         ("setting", each["key"], f"{each['before']} → {each['after']}, {each['applies']}")

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import typer
 
-from teimgr.cli.command import Output, Server, complete_instance
-from teimgr.cli.failures import Exit, UsageError
+from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
+from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.client.rest_client import RestClient
 from teimgr.errors import AmbiguousInstance, InstanceNotFound
 
@@ -41,8 +41,8 @@ Truncate = Annotated[
 
 
 def embed(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     texts: Annotated[
         list[str],
         typer.Argument(
@@ -104,12 +104,12 @@ def embed(
                 print(f"[{values}, …]  {len(vector)} values; --json prints all")
             else:
                 print(json.dumps(vector), flush=True)
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def rerank(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     query: Annotated[str, typer.Argument(help="What is sought.", show_default=False)],
     texts: Texts,
     instance: Instance = None,
@@ -140,8 +140,8 @@ def rerank(
 
 
 def classify(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     texts: Texts,
     instance: Instance = None,
     raw: Annotated[bool, typer.Option("--raw", help="Scores before the activation.")] = False,
@@ -166,8 +166,8 @@ def classify(
 
 
 def similarity(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     source: Annotated[str, typer.Argument(metavar="TEXT", help="The text to compare with.", show_default=False)],
     texts: Texts,
     instance: Instance = None,

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from teimgr.cli.command import Name, Names, Output, Server
-from teimgr.cli.failures import Exit, UsageError, exit_status, explain, report
+from teimgr.cli.command import CommandOutput, DaemonOptions, Name, Names
+from teimgr.cli.failures import ExitStatus, UsageError, exit_status, explain, report
 from teimgr.cli.output import duration, spinner
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
@@ -29,8 +29,8 @@ Tag = Annotated[
 
 
 def ps(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     tag: Tag = None,
     status: Annotated[list[State] | None, typer.Option(help="Only in this state; several: any of them.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Only of this model; several: any of them.")] = None,
@@ -67,7 +67,7 @@ def _row(instance: Instance) -> Sequence[Any]:
     )
 
 
-def show(server: Server, output: Output, name: Name) -> None:
+def show(server: DaemonOptions, output: CommandOutput, name: Name) -> None:
     """Show everything about an instance."""
     instance = server.rest.get(name)
     if output.as_json:
@@ -86,8 +86,8 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def rm(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     names: Names,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int:
@@ -100,13 +100,15 @@ def rm(
     return _each(server, output, names, "deleted", lambda rest, name: rest.delete(name))
 
 
-def start(server: Server, output: Output, names: Names, wait: Wait = False, timeout: Timeout = 300.0) -> int:
+def start(
+    server: DaemonOptions, output: CommandOutput, names: Names, wait: Wait = False, timeout: Timeout = 300.0
+) -> int:
     """Start stopped or failed instances."""
     status = _each(server, output, names, "starting", lambda rest, name: rest.start(name), quiet=wait)
-    return status or (_await(server, output, names, timeout) if wait else Exit.OK)
+    return status or (_await(server, output, names, timeout) if wait else ExitStatus.OK)
 
 
-def stop(server: Server, output: Output, names: Names) -> int:
+def stop(server: DaemonOptions, output: CommandOutput, names: Names) -> int:
     """Stop instances.
 
     They stay stopped, also after a restart of the daemon.
@@ -115,8 +117,8 @@ def stop(server: Server, output: Output, names: Names) -> int:
 
 
 def restart(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     names: Names,
     rolling: Annotated[
         bool, typer.Option("--rolling", help="Without a gap: new workers start beside the old.")
@@ -130,12 +132,12 @@ def restart(
         return rest.restart(name, rolling=rolling)
 
     status = _each(server, output, names, "restarting", call, quiet=wait)
-    return status or (_await(server, output, names, timeout) if wait else Exit.OK)
+    return status or (_await(server, output, names, timeout) if wait else ExitStatus.OK)
 
 
 def wait(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     names: Annotated[list[str] | None, typer.Argument(help="Names of instances; none: all that should run.")] = None,
     timeout: Timeout = 300.0,
 ) -> int:
@@ -148,8 +150,8 @@ def wait(
 
 
 def _each(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     names: Sequence[str],
     done: str,
     call: Callable[[RestClient, str], Instance | None],
@@ -159,7 +161,7 @@ def _each(
     """Apply a call to every name; the status is that of the first failure, which does not keep the others."""
     if len(set(names)) < len(names):
         raise UsageError(f"a name is given twice: {', '.join(names)}")
-    bodies, status = [], Exit.OK
+    bodies, status = [], ExitStatus.OK
     for name in names:
         try:
             instance = call(server.rest, name)
@@ -175,16 +177,16 @@ def _each(
     return status
 
 
-def _await(server: Server, output: Output, names: Sequence[str], timeout_s: float) -> int:
+def _await(server: DaemonOptions, output: CommandOutput, names: Sequence[str], timeout_s: float) -> int:
     running = await_running(server.rest, names, timeout_s, output)
     if output.as_json:
         output.value([each.details for each in running])
     elif not output.is_terminal:
         output.table(("name", "status", "port"), [(each.name, each.status.value, each.port) for each in running])
-    return Exit.OK
+    return ExitStatus.OK
 
 
-def await_running(rest: RestClient, names: Sequence[str], timeout_s: float, output: Output) -> list[Instance]:
+def await_running(rest: RestClient, names: Sequence[str], timeout_s: float, output: CommandOutput) -> list[Instance]:
     """The instances once all of them serve and no update is under way; changes of state are noted on stderr.
 
     Raises:

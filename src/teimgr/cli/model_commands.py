@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from teimgr.cli.command import Output, Server
-from teimgr.cli.failures import Exit, UsageError
+from teimgr.cli.command import CommandOutput, DaemonOptions
+from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.cli.output import size, spinner
 from teimgr.client.rest import LoadOptions
 from teimgr.errors import ModelLoadFailed
@@ -19,7 +19,7 @@ _DOWNLOAD_S = 3600.0
 HubModel = Annotated[str, typer.Argument(help="Id on the model hub.", show_default=False)]
 
 
-def list_models(server: Server, output: Output) -> None:
+def list_models(server: DaemonOptions, output: CommandOutput) -> None:
     """List the models: state, size, instances."""
     models = server.rest.models()
     if output.as_json:
@@ -35,8 +35,8 @@ def list_models(server: Server, output: Output) -> None:
 
 
 def pull(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     model: HubModel,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     update: Annotated[bool, typer.Option("--update", help="Look for a newer commit on the hub.")] = False,
@@ -72,8 +72,8 @@ def _with_bar(events: Any, model: str) -> Any:
 
 
 def check(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     model: Annotated[
         str, typer.Argument(help="Id on the hub, or a directory on the daemon's host.", show_default=False)
     ],
@@ -99,10 +99,10 @@ def check(
         raise ModelLoadFailed(f"{model}: {found.get('verification_error', found['status'])}")
     if not output.as_json:
         output.table(("what", "result"), list(_measurements(found["verification"]).items()))
-    return Exit.OK
+    return ExitStatus.OK
 
 
-def remove(server: Server, output: Output, model: HubModel) -> None:
+def remove(server: DaemonOptions, output: CommandOutput, model: HubModel) -> None:
     """Delete a model from the cache of the daemon's host."""
     found = server.rest.delete_model(model)
     if output.as_json:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from teimgr.cli.command import Output, Server, complete_instance
+from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
 from teimgr.cli.output import size
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class MetricsPage:
     """One page of metrics: values by name and instance, added up over other labels, and buckets of durations."""
 
     moment: float
@@ -34,7 +34,7 @@ class Page:
     buckets: Mapping[str, Mapping[float, float]]
 
     @classmethod
-    def parse(cls, text: str, moment: float) -> Page:
+    def parse(cls, text: str, moment: float) -> MetricsPage:
         values: dict[tuple[str, str], float] = defaultdict(float)
         buckets: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
         for line in text.splitlines():
@@ -51,7 +51,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class InstanceLoad:
     """Load of one instance between two pages. Rates are per second, latencies milliseconds, memory bytes per worker.
 
     None: nothing was measured in that time.
@@ -73,7 +73,7 @@ class Load:
     workers: int = 0
 
 
-def load_of(instance: Instance, before: Page, after: Page) -> Load:
+def load_of(instance: Instance, before: MetricsPage, after: MetricsPage) -> InstanceLoad:
     span = after.moment - before.moment
 
     def now(metric: str) -> float | None:
@@ -91,7 +91,7 @@ def load_of(instance: Instance, before: Page, after: Page) -> Load:
         return None if (total := now(metric)) is None else total / max(len(workers), 1)
 
     bounds = _grown(before.buckets.get(instance.name, {}), after.buckets.get(instance.name, {}))
-    return Load(
+    return InstanceLoad(
         *(instance.name, instance.status.value),
         *(
             rate("teimgr_engine_texts_total"),
@@ -134,8 +134,8 @@ def _quantile(bounds: Sequence[tuple[float, float]], share: float) -> float | No
 
 
 def top(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     names: Annotated[
         list[str] | None, typer.Argument(help="Only these instances.", autocompletion=complete_instance)
     ] = None,
@@ -166,7 +166,7 @@ def top(
         _show_live(samples, server.connection.url)
 
 
-def _show_live(samples: Iterator[list[Load]], url: str) -> None:
+def _show_live(samples: Iterator[list[InstanceLoad]], url: str) -> None:
     from rich.live import Live
     from rich.table import Table
 
@@ -179,19 +179,19 @@ def _show_live(samples: Iterator[list[Load]], url: str) -> None:
             screen.update(table, refresh=True)
 
 
-def _samples(rest: RestClient, names: set[str], interval_s: float, count: int) -> Iterator[list[Load]]:
+def _samples(rest: RestClient, names: set[str], interval_s: float, count: int) -> Iterator[list[InstanceLoad]]:
     for name in sorted(names):
         rest.get(name)  # an unknown name fails at once
-    before = Page.parse(rest.metrics(), time.monotonic())
+    before = MetricsPage.parse(rest.metrics(), time.monotonic())
     taken = 0
     while not count or taken < count:
         time.sleep(interval_s)
-        after = Page.parse(rest.metrics(), time.monotonic())
+        after = MetricsPage.parse(rest.metrics(), time.monotonic())
         yield [load_of(each, before, after) for each in rest.list() if not names or each.name in names]
         before, taken = after, taken + 1
 
 
-def _row(load: Load) -> Sequence[str]:
+def _row(load: InstanceLoad) -> Sequence[str]:
     def number(value: float | None, form: str = ",.0f") -> str:
         return "" if value is None else format(value, form)
 
@@ -212,5 +212,5 @@ def _row(load: Load) -> Sequence[str]:
     )
 
 
-def _plain(load: Load) -> dict[str, Any]:
-    return {item: getattr(load, item) for item in Load.__dataclass_fields__}
+def _plain(load: InstanceLoad) -> dict[str, Any]:
+    return {item: getattr(load, item) for item in InstanceLoad.__dataclass_fields__}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from teimgr.cli.command import Name, Output, Server, complete_instance
+from teimgr.cli.command import CommandOutput, DaemonOptions, Name, complete_instance
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
 _LEVEL_COLOURS = {"WARNING": "yellow", "WARN": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
@@ -16,8 +16,8 @@ _SHOWN_APART = ("ts", "level", "logger", "message", "exception")
 
 
 def logs(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     name: Name,
     follow: Follow = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many past lines; 0: all.", min=0)] = 100,
@@ -60,8 +60,8 @@ def _coloured(text: str, style: str) -> str:
 
 
 def events(
-    server: Server,
-    output: Output,
+    server: DaemonOptions,
+    output: CommandOutput,
     names: Annotated[
         list[str] | None, typer.Argument(help="Only of these instances.", autocompletion=complete_instance)
     ] = None,

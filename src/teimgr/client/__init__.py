@@ -6,8 +6,8 @@
         vectors = await client.embed(["a text", "another"], instance="mini")
 
 `Client` has the same methods for code without an event loop. `RestClient` has those that are REST calls, and needs the
-standard library alone. `Connection.resolve()` finds the daemon that flags, environment or contexts name. Every failure
-is one of `teimgr.errors`. Names are imported when they are used: REST alone loads neither numpy nor gRPC.
+standard library alone. `DaemonConnection.resolve()` finds the daemon that flags, environment or contexts name.
+Every failure is one of `teimgr.errors`. Names are imported when they are used: REST alone loads neither numpy nor gRPC.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from teimgr.client.clients import AsyncClient, Client
-    from teimgr.client.connection import Connection
+    from teimgr.client.connection import DaemonConnection
     from teimgr.client.rest_client import RestClient
     from teimgr.client.rest_values import Health, Instance, InstanceEvent, Logs
     from teimgr.client.server_address import Tls
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "clients": ("AsyncClient", "Client"),
-    "connection": ("Connection",),
+    "connection": ("DaemonConnection",),
     "rest_client": ("RestClient",),
     "rest_values": ("Health", "Instance", "InstanceEvent", "Logs"),
     "server_address": ("Tls",),
@@ -36,7 +36,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "AsyncClient",
     "Client",
-    "Connection",
+    "DaemonConnection",
     "Embedded",
     "Health",
     "Info",

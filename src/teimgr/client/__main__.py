@@ -7,7 +7,7 @@ import json
 import sys
 
 from teimgr.client.clients import Client
-from teimgr.client.connection import Connection, ConnectionValues
+from teimgr.client.connection import ConnectionValues, DaemonConnection
 from teimgr.errors import TeimgrError
 
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         key=options.key,
     )
     try:
-        connection = Connection.resolve(flags, context=options.context)
+        connection = DaemonConnection.resolve(flags, context=options.context)
         with Client(connection.url, connection.grpc(), tls=connection.tls, api_key=connection.api_key) as client:
             vectors = client.embed(options.texts, instance=options.instance)
     except TeimgrError as error:

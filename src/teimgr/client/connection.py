@@ -56,7 +56,7 @@ VARIABLES = {item.name: f"TEIMGR_{item.name.upper()}" for item in fields(Connect
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class DaemonConnection:
     """A daemon's addresses and this caller's credentials.
 
     `grpc_url` None: the daemon is asked for its gRPC port. `source` names where the address is from, for messages.
@@ -75,7 +75,7 @@ class Connection:
         *,
         context: str | None = None,
         environ: Mapping[str, str] = os.environ,
-    ) -> Connection:
+    ) -> DaemonConnection:
         """The connection by flags, then `context`, else the environment, else the current context, else the default.
 
         Raises:
@@ -98,7 +98,7 @@ class Connection:
         return cls._of(flags.over(found), source)
 
     @classmethod
-    def _of(cls, values: ConnectionValues, source: str) -> Connection:
+    def _of(cls, values: ConnectionValues, source: str) -> DaemonConnection:
         url = values.url or API
         ServerAddress.parse(url)
         api_key = values.api_key

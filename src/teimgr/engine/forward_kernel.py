@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step, Table, lower, trace_forward
+from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step, Table
+from teimgr.engine.forward_trace import trace_forward
+from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS, NO_MEMORY, native_forward_allowed, native_library
 
 _KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate")

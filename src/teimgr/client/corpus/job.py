@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from teimgr.client.clients import Client
 from teimgr.client.corpus import outputs
 from teimgr.client.corpus.partial import PartialOutput, discard
-from teimgr.client.corpus.sources import FAULT, TEXT, Source, open_source
+from teimgr.client.corpus.sources import FAULT, TEXT, TextSource, open_source
 from teimgr.client.values import Embedded
 from teimgr.errors import InvalidConfig, Refused, TryLater
 
@@ -112,7 +112,7 @@ def embed_file(
     )
 
 
-def _identity(source: Source, float16: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _identity(source: TextSource, float16: bool, options: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same job."""
     status = source.path.stat()
     return {
@@ -128,7 +128,7 @@ class _Work:
     def __init__(
         self,
         client: Client,
-        source: Source,
+        source: TextSource,
         partial: PartialOutput,
         options: dict[str, Any],
         batch_rows: int,

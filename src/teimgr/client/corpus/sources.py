@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 20
 _TYPED_ROWS = 1000
 
 
-class Source(ABC):
+class TextSource(ABC):
     """A file of rows, each with a text. `batches` can begin at any row, and gives the same rows every time.
 
     Attributes:
@@ -80,7 +80,7 @@ class Source(ABC):
         return self._batch(batch.column(self.text_column), [batch.column(name) for name in self.keep])
 
 
-def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] | None = None) -> Source:
+def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] | None = None) -> TextSource:
     """The source for a file by its suffix.
 
     `text_column` defaults to `text`; `keep` to the column `id` where there is one. A text file has lines, no columns.
@@ -96,13 +96,13 @@ def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] 
     try:
         if keep is None:
             keep = [name for name in kind.columns(path) if name == "id" and name != text_column]
-        source: Source = kind(path, text_column or TEXT, keep)
+        source: TextSource = kind(path, text_column or TEXT, keep)
         return source
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: {error}") from error
 
 
-class ParquetSource(Source):
+class ParquetSource(TextSource):
     """Parquet; rows that are done are skipped by row groups."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ class ParquetSource(Source):
                 skip = 0
 
 
-class ArrowSource(Source):
+class ArrowSource(TextSource):
     """An Arrow IPC file (Feather), or an IPC stream."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ class ArrowSource(Source):
             yield reader.get_batch(at)
 
 
-class CsvSource(Source):
+class CsvSource(TextSource):
     """CSV with a line of headings; every kept column is text."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
@@ -223,7 +223,7 @@ def _ragged(found: int, wanted: int) -> str:
     return f"{found} columns in a file of {wanted}"
 
 
-class LineSource(Source):
+class LineSource(TextSource):
     """A text file: every line is a text. A line without anything but white space is a row that fails."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
@@ -245,7 +245,7 @@ class LineSource(Source):
             )
 
 
-class JsonLinesSource(Source):
+class JsonLinesSource(TextSource):
     """JSON lines: objects with the text column; types of kept columns are those of the first thousand rows."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:

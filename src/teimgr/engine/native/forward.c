@@ -1,4 +1,4 @@
-// The forward of a transformer on CPUs: a program of steps, made by forward_program.py, run over a packed batch.
+// The forward of a transformer on CPUs: a program of steps, made by lowering.py, run over a packed batch.
 //
 // Plain C over pointers, called through ctypes. The arithmetic is in forward_tile.h, compiled once per instruction set.
 // A batch is divided into groups of texts, and a thread takes a group through all steps: what it computes stays in its
