@@ -207,10 +207,19 @@ def prometheus(daemon: DaemonProcess, folder: Path) -> Iterator[str]:
     with (folder / "prometheus.log").open("wb") as log:
         server = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
     try:
+        until(lambda: is_ready(port), "Prometheus", 60)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(20)
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 @needs_prometheus

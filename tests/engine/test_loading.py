@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.models import build_static
 
+from teimgr.engine.backbone import Batching
 from teimgr.engine.loading import EngineOptions, _limits, _serial_tokens, load_parts
 from teimgr.errors import InvalidConfig
 
@@ -46,11 +47,14 @@ def test_a_look_up_table_reports_no_attention(tmp_path: Path, dtype: str) -> Non
 
 
 def test_a_model_of_minilms_widths_computes_a_query_with_one_thread_and_a_bulk_batch_with_all() -> None:
-    assert 32 <= _serial_tokens(of_widths(384, 1536)) <= 128
-    assert 8 <= _serial_tokens(of_widths(768, 3072)) <= 32
+    assert 32 <= _serial_tokens(of_widths(384, 1536, Batching.VARLEN)) <= 128
+    assert 8 <= _serial_tokens(of_widths(768, 3072, Batching.VARLEN)) <= 32
 
 
-def of_widths(hidden: int, widest: int) -> Any:
-    return SimpleNamespace(
-        backbone=SimpleNamespace(config=SimpleNamespace(hidden_size=hidden, intermediate_size=widest))
-    )
+def test_a_native_forward_shares_all_but_the_shortest_queries_between_threads() -> None:
+    assert 4 <= _serial_tokens(of_widths(384, 1536, Batching.NATIVE)) <= 10
+
+
+def of_widths(hidden: int, widest: int, batching: Batching) -> Any:
+    config = SimpleNamespace(hidden_size=hidden, intermediate_size=widest)
+    return SimpleNamespace(backbone=SimpleNamespace(config=config, batching=batching))

@@ -55,12 +55,18 @@ FinalStatus: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
 """Code, details and trailing metadata of a finished call."""
 
 
+# grpcio's own words, where a write meets the end of the stream before the server's status is read.
+_LOST_IN_CORE = "Internal error from Core"
+
+
 def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any) -> TeimgrError:
     """The exception for a gRPC status; its message is the server's."""
     message = details or code.name
     for key, value in trailing or ():
         if key == CODE_KEY and value in Code.__members__:
             return error_from_code(Code[value], message)
+    if code is grpc.StatusCode.INTERNAL and message == _LOST_IN_CORE:
+        return error_from_code(Code.BACKEND_UNAVAILABLE, "the stream was lost")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in message:
         return error_from_code(Code.MESSAGE_TOO_LARGE, message)
     return error_from_code(_CODES.get(code, Code.INTERNAL_ERROR), message)

@@ -32,8 +32,9 @@ _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _LEAST_BATCH_TOKENS = 256
 # A batch with fewer multiplications per layer is computed by one thread: each operation would wake the others, which
-# takes as long as they save.
+# takes as long as they save. The native forward wakes them once.
 _SERIAL_MULTIPLICATIONS = 113_000_000
+_SERIAL_MULTIPLICATIONS_NATIVE = 14_000_000
 _BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
 _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 
@@ -174,7 +175,9 @@ def _serial_tokens(model: Model) -> int:
     if isinstance(model.backbone, StaticTable):
         return sys.maxsize
     hidden, widest = _widths(model)
-    return _SERIAL_MULTIPLICATIONS // (hidden * (4 * hidden + 2 * widest))
+    is_native = model.backbone.batching is Batching.NATIVE
+    few = _SERIAL_MULTIPLICATIONS_NATIVE if is_native else _SERIAL_MULTIPLICATIONS
+    return few // (hidden * (4 * hidden + 2 * widest))
 
 
 def _widths(model: Model) -> tuple[int, int]:
