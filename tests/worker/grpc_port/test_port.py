@@ -392,7 +392,9 @@ async def test_the_end_of_a_worker_lets_calls_finish_and_watches_hear_of_it(tiny
             with contextlib.suppress(grpc.aio.AioRpcError):
                 while (answer := await busy.read()) is not grpc.aio.EOF:
                     assert answer.embeddings
-            assert (await ending(busy))[0] in {Status.OK, Status.UNAVAILABLE}
+            status, details = await ending(busy)
+            # grpcio's own words where its write meets the end before the status is read.
+            assert status in {Status.OK, Status.UNAVAILABLE} or details == "Internal error from Core"
         assert await worker.exit() == 0
         assert "error" not in worker.log.lower(), worker.log
 
