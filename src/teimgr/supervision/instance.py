@@ -18,9 +18,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFailed, UpdateInProgress
@@ -229,7 +230,8 @@ class ManagedInstance:
                 raise UpdateInProgress(self.spec.name)
             spec = with_changes(self.spec, changes)
             needed = Change.REPLACE if restart else self._context.planner.change_needed(self.spec, spec)
-            steps = self._replace(spec, recreate=recreate) if needed is Change.REPLACE else self._scale(spec)
+            replacing = partial(self._replace, spec, recreate=recreate)
+            steps = replacing if needed is Change.REPLACE else partial(self._scale, spec)
             task = self._begin_update_of(steps, changes)
             if needed is Change.IN_PLACE or not self.spec.wanted_running:
                 await asyncio.wait({task})
@@ -239,7 +241,7 @@ class ManagedInstance:
     def _is_updating(self) -> bool:
         return self._update_task is not None and not self._update_task.done()
 
-    def _begin_update_of(self, steps: Coroutine[Any, Any, None], changes: Iterable[str]) -> asyncio.Task[None]:
+    def _begin_update_of(self, steps: Callable[[], Awaitable[None]], changes: Iterable[str]) -> asyncio.Task[None]:
         self._update = UpdateView(state="rolling", changes=tuple(sorted(changes)), started_at=now_rfc3339())
         self._is_committed = False
         self._unsaved = None
@@ -263,10 +265,10 @@ class ManagedInstance:
         if self._unsaved is not None:
             raise self._unsaved
 
-    async def _run_update(self, steps: Awaitable[None]) -> None:
+    async def _run_update(self, steps: Callable[[], Awaitable[None]]) -> None:
         state, reason = "failed", "given up: another command came in between"
         try:
-            await steps
+            await steps()  # made here: a task that is cancelled before it began would leave a coroutine unawaited
             state, reason = "done", ""
         except TeimgrError as error:
             reason = error.message
@@ -443,7 +445,7 @@ class ManagedInstance:
             if self._is_deleted or self._is_updating or old.role != "serving" or old.state is not State.RUNNING:
                 return
             memory.begin_pause(old.number, asyncio.get_running_loop().time())
-            self._begin_update_of(self._replace_one(old), ())
+            self._begin_update_of(partial(self._replace_one, old), ())
         resident_mib = resident_bytes >> 20
         self._on_over_memory(
             f"replica {old.number} has {resident_mib} MiB, more than max_rss_mib = {old.spec.max_rss_mib}: "
