@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlencode
 
-from teimgr.client.http_replies import EventParser, JsonObject, Query, ServerSentEvent, error_from_reply, json_of
+from teimgr.client.http_replies import EventParser, JsonObject, Query, RestChannel, ServerSentEvent, error_from_reply
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Unreachable, ValidationError
 
@@ -22,7 +22,7 @@ _CONNECT_S = 10.0
 _CHUNK_BYTES = 65536
 
 
-class BlockingHttpChannel:
+class BlockingHttpChannel(RestChannel):
     """One connection per call; nothing to open or close."""
 
     def __init__(self, address: ServerAddress, tls: Tls, api_key: str | None = None) -> None:
@@ -30,48 +30,6 @@ class BlockingHttpChannel:
         self._tls = tls
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._context: Any = None
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: JsonObject | None = None,
-        query: Query | None = None,
-        timeout_s: float | None,
-    ) -> Any:
-        """The parsed JSON of the reply, None for an empty one. `path` is already percent-encoded.
-
-        Raises:
-            InvalidConfig: a certificate file cannot be used.
-            ValidationError: `body` cannot be encoded as JSON.
-            TeimgrError: the daemon's error reply.
-            Unreachable: no connection, or TLS failed.
-            DeadlineExceeded: no complete reply within `timeout_s`; None waits without a limit.
-        """
-        return json_of(path, *self._exchange(method, path, body, query, timeout_s))
-
-    async def text(self, path: str, *, timeout_s: float) -> str:
-        """The text of the reply to a GET.
-
-        Raises:
-            TeimgrError: as `call`.
-        """
-        status, reply = self._exchange("GET", path, None, None, timeout_s)
-        if status >= 400:
-            raise error_from_reply(status, reply)
-        return reply.decode()
-
-    async def succeeds(self, path: str, *, timeout_s: float) -> bool:
-        """Whether GET answers 200 rather than 503.
-
-        Raises:
-            TeimgrError: any other answer.
-        """
-        status, reply = self._exchange("GET", path, None, None, timeout_s)
-        if status not in (200, 503):
-            raise error_from_reply(status, reply)
-        return status == 200
 
     async def events(
         self,
@@ -82,12 +40,6 @@ class BlockingHttpChannel:
         query: Query | None = None,
         last_event_id: str | None = None,
     ) -> AsyncGenerator[ServerSentEvent]:
-        """The server-sent events of a reply until the server ends it.
-
-        Raises:
-            TeimgrError: the daemon's error reply.
-            Unreachable: no connection, or it was lost.
-        """
         headers = {"Accept": "text/event-stream"}
         if last_event_id is not None:
             headers["Last-Event-ID"] = last_event_id
@@ -102,7 +54,7 @@ class BlockingHttpChannel:
     async def pause(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
 
-    def _exchange(
+    async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
     ) -> tuple[int, bytes]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 from yarl import URL
 
-from teimgr.client.http_replies import EventParser, JsonObject, Query, ServerSentEvent, error_from_reply, json_of
+from teimgr.client.http_replies import EventParser, JsonObject, Query, RestChannel, ServerSentEvent, error_from_reply
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
 
 _CONNECT_S = 10.0
 
 
-class HttpChannel:
+class HttpChannel(RestChannel):
     """Opened and closed by its owner, inside a running event loop."""
 
     def __init__(self, address: ServerAddress, tls: Tls, api_key: str | None = None) -> None:
@@ -44,48 +43,6 @@ class HttpChannel:
             await self._session.close()
             self._session = None
 
-    async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: JsonObject | None = None,
-        query: Query | None = None,
-        timeout_s: float | None,
-    ) -> Any:
-        """The parsed JSON of the reply, None for an empty one. `path` is already percent-encoded.
-
-        Raises:
-            ValidationError: `body` cannot be encoded as JSON.
-            TeimgrError: the daemon's error reply.
-            Unreachable: no connection, or TLS failed.
-            DeadlineExceeded: no complete reply within `timeout_s`; None waits without a limit.
-        """
-        status, reply = await self._exchange(method, path, body, query, timeout_s)
-        return json_of(path, status, reply)
-
-    async def text(self, path: str, *, timeout_s: float) -> str:
-        """The text of the reply to a GET.
-
-        Raises:
-            TeimgrError: as `call`.
-        """
-        status, reply = await self._exchange("GET", path, None, None, timeout_s)
-        if status >= 400:
-            raise error_from_reply(status, reply)
-        return reply.decode()
-
-    async def succeeds(self, path: str, *, timeout_s: float) -> bool:
-        """Whether GET answers 200 rather than 503.
-
-        Raises:
-            TeimgrError: any other answer.
-        """
-        status, reply = await self._exchange("GET", path, None, None, timeout_s)
-        if status not in (200, 503):
-            raise error_from_reply(status, reply)
-        return status == 200
-
     async def events(
         self,
         method: str,
@@ -95,13 +52,6 @@ class HttpChannel:
         query: Query | None = None,
         last_event_id: str | None = None,
     ) -> AsyncGenerator[ServerSentEvent]:
-        """The server-sent events of a reply until the server ends it; comments (keep-alives) are skipped.
-
-        Raises:
-            ValidationError: `body` cannot be encoded as JSON.
-            TeimgrError: the daemon's error reply.
-            Unreachable: no connection, or it was lost.
-        """
         headers = {"Accept": "text/event-stream"}
         if last_event_id is not None:
             headers["Last-Event-ID"] = last_event_id

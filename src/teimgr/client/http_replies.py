@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from teimgr.errors import Code, Internal, Refused, TeimgrError, error_from_code
 from teimgr.wire.status import STATUS
@@ -21,7 +22,7 @@ class ServerSentEvent(NamedTuple):
     id: str | None = None
 
 
-class RestChannel(Protocol):
+class RestChannel(ABC):
     """A connection to the REST port: `HttpChannel` on an event loop, or `BlockingHttpChannel`."""
 
     async def call(
@@ -32,12 +33,41 @@ class RestChannel(Protocol):
         body: JsonObject | None = None,
         query: Query | None = None,
         timeout_s: float | None,
-    ) -> Any: ...
+    ) -> Any:
+        """The parsed JSON of the reply, None for an empty one. `path` is already percent-encoded.
 
-    async def text(self, path: str, *, timeout_s: float) -> str: ...
+        Raises:
+            InvalidConfig: a certificate file cannot be used.
+            ValidationError: `body` cannot be encoded as JSON.
+            TeimgrError: the daemon's error reply.
+            Unreachable: no connection, or TLS failed.
+            DeadlineExceeded: no complete reply within `timeout_s`; None waits without a limit.
+        """
+        return json_of(path, *await self._exchange(method, path, body, query, timeout_s))
 
-    async def succeeds(self, path: str, *, timeout_s: float) -> bool: ...
+    async def text(self, path: str, *, timeout_s: float) -> str:
+        """The text of the reply to a GET.
 
+        Raises:
+            TeimgrError: as `call`.
+        """
+        status, reply = await self._exchange("GET", path, None, None, timeout_s)
+        if status >= 400:
+            raise error_from_reply(status, reply)
+        return reply.decode()
+
+    async def succeeds(self, path: str, *, timeout_s: float) -> bool:
+        """Whether GET answers 200 rather than 503.
+
+        Raises:
+            TeimgrError: any other answer.
+        """
+        status, reply = await self._exchange("GET", path, None, None, timeout_s)
+        if status not in (200, 503):
+            raise error_from_reply(status, reply)
+        return status == 200
+
+    @abstractmethod
     def events(
         self,
         method: str,
@@ -46,9 +76,24 @@ class RestChannel(Protocol):
         body: JsonObject | None = None,
         query: Query | None = None,
         last_event_id: str | None = None,
-    ) -> AsyncGenerator[ServerSentEvent]: ...
+    ) -> AsyncGenerator[ServerSentEvent]:
+        """The server-sent events of a reply until the server ends it; comments (keep-alives) are skipped.
 
-    async def pause(self, seconds: float) -> None: ...
+        Raises:
+            ValidationError: `body` cannot be encoded as JSON.
+            TeimgrError: the daemon's error reply.
+            Unreachable: no connection, or it was lost.
+        """
+
+    @abstractmethod
+    async def pause(self, seconds: float) -> None:
+        """Wait, between two attempts."""
+
+    @abstractmethod
+    async def _exchange(
+        self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
+    ) -> tuple[int, bytes]:
+        """Status and body of the reply."""
 
 
 class EventParser:
