@@ -6,6 +6,7 @@ No mask function is registered under that name, so transformers builds no mask a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,9 +121,9 @@ def packed_attention(
     Raises:
         CannotPackError: the call has a mask, a bias or a cap, or the model did not pass `packing` on.
     """
-    if packing is None or attention_mask is not None or any(kwargs.get(name) is not None for name in _UNSUPPORTED):
+    if packing is None or not is_plain(attention_mask, kwargs):
         raise CannotPackError(f"{type(module).__name__} needs more than packed attention implements")
-    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    causal = causality_of(module, is_causal)
     reach = None if sliding_window is None else sliding_window - 1
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     attend = _by_run
@@ -134,6 +135,16 @@ def packed_attention(
 
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "past_key_values", "head_mask")
+
+
+def is_plain(attention_mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether a call of attention has no mask, bias, cap or cache, which neither packed rows nor a trace implement."""
+    return attention_mask is None and all(options.get(name) is None for name in _UNSUPPORTED)
+
+
+def causality_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """Whether attention is causal: as the call has it, else as the layer has it."""
+    return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 
 def _varlen(

@@ -75,8 +75,8 @@ class ForwardProgram:
 
 
 def fused(program: ForwardProgram) -> ForwardProgram:
-    """The same forward in fewer steps: without those that nobody reads, sums and activations computed with the step
-    before or behind them, layers that read the same rows as one.
+    """The same forward in fewer steps: without those whose result no step reads, sums and activations computed with
+    the step before or behind them, layers that read the same rows as one.
     """
     return _with_merged_linears(_with_fused_activations(_with_fused_sums(_without_unused(program))))
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface
 
+from teimgr.engine.attention import causality_of, is_plain
 from teimgr.engine.forward_program import CannotLowerError
 
 TRACED = "teimgr_traced"
@@ -40,14 +41,12 @@ def _traced_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if attention_mask is not None or any(kwargs.get(name) is not None for name in UNSUPPORTED_ATTENTION):
+    if not is_plain(attention_mask, kwargs):
         raise CannotLowerError(f"the attention of {type(module).__name__}")
-    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    causal = causality_of(module, is_causal)
     return torch.ops.teimgr.attend(query, key, value, scaling, causal, sliding_window), None
 
 
-# Arguments of attention that neither a trace nor packed rows implement.
-UNSUPPORTED_ATTENTION = ("softcap", "s_aux", "position_bias", "past_key_values", "head_mask")
 AttentionInterface.register(TRACED, _traced_attention)
 
 

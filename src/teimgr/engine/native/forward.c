@@ -243,12 +243,9 @@ int forward(const struct forward *call) {
     const int is_alone = call->parallel == NULL || call->threads < 2;
     if (is_alone || (work.group_count >= 2 * call->threads && work.longest * call->threads <= call->tokens)) {
         work.groups = groups;
-        for (int64_t i = 0; i < work.group_count; i++) {
-            int32_t begins[2] = {0, (int32_t)groups[i].tokens};  // as if it were one text: no text needs more
-            struct group whole = groups[i];
-            whole.texts = 1, whole.begins = begins;
-            work.scratch = greater(work.scratch, scratch_bytes(&whole));
-        }
+        int32_t begins[2] = {0, (int32_t)work.longest};  // the largest group as one text: no text needs more
+        struct group largest = {.program = program, .call = call, .begins = begins, .texts = 1, .tokens = work.longest};
+        work.scratch = scratch_bytes(&largest);
         if (is_alone)
             take_groups(&work);
         else
