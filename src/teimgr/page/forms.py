@@ -1,6 +1,7 @@
 """Form fields of an instance's settings, made from the declaration of its keys (`spec.InstanceSpec`).
 
-The page sends what a form holds to the REST routes, which validate it: a field here only says how a value is entered.
+The page sends what a form holds to the REST routes, which validate it: a field here only describes how a value is
+entered.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ _PATHS = {path.path.encode(): path for path in paths() if path.method == "POST" 
 class DirectInference:
     """Answers requests to a route of inference that no web page sent, of callers who have its right.
 
-    Whoever may not is refused by the application, so a decision that is missing here refuses nobody wrongly and lets
-    nobody in.
+    All other requests go on to the application, which alone refuses: a check that were missing here could neither
+    refuse a request wrongly nor grant a right.
     """
 
     def __init__(self, gateway: Gateway, observe: Observe, policy: PolicyInForce) -> None:
