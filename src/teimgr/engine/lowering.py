@@ -10,17 +10,16 @@ Whether the steps compute what the model does is decided by the fidelity gate, l
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional
 
 from teimgr.engine.forward_program import CannotLowerError, Columns, ForwardProgram, Step, Table, fused
-from teimgr.engine.forward_trace import TRACED_TOKENS
+from teimgr.engine.forward_trace import TRACED_TOKENS, ForwardRecord, OperatorCall
 
 _TOKEN = 1 << 32  # the places of two tokens are so far apart
 _COLUMNS = 16  # columns of every value are a multiple of this, the float32 numbers of the widest register
@@ -112,13 +111,12 @@ _SAME = frozenset(
 )  # fmt: skip
 
 
-def lower(record: fx.GraphModule) -> ForwardProgram:
+def lower(record: ForwardRecord) -> ForwardProgram:
     """The steps of a record of `trace_forward`.
 
     Raises:
         CannotLowerError: it has an operator, or an arrangement of columns, that no step implements.
     """
-    record.graph.eliminate_dead_code()  # a pooler, for one
     try:
         found = _Lowering(record).run()
     except (TypeError, IndexError, AttributeError, KeyError, RuntimeError) as error:  # arguments that no handler takes
@@ -128,40 +126,39 @@ def lower(record: fx.GraphModule) -> ForwardProgram:
 
 @dataclass(slots=True)
 class _Lowering:
-    record: fx.GraphModule
+    record: ForwardRecord
     steps: list[Step] = field(default_factory=list)
-    values: dict[fx.Node, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)  # by identity of a tensor of the record
     computed: dict[int, tuple[Any, _Rows]] = field(default_factory=dict)  # by identity of a value
 
     def run(self) -> ForwardProgram:
-        inputs = iter((_Index("ids"), _OfPositions(lambda positions: positions), _Index("types")))
-        for node in self.record.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = next(inputs)
-            elif node.op == "get_attr":
-                self.values[node] = getattr(self.record, node.target)
-            elif node.op == "output":
-                result = self._columns(self._rows(self.values[node.args[0]]))
-                if result.key != len(self.steps) - 1 or result.width != self.steps[-1].width:
-                    raise CannotLowerError("the result is not that of the last step")
-                linears = [step.weights for step in self.steps if step.kind == "linear"]
-                addresses = frozenset(weights.data_ptr() for weights in linears if weights is not None)
-                return ForwardProgram(tuple(self.steps), result.width, addresses)
-            else:
-                self.values[node] = self._call(node)
-        raise CannotLowerError("no result")
+        record = self.record
+        self.values[id(record.ids)] = _Index("ids")
+        self.values[id(record.positions)] = _OfPositions(lambda positions: positions)
+        self.values[id(record.types)] = _Index("types")
+        for call in record.needed_calls():
+            made = self._call(call)
+            several = isinstance(call.result, (list, tuple))
+            for tensor, value in zip(call.result, made, strict=True) if several else ((call.result, made),):
+                self.values[id(tensor)] = value
+        result = self._columns(self._rows(self._value(record.hidden)))
+        if result.key != len(self.steps) - 1 or result.width != self.steps[-1].width:
+            raise CannotLowerError("the result is not that of the last step")
+        linears = [step.weights for step in self.steps if step.kind == "linear"]
+        addresses = frozenset(weights.data_ptr() for weights in linears if weights is not None)
+        return ForwardProgram(tuple(self.steps), result.width, addresses)
 
-    def _call(self, node: fx.Node) -> Any:
-        args: Any = fx.node.map_arg(node.args, lambda one: self.values[one])
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda one: self.values[one])
-        target: Any = node.target
-        if not isinstance(target, torch._ops.OpOverload):
-            if target is operator.getitem:
-                return args[0][args[1]]
-            return None  # switches of autograd
-        inputs = [one for one in _flat(args) if isinstance(one, _SYMBOLIC)]
-        if not inputs:
-            return target(*args, **kwargs)
+    def _value(self, argument: Any) -> Any:
+        """An argument of an operator with what stands for its tensors; those that the text does not change stay."""
+        if isinstance(argument, (list, tuple)):
+            return [self._value(one) for one in argument]
+        return self.values.get(id(argument), argument) if isinstance(argument, Tensor) else argument
+
+    def _call(self, call: OperatorCall) -> Any:
+        target = call.target
+        args: Any = self._value(call.args)
+        kwargs = {name: self._value(value) for name, value in call.kwargs.items()}
+        inputs = [one for one in _flat([args, list(kwargs.values())]) if isinstance(one, _SYMBOLIC)]
         if target in _SAME:
             return args[0]
         if target is _aten.embedding.default:

@@ -35,9 +35,15 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import config, error_answers, events, fleet, gpus, instances, logs, models, probes
-from teimgr.rest.direct import DirectInference
 from teimgr.rest.gpus import GpuReport
-from teimgr.rest.middleware import Authentication, HeadAsGet, Observe, PageRefusal, RejectEncodedSeparators
+from teimgr.rest.middleware import (
+    Authentication,
+    DirectInference,
+    HeadAsGet,
+    Observe,
+    PageRefusal,
+    RejectEncodedSeparators,
+)
 from teimgr.rest.probes import Alarms
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from teimgr.config.sources import effective
-from teimgr.rest.schemas import ANY_FAILURE, Failure, answer
-from teimgr.rest.strict_query import StrictQueryRoute
+from teimgr.rest.schemas import ANY_FAILURE, Failure, StrictQueryRoute, answer
 from teimgr.supervision.reload import Reloaded, Reloader
 
 router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=StrictQueryRoute)

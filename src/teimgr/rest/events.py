@@ -13,8 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from teimgr.events.fleet_events import KEPT, KEPT_PER_INSTANCE, EventLog, FleetEvent
 from teimgr.rest.instances import ManagerDep
-from teimgr.rest.schemas import ANY_FAILURE, answer
-from teimgr.rest.strict_query import StrictQueryRoute
+from teimgr.rest.schemas import ANY_FAILURE, StrictQueryRoute, answer
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 

@@ -13,8 +13,16 @@ from teimgr.config.settings import Settings
 from teimgr.config.sources import plain
 from teimgr.errors import TeimgrError
 from teimgr.rest.instances import UNKNOWN, ManagerDep, chosen
-from teimgr.rest.schemas import ANY_FAILURE, InstanceInfo, TagText, Text, answer, instance_info, read_json
-from teimgr.rest.strict_query import StrictQueryRoute
+from teimgr.rest.schemas import (
+    ANY_FAILURE,
+    InstanceInfo,
+    StrictQueryRoute,
+    TagText,
+    Text,
+    answer,
+    instance_info,
+    read_json,
+)
 from teimgr.spec import InstanceView, State, now_rfc3339
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.worker_run import FleetProber

@@ -13,8 +13,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, add
 from teimgr.placement.planner import Gpu, GpuInventory
-from teimgr.rest.schemas import ANY_FAILURE, Card, answer
-from teimgr.rest.strict_query import StrictQueryRoute
+from teimgr.rest.schemas import ANY_FAILURE, Card, StrictQueryRoute, answer
 from teimgr.spec import InstanceView
 
 router = APIRouter(tags=["gpus"], responses=ANY_FAILURE, route_class=StrictQueryRoute)

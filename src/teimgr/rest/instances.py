@@ -23,6 +23,7 @@ from teimgr.rest.schemas import (
     Failure,
     InstanceInfo,
     RestartInstance,
+    StrictQueryRoute,
     UpdateInstance,
     answer,
     has_body,
@@ -30,7 +31,6 @@ from teimgr.rest.schemas import (
     json_body,
     read_json,
 )
-from teimgr.rest.strict_query import StrictQueryRoute
 from teimgr.spec import InstanceView, State
 from teimgr.supervision.instance import with_changes
 from teimgr.supervision.manager import Manager

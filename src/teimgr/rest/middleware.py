@@ -1,4 +1,6 @@
-"""ASGI middleware of REST: metrics, logging and traces; HEAD; path checks; authentication; the right of each route.
+"""What each request of REST passes first: metrics, logs and traces; HEAD; path checks; authentication; rights.
+
+As ASGI middleware, and as `DirectInference` for small requests of inference, which it does in one step without ASGI.
 
 A route that is missing in `PERMISSIONS` requires the right to administer, so an omission is safe; a test compares the
 table with the application's routes.
@@ -10,7 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -19,6 +21,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.auth.policy import (
+    ANONYMOUS,
     CALLER,
     CERTIFICATE,
     NO_CERTIFICATE,
@@ -31,12 +34,15 @@ from teimgr.auth.policy import (
 from teimgr.auth.sessions import Sessions, is_same_origin
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
+from teimgr.gateway.gateway import Gateway
 from teimgr.gateway.model_cards import INFINITY_HEALTH, MODEL_LISTS
-from teimgr.gateway.routes import paths
+from teimgr.gateway.routes import DialectPath, paths
+from teimgr.http_direct import Answer, DirectReply, DirectRequest
 from teimgr.http_protocol import foreign_page
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import (
+    CURRENT,
     REQUEST_ID,
     TRACEPARENT,
     TRACESTATE,
@@ -254,6 +260,9 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /ui/playground": INFERENCE,
 } | {f"{path.method} {path.path}": INFERENCE if path.method == "POST" else EITHER for path in paths()}
 
+# The routes of inference without parameters, by the target of a request.
+_DIRECT = {path.path.encode(): path for path in paths() if path.method == "POST" and "{" not in path.path}
+
 _DIALECTS = {path.path: path.dialect for path in paths()} | {
     **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), OPENAI),
     **dict.fromkeys(MODEL_LISTS[1:], INFINITY),
@@ -354,6 +363,43 @@ class Authentication:
     def _foreign_page(self, scope: Scope) -> str | None:
         settings: Settings = scope["app"].state.settings
         return foreign_page(_headers(scope), settings.allowed_origins, own_names(settings))
+
+
+class DirectInference:
+    """Answers requests to a route of inference that no web page sent, of callers who have its right.
+
+    All other requests go on to the application, which alone refuses: a check that were missing here could neither
+    refuse a request wrongly nor grant a right.
+    """
+
+    def __init__(self, gateway: Gateway, observe: Observe, policy: PolicyInForce) -> None:
+        self._gateway = gateway
+        self._observe = observe
+        self._policy = policy
+
+    def __call__(self, request: DirectRequest) -> Answer | None:
+        path, policy = _DIRECT.get(request.target), self._policy.now
+        if path is None or request.is_of_page:
+            return None
+        caller = ANONYMOUS
+        if not policy.is_open:
+            try:
+                caller = authenticate_request(policy, request.scope)
+                caller.require(INFERENCE.rights)
+            except (Unauthenticated, Forbidden):
+                return None
+        return partial(self._answer, path, request, caller)
+
+    async def _answer(self, path: DialectPath, request: DirectRequest, caller: Caller) -> DirectReply:
+        status, began = 500, time.perf_counter()
+        context = self._observe.begin(path.method, request.headers)
+        CURRENT.set(context)
+        try:
+            reply = await self._gateway.answer(path, request.headers, request.body, caller)
+            status = reply.status
+        finally:
+            self._observe.end(context, path.method, path.path, status, began)
+        return DirectReply(status, {**reply.headers, REQUEST_ID: context.request_id}, reply.body)
 
 
 def own_names(settings: Settings) -> tuple[str, ...]:

@@ -20,8 +20,17 @@ from teimgr.registry.registry import Registry, TrialOptions
 from teimgr.registry.tasks import ModelTask
 from teimgr.rest.error_answers import error_body
 from teimgr.rest.events import EVENT_SCHEMA, EVENT_STREAM, Event, event_stream, wants_events
-from teimgr.rest.schemas import ANY_FAILURE, Body, Failure, Text, answer, has_body, json_body, read_json
-from teimgr.rest.strict_query import StrictQueryRoute
+from teimgr.rest.schemas import (
+    ANY_FAILURE,
+    Body,
+    Failure,
+    StrictQueryRoute,
+    Text,
+    answer,
+    has_body,
+    json_body,
+    read_json,
+)
 from teimgr.spec import U32
 
 ModelId = Annotated[Text, Field(min_length=1, description="id on the model hub, or a local directory")]

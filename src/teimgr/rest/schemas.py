@@ -1,4 +1,4 @@
-"""Bodies of the REST API, read and written as JSON; the OpenAPI document is made from them.
+"""Bodies and query parameters of the REST API; the OpenAPI document is made from them.
 
 The keys of an instance come from the declaration in `spec.InstanceSpec`. Requests are strict: no unknown field, no text
 where a number is meant. `null` in an optional field means absent.
@@ -6,7 +6,7 @@ where a number is meant. `null` in an optional field means absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import MISSING, asdict, fields
 from functools import reduce
 from operator import or_
@@ -14,6 +14,8 @@ from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import orjson
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -44,6 +46,7 @@ _HINTS = get_type_hints(InstanceSpec)
 
 BODY_LIMIT_BYTES = 2 * 2**20
 _PROBLEMS_SHOWN = 5
+_SHOWN_CHARS = 80
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -78,6 +81,32 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
     except BodyErrors as error:
         problems = "; ".join(_problem(item, kind) for item in error.errors()[:_PROBLEMS_SHOWN])
         raise HTTPException(422, f"Validation error: {problems}") from error
+
+
+class StrictQueryRoute(APIRoute):
+    """A route of FastAPI whose query parameters are those that it declares; another one is 400, naming the nearest.
+
+    Not for probes: load balancers and scrapers add parameters of their own.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known = frozenset(_query_names(self.dependant))
+
+        async def strict(request: Request) -> Response:
+            for name in request.query_params:
+                if name not in known:
+                    hint = nearest(name[:_SHOWN_CHARS], known) if known else "this route has none"
+                    raise ValidationError(f"unknown query parameter {name[:_SHOWN_CHARS]!r}; {hint}")
+            return await handle(request)
+
+        return strict
+
+
+def _query_names(dependant: Dependant) -> Iterator[str]:
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for each in dependant.dependencies:
+        yield from _query_names(each)
 
 
 def has_body(request: Request) -> bool:
