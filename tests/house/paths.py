@@ -1,9 +1,10 @@
 """The files that one real call passes through, counted by tracing every process of a real daemon.
 
-A file counts when one of its functions runs, in any process, in each of four such calls: what runs beside a call, such
-as the exchange of counters between daemon and mux, is not in all. Generated code does not count. For the start of an
-instance only the daemon and the fork server count: what runs in the worker is the loading of its model, and what runs
-in the mux follows after.
+A file counts when, in any process, one of its functions runs in each of four such calls: what runs beside a call, such
+as the exchange of counters between daemon and mux, is not in all. What runs in each of four pauses too, such as the
+watch over a worker's queue, only counts where it runs more often during the calls. Generated code does not count.
+For the start of an instance only the daemon and the fork server count: what runs in the worker is the loading of its
+model, and what runs in the mux follows after.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ _TRACE = Path(__file__).with_name("trace")
 _MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _LIMIT_S = 120.0
 _QUIET_S = 1.0
-EMBED, CREATE, EMBEDDINGS = 1, 2, 3
+_IDLE_S = 2.0
+_IDLE = 1
+EMBED, CREATE, EMBEDDINGS = 2, 3, 4
 # Enough that nothing periodic runs in each: the exchange of counters every 5 s once fell into three windows in a row.
 _ROUNDS = 4
 NAMES = {EMBED: "gRPC Embed", CREATE: "POST /instances to running", EMBEDDINGS: "/v1/embeddings"}
@@ -63,41 +67,56 @@ def trace(root: Path) -> dict[int, list[str]]:
                 _create(rest, "first", instance)
                 _embed(mux)
                 _embeddings(rest)  # connections, caches and lazy imports are there now
-                found: dict[int, list[set[str]]] = {number: [] for number in NAMES}
+                found: dict[int, list[Counter[str]]] = {number: [] for number in (_IDLE, *NAMES)}
+                seconds = dict.fromkeys(found, 0.0)
                 for turn, port in enumerate(others):
                     for number, call in (
+                        (_IDLE, lambda: time.sleep(_IDLE_S)),
                         (EMBED, lambda: _embed(mux)),
                         (EMBEDDINGS, lambda: _embeddings(rest)),
                         (CREATE, lambda port=port: _create(rest, f"at-{port}", port)),
                     ):
-                        opened = number + turn * len(NAMES)
-                        with _open(window, opened):
+                        opened = number + turn * len(found)
+                        with _open(window, opened) as window_s:
                             call()
-                        found[number].append(_files(folder, opened, whole=number != CREATE))
+                        seconds[number] += window_s()
+                        found[number].append(_calls(folder, opened, whole=number != CREATE))
                     time.sleep(_QUIET_S * turn / 2)
             finally:
                 daemon.terminate()
-        return {number: sorted(set.intersection(*rounds)) for number, rounds in found.items()}
+        idle = found.pop(_IDLE)
+        return {number: _files(rounds, idle, seconds[number] / seconds[_IDLE]) for number, rounds in found.items()}
 
 
 @contextmanager
-def _open(window: Path, number: int) -> Iterator[None]:
+def _open(window: Path, number: int) -> Iterator[Callable[[], float]]:
+    """Gives how long the window has been open, in seconds; after it has closed, how long it was."""
     time.sleep(_QUIET_S)  # what an earlier call left behind is over
+    began, ended = time.monotonic(), list[float]()
     with window.open("r+b") as file:
         file.write(bytes([number]))
-    yield
+    yield lambda: (ended or [time.monotonic()])[0] - began
     time.sleep(_QUIET_S)
+    ended.append(time.monotonic())
     with window.open("r+b") as file:
         file.write(b"\0")
 
 
-def _files(folder: Path, number: int, *, whole: bool) -> set[str]:
-    """The files that ran while window `number` was open; `whole`: in the data plane too."""
-    files: set[str] = set()
+def _calls(folder: Path, number: int, *, whole: bool) -> Counter[str]:
+    """Calls by `file:function` while window `number` was open; `whole`: in the data plane too."""
+    found = Counter[str]()
     for path in folder.glob(f"{number}.*"):
         if whole or not _is_of_the_data_plane(path.suffix[1:]):
-            files.update(line for line in path.read_text().split() if not line.startswith("pb/"))
-    return files
+            found.update(line for line in path.read_text().splitlines() if not line.startswith("pb/"))
+    return found
+
+
+def _files(rounds: list[Counter[str]], idle: list[Counter[str]], times: float) -> list[str]:
+    """The files on a path, by the calls in rounds of it and in pauses; the rounds are `times` as long as the pauses."""
+    always, without = (set.intersection(*map(set, each)) for each in (rounds, idle))
+    calls, pauses = sum(rounds, Counter[str]()), sum(idle, Counter[str]())
+    found = {name for name in always if name not in without or calls[name] >= pauses[name] * times + _ROUNDS - 1}
+    return sorted({name.partition(":")[0] for name in found})
 
 
 def _is_of_the_data_plane(pid: str) -> bool:

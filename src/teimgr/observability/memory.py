@@ -9,7 +9,6 @@ from pathlib import Path
 
 _KIB = 1024
 _OPEN_FILES = 65536
-_CGROUP = Path("/sys/fs/cgroup")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -27,32 +26,16 @@ def resident_bytes_of(pid: int) -> int | None:
 
 
 def proc_sizes(pid: int | str, file: str) -> dict[str, int]:
-    """Sizes in bytes from `/proc/<pid>/<file>`, such as `status` or `smaps_rollup`; empty where it cannot be read."""
-    return sizes_in(Path(f"/proc/{pid}/{file}"))
+    """Sizes in bytes from lines such as `VmRSS:  12 kB` of `/proc/<pid>/<file>`, by key; empty where it cannot be read.
 
-
-def sizes_in(path: Path) -> dict[str, int]:
-    """Sizes in bytes from lines such as `VmRSS:  12 kB`, by key, as /proc has them; empty where it cannot be read."""
+    `file` is `status` or `smaps_rollup`.
+    """
     try:
-        lines = path.read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     except OSError:
         return {}
     rows = (line.split() for line in lines)
     return {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows if len(row) == 3 and row[2] == "kB"}
-
-
-def host_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
-    """Memory of this host, or the container's limit where that is less, and how much of it is in use; bytes."""
-    sizes = proc_sizes(".", "meminfo")
-    total = sizes.get("MemTotal", 0)
-    used = total - sizes.get("MemAvailable", total)
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        if limit < total:
-            return limit, int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or "max"
-        pass
-    return total, used
 
 
 def private_bytes(sizes: dict[str, int]) -> int | None:

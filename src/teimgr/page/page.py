@@ -24,13 +24,12 @@ from teimgr.auth.sessions import Sessions, is_same_origin
 from teimgr.config.settings import Settings
 from teimgr.errors import Code, Forbidden, InstanceNotFound, TeimgrError, Unauthenticated
 from teimgr.http_protocol import SlowClient, foreign_page, read_limited
-from teimgr.observability.memory import host_memory
 from teimgr.page import format, views
 from teimgr.page.assets import assets, html_response
 from teimgr.page.figures import Sampler
 from teimgr.page.forms import ESSENTIAL, groups
 from teimgr.page.views import EVENTS_SHOWN, Values
-from teimgr.placement.planner import GpuInventory, usable_cores
+from teimgr.placement.planner import GpuInventory, host_memory, usable_cores
 from teimgr.rest.app import PageRoutes
 from teimgr.rest.events import Event, event_stream
 from teimgr.rest.middleware import own_names

@@ -10,9 +10,8 @@ from typing import Any
 
 from teimgr.auth.policy import ANONYMOUS, Caller, Right
 from teimgr.events.fleet_events import EventLog, FleetEvent
-from teimgr.observability.memory import host_memory
 from teimgr.page.figures import Figures, Point, Sampler
-from teimgr.placement.planner import Gpu
+from teimgr.placement.planner import Gpu, host_memory
 from teimgr.spec import InstanceView, State
 
 SPARK_POINTS = 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, KeysView, Mapping
@@ -16,7 +17,6 @@ import pynvml
 from teimgr.config.instance_keys import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
-from teimgr.observability.memory import sizes_in
 from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -146,7 +146,8 @@ _LOADS_PER_CARD = 4  # more only compete for the disk and the bus
 CPU_TOKENS = 16384
 """Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
 _GIB = 2**30
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CGROUPS = Path("/sys/fs/cgroup")
+_CPU_MAX = _CGROUPS / "cpu.max"
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -265,11 +266,32 @@ _CGROUP_FILES = (
 
 def free_memory_bytes() -> int | None:
     """Memory that new processes may take, of this host or by our cgroup's limit; None where neither is reported."""
-    known = (sizes_in(_MEMINFO).get("MemAvailable"), cgroup_free_bytes())
+    known = (_meminfo_bytes("MemAvailable"), cgroup_free_bytes())
     return min((size for size in known if size is not None), default=None)
 
 
-def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def host_memory() -> tuple[int, int]:
+    """Memory of this host, or the container's limit where that is less, and how much of it is in use; bytes."""
+    total = _meminfo_bytes("MemTotal") or 0
+    used = total - (_meminfo_bytes("MemAvailable") or total)
+    try:
+        limit = int((_CGROUPS / "memory.max").read_text())
+        if limit < total:
+            return limit, int((_CGROUPS / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        pass
+    return total, used
+
+
+def _meminfo_bytes(key: str) -> int | None:
+    try:
+        found = re.search(rf"^{key}: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def cgroup_free_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
     """What the memory limits of this process's cgroup and of those above it leave; None without a limit.
 
     Cache that the kernel gives up first counts as free. In a container the path may be that of the host, where only

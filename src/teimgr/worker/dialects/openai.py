@@ -118,7 +118,7 @@ class OpenAIEmbeddingsRequest(http.Body):
     def job(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
         if any(one is None or not len(one) for one in inputs):
             raise EmptyInput("`input` cannot be an empty string or an empty array")
-        encode = partial(embedding_list, self.model or served.name, self.in_base64, precision=self.precision)
+        encode = partial(embedding_list, self.model or served.name, self.in_base64, self.precision)
         return http.JobSpec(inputs, self.options(served), encode, BATCH_LIMIT)
 
 
@@ -137,8 +137,9 @@ def _prompt(name: str | None, field: str, model: LoadedModel) -> str | None:
     return found
 
 
-def embedding_list(model: str, in_base64: bool, job: Job, precision: Precision = Precision.FLOAT32) -> bytes:
-    data = embedding_objects(converted(job.vectors, precision), in_base64)
+def embedding_list(model: str, in_base64: bool, precision: Precision, job: Job) -> bytes:
+    rows = job.vectors if precision is Precision.FLOAT32 else converted(job.vectors, precision)
+    data = embedding_objects(rows, in_base64)
     return http.to_json({"object": "list", "data": data, "model": model, "usage": http.usage(job.tokens)})
 
 

@@ -21,6 +21,7 @@ from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import scores
 from teimgr.worker.calls import over_limit
@@ -44,7 +45,7 @@ class OpenAICompatRequest(http.InferenceRequest):
         options = InferOptions(
             outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
         )
-        encode = partial(embedding_list, served.name, self.encoding_format == "base64")
+        encode = partial(embedding_list, served.name, self.encoding_format == "base64", Precision.FLOAT32)
         limit = max(BATCH_LIMIT, served.spec.max_client_batch_size)
         return http.JobSpec(http.engine_inputs(self.input), options, encode, limit)
 
