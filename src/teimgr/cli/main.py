@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "models rm": ("model_commands", "remove", _FLEET),
         "gpus": ("fleet_commands", "gpus", _FLEET),
         "templates": ("fleet_commands", "templates", _FLEET),
+        "import": ("import_command", "import_files", _SETUP),
         "config check": ("config_commands", "check", _SETUP),
         "config show": ("config_commands", "show", _SETUP),
         "key new": ("config_commands", "key_new", _SETUP),

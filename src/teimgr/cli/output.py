@@ -9,6 +9,7 @@ from typing import Any
 
 _COLOURS = {
     **{"running": "green", "starting": "yellow", "stopping": "yellow", "stopped": "dim", "failed": "bold red"},
+    **{"carried over": "green", "same by default": "dim", "needs a decision": "bold yellow"},
     **{"cached": "green", "verified": "green", "ok": "green", "warn": "yellow", "fail": "bold red"},
 }
 _CONTROL = {ord("\t"): " ", ord("\n"): " ", ord("\r"): " "}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 REDACTED = "***"
 LENGTH_LIMIT_CHARS = 16 * 1024
-_SECRET = "--api-key"
+API_KEY_FLAG = "--api-key"
 _HINTS = get_type_hints(InstanceSpec)
 
 
@@ -45,8 +45,8 @@ def _count(value: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flag:
-    """`read` converts the text; `field` is that of WorkerSpec, None for a flag without effect here.
+class Flag:
+    """`read` converts the text; `field` is that of WorkerSpec, None for a flag without effect, for the reason `why`.
 
     The value of a boolean may be absent, which means true; the values of a flag that `repeats` are a tuple.
     """
@@ -54,37 +54,43 @@ class _Flag:
     read: Callable[[str], Any] = str
     field: str | None = None
     repeats: bool = False
+    why: str = ""
+
+    def has_value(self, following: Sequence[str]) -> bool:
+        """Whether the first of the words behind the flag is its value, or has to be."""
+        return self.read is not _boolean or bool(following and following[0] in ("true", "false"))
 
 
-def _flag_of(name: str, key: InstanceKey) -> _Flag:
+def _flag_of(name: str, key: InstanceKey) -> Flag:
     def word(value: str) -> str:
         if problem := key.not_a_word(value):
             raise ValueError(problem.partition(" (got")[0])
         return value
 
     kinds = {_HINTS[name], *get_args(_HINTS[name])}
-    return _Flag(word if key.words else _boolean if bool in kinds else _count if int in kinds else str, name)
+    return Flag(word if key.words else _boolean if bool in kinds else _count if int in kinds else str, name)
 
 
-_IGNORED = _Flag()
-
-FLAGS: dict[str, _Flag] = {
+FLAGS: dict[str, Flag] = {
     **{f"--{name.replace('_', '-')}": _flag_of(name, key) for name, key in KEYS.items() if key.flag},
-    "--served-model-name": _Flag(str, "served_model_name"),
-    "--max-batch-requests": _Flag(_count, "max_batch_requests"),
-    "--max-client-batch-size": _Flag(_count, "max_client_batch_size"),
-    "--auto-truncate": _Flag(_boolean, "auto_truncate"),
-    "--default-prompt-name": _Flag(str, "default_prompt_name"),
-    "--default-prompt": _Flag(str, "default_prompt"),
-    "--payload-limit": _Flag(_count, "payload_limit_bytes"),
-    _SECRET: _Flag(_secret, "api_key"),
-    "--cors-allow-origin": _Flag(str, "cors_allow_origin", repeats=True),
+    "--served-model-name": Flag(str, "served_model_name"),
+    "--max-batch-requests": Flag(_count, "max_batch_requests"),
+    "--max-client-batch-size": Flag(_count, "max_client_batch_size"),
+    "--auto-truncate": Flag(_boolean, "auto_truncate"),
+    "--default-prompt-name": Flag(str, "default_prompt_name"),
+    "--default-prompt": Flag(str, "default_prompt"),
+    "--payload-limit": Flag(_count, "payload_limit_bytes"),
+    API_KEY_FLAG: Flag(_secret, "api_key"),
+    "--cors-allow-origin": Flag(str, "cors_allow_origin", repeats=True),
     # Accepted without effect: teimgr settles these elsewhere.
-    "--tokenization-workers": _Flag(_count),
-    **dict.fromkeys(("--prometheus-port", "--hostname", "--uds-path"), _IGNORED),
-    **dict.fromkeys(("--otlp-endpoint", "--otlp-service-name"), _IGNORED),
-    "--json-output": _Flag(_boolean),
-    "--disable-spans": _Flag(_boolean),
+    "--tokenization-workers": Flag(_count, why="the tokenizer runs on the worker's own threads: key threads"),
+    "--prometheus-port": Flag(why="the port of te_* metrics is the instance's own key prometheus_port"),
+    "--hostname": Flag(why="instance_host of the settings is the address of all instances"),
+    "--uds-path": Flag(why="no back end is reached by a socket"),
+    "--otlp-endpoint": Flag(why="endpoint of [otel] is that of the daemon and all its workers"),
+    "--otlp-service-name": Flag(why="service_name of [otel] is that of the daemon and all its workers"),
+    "--json-output": Flag(_boolean, why="logs are stored as JSON; log_format is how the daemon prints its own"),
+    "--disable-spans": Flag(_boolean, why="log lines have trace_id and span_id where there is a trace"),
 }
 
 # Refused: ignoring these would change what is served, or to whom.
@@ -112,7 +118,7 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
     rest = list(extra_args)
     while rest:
         name, flag, value = _take(rest)
-        if name in seen and flag is not _IGNORED and not flag.repeats:
+        if name in seen and flag.field is not None and not flag.repeats:
             raise InvalidConfig(f"extra_args: {name} is given twice")
         seen.add(name)
         try:
@@ -126,7 +132,7 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _take(rest: list[str]) -> tuple[str, _Flag, str]:
+def _take(rest: list[str]) -> tuple[str, Flag, str]:
     """Remove the next flag and its value from `rest`."""
     name, equals, value = rest.pop(0).partition("=")
     if name in REFUSED:
@@ -137,10 +143,12 @@ def _take(rest: list[str]) -> tuple[str, _Flag, str]:
         raise InvalidConfig(f"extra_args: unknown flag {name!r}; {hint}")
     flag = FLAGS[name]
     if not equals:
-        is_bare = flag.read is _boolean and not (rest and rest[0] in ("true", "false"))
-        if not is_bare and not rest:
+        if not flag.has_value(rest):
+            value = "true"
+        elif rest:
+            value = rest.pop(0)
+        else:
             raise InvalidConfig(f"extra_args: {name} needs a value")
-        value = "true" if is_bare else rest.pop(0)
     return name, flag, value
 
 
@@ -153,8 +161,8 @@ def shown_args(extra_args: Sequence[str]) -> list[str]:
         if is_key:
             words.append(REDACTED)
         else:
-            words.append(f"{name}={REDACTED}" if name == _SECRET and equals else word)
-        is_key = not is_key and word == _SECRET
+            words.append(f"{name}={REDACTED}" if name == API_KEY_FLAG and equals else word)
+        is_key = not is_key and word == API_KEY_FLAG
     return words
 
 

@@ -1,0 +1,134 @@
+"""Conversion of files to a configuration of teimgr: YAML is a compose file, all else TOML of tei-manager."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from teimgr.config.settings import Settings
+from teimgr.errors import InvalidConfig
+from teimgr.migration import infinity_service, tei_manager_file, tei_service
+from teimgr.migration.compose_file import ComposeFile, Service, read_compose
+from teimgr.migration.draft import Draft, InstanceDraft, Outcome
+
+MAX_FILES = 32
+_YAML = (".yml", ".yaml")
+_PORTS = ("api_port", "grpc_port")
+
+
+def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | None = None) -> Draft:
+    """The draft of compose files and of tei-manager's files.
+
+    `environ`, then `env_file` or the `.env` beside a compose file, have the values of its variables.
+
+    Raises:
+        InvalidConfig: A file cannot be read or understood, is beyond a limit, or none of them has a model.
+    """
+    if len(files) > MAX_FILES:
+        raise InvalidConfig(f"more than {MAX_FILES} files")
+    draft = Draft()
+    images: set[str] = set()
+    for file in files:
+        if file.suffix.lower() in _YAML:
+            compose = read_compose(file, environ, env_file)
+            images |= {service.image or service.name for service in compose.services}
+            _compose(compose, draft)
+        else:
+            tei_manager_file.convert(file, tei_manager_file.read_toml(file), draft)
+    if not draft.instances:
+        seen = f"; its services are {', '.join(sorted(images))}" if images else ""
+        why = [f"{each.key}: {each.note}" for each in draft.findings if each.outcome is Outcome.DECIDE]
+        names = ", ".join(map(str, files))
+        raise InvalidConfig("\n".join([f"{names}: no model of TEI, Infinity or tei-manager in it{seen}", *why]))
+    defaults = Settings()
+    draft.finish({name: getattr(defaults, name) for name in _PORTS})
+    return draft
+
+
+def _compose(compose: ComposeFile, draft: Draft) -> None:
+    place = draft.place(str(compose.path))
+    for name in compose.unset:
+        place.found(
+            f"${{{name}}}", Outcome.DECIDE, note="the variable is not set here and was taken as empty, as docker does"
+        )
+    moved, others = [], []
+    for service in compose.services:
+        convert_service = next((each.convert for each in (tei_service, infinity_service) if _runs(each, service)), None)
+        if convert_service is None:
+            others.append(service)
+        else:
+            moved.append(service.name)
+            convert_service(service, draft)
+    for service in others:
+        _other(draft, service, moved)
+
+
+def _runs(server: Any, service: Service) -> bool:
+    return bool(server.is_tei(service) if server is tei_service else server.is_infinity(service))
+
+
+def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
+    """Findings for a service that stays in the compose file: what of it names a service that moves."""
+    place = draft.place(str(service.file), f"services.{service.name}")
+    if "tei-manager" in service.image:
+        note = "import tei-manager's own TOML and its state file: the volumes show where they are"
+        place.found("image", Outcome.DECIDE, note=note)
+    elif "MODEL_ID" in service.environ or any(word.startswith("--model-id") for word in service.words):
+        note = "no known image of TEI or Infinity: if it is one, name theirs in a copy of the file"
+        place.found("image", Outcome.DECIDE, note=note)
+    else:
+        place.found("image", Outcome.NONE, note="no image of TEI or Infinity: it stays in the compose file")
+    texts = {f"environment.{name}": value for name, value in service.environ.items()}
+    texts["command"] = " ".join(service.words)
+    for name in moved:
+        for source, text in texts.items():
+            if re.search(rf"//(?:[^/@\s]*@)?{re.escape(name)}(?=[:/\s\"',]|$)", text):
+                note = (
+                    f"names {name}, which is not in docker's network any more: host.docker.internal and its published"
+                    " port instead, with `extra_hosts: [host.docker.internal:host-gateway]`"
+                )
+                place.found(source, Outcome.DECIDE, note=note)
+
+
+def toml_of(draft: Draft) -> str:
+    """The configuration, with a comment for each decision that an instance needs. It may have API keys in it."""
+    import tomli_w
+
+    sources = ", ".join(dict.fromkeys(each.source for each in draft.findings if each.source))
+    parts = [f"# Made by `teimgr import` from {_comment(sources)}; `teimgr config check` checks it.\n"]
+    scalars = {name: value for name, value in draft.settings.items() if not isinstance(value, dict)}
+    parts += [tomli_w.dumps(scalars)] if scalars else []
+    parts += [_instance(draft, instance) for instance in draft.instances]
+    tables = {name: value for name, value in draft.settings.items() if isinstance(value, dict)}
+    parts += [tomli_w.dumps(tables)] if tables else []
+    return "\n".join(parts)
+
+
+def _instance(draft: Draft, instance: InstanceDraft) -> str:
+    """Its table, written so that it can follow any other."""
+    path = instance.place.path
+    lines = [f"# {_comment(path)} of {_comment(instance.place.source)}"]
+    first = next(each for each in draft.instances if each.place is instance.place)
+    for finding in draft.findings if instance is first else ():
+        own = finding.key.startswith(f"{path}.") and finding.source == instance.place.source
+        if own and finding.outcome is Outcome.DECIDE:
+            lines.append(f"# Decide: {_comment(finding.key.removeprefix(f'{path}.'))}: {_comment(finding.note)}")
+    keys = [f"{name} = {_value(value)}" for name, value in instance.table().items()]
+    return "\n".join([*lines, "[[instances]]", *keys, ""])
+
+
+def _value(value: Any) -> str:
+    import tomli_w
+
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_value(each)}" for name, each in value.items()) + "}"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+
+
+def _comment(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
