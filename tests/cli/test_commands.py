@@ -77,7 +77,7 @@ def test_an_instance_is_created_changed_stopped_started_and_deleted(run: Run, fl
     assert exists.status == ExitStatus.REFUSED
     assert exists.err == (
         "teimgr: Instance 'extra' already exists\n"
-        "  why:  error code INSTANCE_EXISTS\n"
+        "  why:  error code INSTANCE_EXISTS; `teimgr explain INSTANCE_EXISTS` has its causes\n"
         "  next: `teimgr edit` changes it without a gap, `teimgr rm` deletes it\n"
     )
     assert run("edit", "extra", "--max-concurrent-requests", "7", "--tag", "default", "--wait").status == ExitStatus.OK

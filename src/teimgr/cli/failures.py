@@ -118,7 +118,8 @@ def explain(error: TeimgrError, source: str = "", names: Callable[[], Sequence[s
         do = "add --no-normalize"
     if isinstance(error, InstanceNotFound):
         do = _nearest(error, names) + do
-    return CommandFailure(error.message, f"error code {error.code.name}", do, error.code.name)
+    code = error.code.name
+    return CommandFailure(error.message, f"error code {code}; `teimgr explain {code}` has its causes", do, code)
 
 
 def _nearest(error: InstanceNotFound, names: Callable[[], Sequence[str]]) -> str:

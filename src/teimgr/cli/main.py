@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "serve": ("daemon_commands", "serve", _DAEMON),
         "quickstart": ("daemon_commands", "quickstart", _DAEMON),
         "doctor": ("daemon_commands", "doctor", _DAEMON),
+        "explain": ("explain_command", "explain", _DAEMON),
         "reload": ("fleet_commands", "reload", _DAEMON),
         "ps": ("instance_commands", "ps", _INSTANCES),
         "create": ("edit_commands", "create", _INSTANCES),
