@@ -13,6 +13,7 @@
                                `soak overload`, `soak fleet`, `soak fuzz`
     python3.11 dev.py setup    make .venv and install, nothing else
     python3.11 dev.py clients  make .venv-clients and install, nothing else
+    python3.11 dev.py docs     build the documents' site in build/site; `docs serve` shows it while it is edited
 
 Arguments after the verb go to what it runs.
 """
@@ -33,6 +34,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 PYTHON = BIN / "python"
 CLIENTS = ROOT / ".venv-clients"
+SITE = ROOT / ".venv-docs"
 PROTOS = (
     "tei/v1/tei.proto",
     "tei_multiplexer/v1/multiplexer.proto",
@@ -47,7 +49,7 @@ SOAKS = {
 }
 # A change of one of these is installed anew: what the project needs, and what is compiled.
 INSTALLED_FROM = (ROOT / "pyproject.toml", *sorted((ROOT / "src" / "teimgr" / "engine" / "native").iterdir()))
-PYTHON_TREES = ("src", "tests", "bench", "dev.py")
+PYTHON_TREES = ("src", "tests", "bench", "docsite", "dev.py")
 
 
 def main(argv: list[str]) -> int:
@@ -64,6 +66,7 @@ def main(argv: list[str]) -> int:
         "soak": soak,
         "setup": lambda _: install("test", "check"),
         "clients": lambda _: clients(),
+        "docs": docs,
     }
     if len(argv) < 2 or argv[1] not in verbs:
         print(__doc__)
@@ -138,6 +141,14 @@ def audit(arguments: list[str]) -> int:
     )
 
 
+def docs(arguments: list[str]) -> int:
+    """The documents' site, warnings as errors, in an environment of its own; other commands of mkdocs by argument."""
+    requirements = ROOT / "docsite" / "requirements.txt"
+    command = arguments or ["build", "--strict", "--quiet"]
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # an advertisement in every output
+    return environment(SITE, requirements, "what builds the documents") or call(SITE / "bin" / "mkdocs", *command)
+
+
 def soak(arguments: list[str]) -> int:
     """Random faults under load, or the long run that the first argument names; the other arguments go to it."""
     module = SOAKS.get(arguments[0]) if arguments else None
@@ -197,17 +208,22 @@ def install(*extras: str) -> int:
 
 
 def clients() -> int:
-    """Make .venv-clients, where outside clients live whose pins exclude ours; nothing where it is of today."""
+    """Make .venv-clients, where outside clients live whose pins exclude ours."""
     requirements = ROOT / "tests" / "outside_clients" / "requirements.txt"
-    stamp = CLIENTS / ".installed"
+    return environment(CLIENTS, requirements, "outside clients", "--no-deps")  # the file names everything
+
+
+def environment(folder: Path, requirements: Path, what: str, *options: str) -> int:
+    """Make an environment of what a requirements file names; nothing where it is of today."""
+    stamp = folder / ".installed"
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return 0
-    print(f"Installing outside clients into {CLIENTS.name} …", flush=True)
-    venv.create(CLIENTS, with_pip=True, clear=True)
-    # The file names everything: no resolving; and most of it is never imported, so it is not compiled beforehand.
-    quickly = ["-qq", "--no-deps", "--no-compile"]
-    status = call(CLIENTS / "bin" / "python", "-m", "pip", "install", *quickly, "--requirement", requirements)
+    print(f"Installing {what} into {folder.name} …", flush=True)
+    venv.create(folder, with_pip=True, clear=True)
+    # Most of it is never imported, so it is not compiled beforehand.
+    quickly = ["-qq", "--no-compile", *options]
+    status = call(folder / "bin" / "python", "-m", "pip", "install", *quickly, "--requirement", requirements)
     if status == 0:
         stamp.write_text(wanted)
     return status
