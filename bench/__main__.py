@@ -12,6 +12,7 @@ SCENARIOS = {
     "forward": "the native forward against the model's own, with native attention and with torch's operators",
     "start": "create, restart after a kill, memory of a first and a second worker",
     "mux": "latency of single queries, idle and beside bulk work; requests per second",
+    "neighbours": "bulk texts/s of one instance alone, beside an idle and beside a busy one",
     "front": "requests per second by interface and callers, with the CPU time of every process",
     "fidelity": "every kind of model against the library it was made with: cosines and differences",
     "gpu": "bulk texts/s on CUDA: sentence-transformers and the bare engine",

@@ -15,7 +15,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from enum import Enum, IntEnum
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from teimgr.errors import InvalidInstanceName
 
@@ -249,6 +249,13 @@ KEYS: Mapping[str, InstanceKey] = {item.name: item.metadata["key"] for item in f
 def updatable(name: str) -> bool:
     """Whether PATCH and a template may have the key."""
     return KEYS[name].in_rest and KEYS[name].change is not Change.FIXED
+
+
+class CpuThreads(NamedTuple):
+    """The CPU threads of a worker: those that are its own, and the most while other workers are idle."""
+
+    own: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from teimgr.errors import (
     TokenizerFailed,
     Unavailable,
 )
+from teimgr.spec import CpuThreads
 
 LONG = "rain " * 300
 DENSE = frozenset({Output.DENSE})
@@ -406,7 +407,7 @@ def test_a_batch_just_finished_is_proof_enough(bert: Served, gate: Gate) -> None
 
 def test_threads_can_change_while_it_serves(bert: Served) -> None:
     before = bert.embed(["fog"]).vectors
-    bert.engine.set_threads(1)
+    bert.engine.set_threads(CpuThreads(1, 1))
 
     np.testing.assert_allclose(bert.embed(["fog"]).vectors, before, atol=2e-6)
 

@@ -22,6 +22,7 @@ from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.runner import Runner, _key
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory
+from teimgr.spec import CpuThreads
 
 WIDTH = 4
 WAIT_S = 60.0
@@ -111,7 +112,7 @@ def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(m
     delivered: queue.Queue[Job] = queue.Queue()
     finisher = Finisher(lambda jobs: [delivered.put(job) for job in jobs] and None, pytest.fail)
     waiting = EntryQueue(BatchLimits(10, 10))
-    runner = Runner(device, waiting, finisher, 1)  # type: ignore[arg-type]
+    runner = Runner(device, waiting, finisher, CpuThreads(1, 1))  # type: ignore[arg-type]
     threads = [threading.Thread(target=body) for body in (finisher.run, runner.run)]
     bulk, query = job_of(6), Job(["x"], InferOptions(), Lane.INTERACTIVE)
     query.vectors = np.zeros((1, WIDTH), dtype=np.float32)
@@ -148,7 +149,7 @@ def test_a_runner_ends_when_nobody_finishes_its_batches(monkeypatch: pytest.Monk
     finisher = Finisher(lambda jobs: None, pytest.fail)
     waiting = EntryQueue(BatchLimits(10, 10))
     waiting.put(entries_of(job_of(6), length=10))
-    running = threading.Thread(target=Runner(device, waiting, finisher, 1).run)  # type: ignore[arg-type]
+    running = threading.Thread(target=Runner(device, waiting, finisher, CpuThreads(1, 1)).run)  # type: ignore[arg-type]
     running.start()
     for _ in range(2):
         device.started.get(timeout=WAIT_S)
@@ -212,7 +213,7 @@ def test_equal_inputs_of_a_batch_are_computed_once() -> None:
     finisher = Finisher(delivered.extend, pytest.fail)
     finishing = threading.Thread(target=finisher.run)
     finishing.start()
-    Runner(echo, waiting, finisher, 1).run()  # type: ignore[arg-type]
+    Runner(echo, waiting, finisher, CpuThreads(1, 1)).run()  # type: ignore[arg-type]
     finisher.close(WAIT_S)
     finishing.join(WAIT_S)
 
@@ -249,7 +250,7 @@ def serve(
     for job in jobs:
         waiting.put(entries_of(job))
     waiting.close()
-    Runner(embedder, waiting, finisher, threads, serial_tokens).run()
+    Runner(embedder, waiting, finisher, CpuThreads(threads, threads), serial_tokens).run()
     finisher.close(WAIT_S)
     finishing.join(WAIT_S)
     assert delivered == jobs

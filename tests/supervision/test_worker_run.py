@@ -13,7 +13,7 @@ from tests.support.fleet import LIMIT_S
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
 from teimgr.launch.launcher import Adopted
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
-from teimgr.spec import WorkerSpec
+from teimgr.spec import CpuThreads, WorkerSpec
 from teimgr.supervision.lifecycle import Exited, LoadBegan, Observation
 from teimgr.supervision.worker_run import LoadSlots, ProbePlan, WorkerRun
 
@@ -86,7 +86,7 @@ async def test_a_process_that_nothing_ends_is_given_up_with_words() -> None:
     launcher = Launcher(Handle(immortal=True))
     launcher.allowed.set()
     attempt = WorkerRun(launcher, plan, ProbePlan(), news.append)
-    attempt.set_threads(2)
+    attempt.set_threads(CpuThreads(2, 2))
     asyncio.get_running_loop().call_later(0.01, attempt.end, 0.0)
 
     exit = await exit_of(attempt, news)

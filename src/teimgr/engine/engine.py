@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher
 from teimgr.engine.intake import Intake
@@ -29,7 +30,7 @@ from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
 from teimgr.errors import DeadlineExceeded, InferenceFailed, ModelLoadFailed, Unavailable
-from teimgr.spec import Kind, LoadedModel
+from teimgr.spec import CpuThreads, Kind, LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
@@ -75,7 +76,14 @@ class Engine:
         self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
         self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
-        self._runner = Runner(parts.model, self._queue, self._finisher, options.threads, parts.serial_tokens)
+        self._runner = Runner(
+            parts.model,
+            self._queue,
+            self._finisher,
+            CpuThreads(options.threads, options.threads),
+            parts.serial_tokens,
+            _core_load(options),
+        )
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
         self._running = self._thread("engine", self._runner.run)
@@ -182,7 +190,7 @@ class Engine:
             log.error("a forward hangs", extra={"tokens": in_flight.tokens, "stacks": thread_stacks()})
             self._mark_unhealthy(f"a forward of {in_flight.tokens} tokens has not ended within {limit_s:.3g} s")
 
-    def set_threads(self, threads: int) -> None:
+    def set_threads(self, threads: CpuThreads) -> None:
         self._runner.use_threads(threads)
 
     def stats(self) -> EngineStats:
@@ -330,3 +338,12 @@ def thread_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [(names.get(ident, str(ident)), frame) for ident, frame in sys._current_frames().items()]
     return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in parts)
+
+
+def _core_load(options: EngineOptions) -> CoreLoad | None:
+    """This worker's slot among those of the host; None without a file for it, or where it cannot be made."""
+    try:
+        return CoreLoad(options.core_load) if options.core_load else None
+    except OSError as error:
+        log.warning("idle cores of other workers are not used: %s", error)
+        return None

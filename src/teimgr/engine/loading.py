@@ -43,8 +43,9 @@ _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that 
 class EngineOptions:
     """What to load and where.
 
-    `device` is "cpu" or "cuda" (the one visible GPU); `max_queued_tokens` is per lane. `model_sha` is the requested
-    revision, `commit` what it resolved to; both only go into `LoadedModel`.
+    `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, if any;
+    `max_queued_tokens` is per lane. `model_sha` is the requested revision, `commit` what it resolved to; both only go
+    into `LoadedModel`.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class EngineOptions:
     kind: str | None = None
     trust_remote_code: bool = False
     threads: int = 1
+    core_load: Path | None = None
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
     max_queued_tokens: int = 2_000_000

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from teimgr.engine.backbone import StaticTable
 from teimgr.engine.batch import Encoded, pack, pack_as_given
+from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
 from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
+from teimgr.spec import CpuThreads
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +49,20 @@ class _StartError:
 
 class Runner:
     """Serves the queue with one model; `run` is the thread's body, until the queue is closed and empty, or the finisher
-    has ended. Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads`.
+    has ended.
+
+    Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads.own`, or by up to `threads.most`
+    while the other workers of the host (`core_load`) leave cores idle.
     """
 
     def __init__(
-        self, model: Model, queue: EntryQueue, finisher: Finisher, threads: int, serial_tokens: int = 0
+        self,
+        model: Model,
+        queue: EntryQueue,
+        finisher: Finisher,
+        threads: CpuThreads,
+        serial_tokens: int = 0,
+        core_load: CoreLoad | None = None,
     ) -> None:
         self._model = model
         self._queue = queue
@@ -58,6 +70,7 @@ class Runner:
         self._threads = threads
         self._threads_in_use = 0
         self._serial_tokens = serial_tokens
+        self._core_load = core_load
         self._memory_returned = True
         self._returned_at = time.monotonic()
         self._in_flight = finisher.in_flight
@@ -67,8 +80,8 @@ class Runner:
     def running_tokens(self) -> int:
         return self._in_flight.tokens
 
-    def use_threads(self, threads: int) -> None:
-        """Use that many CPU threads from the next batch on."""
+    def use_threads(self, threads: CpuThreads) -> None:
+        """Use these CPU threads from the next batch on."""
         self._threads = threads
 
     def run(self) -> None:
@@ -82,6 +95,8 @@ class Runner:
             if is_due and not self._memory_returned:
                 return_freed_memory()
                 self._memory_returned, self._returned_at = True, time.monotonic()
+        if self._core_load is not None:
+            self._core_load.close()
 
     def _fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
         self._finisher.put(Failures([(entry.job, entry.row, error) for entry in entries]))
@@ -126,7 +141,7 @@ class Runner:
         """
         inputs, inputs_of = self._distinct_inputs(entries)
         tokens = sum(len(each.ids) for each in inputs)
-        threads = 1 if tokens <= self._serial_tokens else self._threads
+        threads = 1 if tokens <= self._serial_tokens else self._threads_now()
         if threads != self._threads_in_use:
             torch.set_num_threads(threads)  # here: OpenMP keeps the number per thread
             self._threads_in_use = threads
@@ -134,7 +149,8 @@ class Runner:
         started_ns = time.monotonic_ns()
         try:
             batch = self._pack(inputs)
-            rows = self._model.run(batch, _wanted(entries))
+            with self._noted(threads):
+                rows = self._model.run(batch, _wanted(entries))
             places = np.argsort(batch.order)[inputs_of].tolist()
             started = StartedBatch(entries, places, _to_host(rows), started_ns, tokens)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
@@ -143,6 +159,13 @@ class Runner:
             return _StartError(str(error), _is_out_of_memory(error), trace)
         self._finisher.put(started)
         return None
+
+    def _threads_now(self) -> int:
+        own, most = self._threads
+        return own if self._core_load is None else self._core_load.threads(own, most)
+
+    def _noted(self, threads: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._core_load is None else self._core_load.computing(threads)
 
     def _distinct_inputs(self, entries: Sequence[QueueEntry]) -> tuple[list[Encoded], list[int]]:
         """What to compute for a batch, and the input of each entry: equal ones are computed once.

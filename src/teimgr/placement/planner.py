@@ -17,7 +17,7 @@ import pynvml
 from teimgr.config.instance_keys import parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, TeimgrError
-from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, WorkerSpec
+from teimgr.spec import KEYS, WORKER_KEYS, Change, CpuThreads, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
 _FAILURE_AGE_S = 10.0
@@ -211,7 +211,7 @@ class Planner:
             InvalidConfig: an extra argument cannot be parsed.
         """
         gpu = place(spec, self.inventory, others.loading, others.beside)
-        threads = spec.threads or self.share(others.alive)
+        threads = spec.threads or self.share(others.alive).own
         return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica)
 
     def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
@@ -241,9 +241,9 @@ class Planner:
     def replicas(self, spec: InstanceSpec) -> int:
         return replica_count(spec, self.inventory)
 
-    def share(self, workers: int) -> int:
+    def share(self, workers: int) -> CpuThreads:
         """CPU threads for each of so many workers."""
-        return fair_share(self._cores, workers)
+        return CpuThreads(fair_share(self._cores, workers), self._cores)
 
     def load_limit(self, gpu: str | None) -> int:
         """How many workers may load on a card, or on the CPU, at the same time, by cores and free memory."""

@@ -30,6 +30,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.memory import resident_bytes_of
 from teimgr.spec import (
     Change,
+    CpuThreads,
     Incident,
     InstanceSpec,
     InstanceView,
@@ -174,10 +175,11 @@ class ManagedInstance:
         """The workers that are being started, by the UUID of the card that they are placed on."""
         return Counter(each.gpu for each in self.workers if each.gpu is not None and each.state is State.STARTING)
 
-    def set_threads(self, share: int) -> None:
-        """Set the CPU threads of each worker: the key `threads`, else the fair share."""
+    def set_threads(self, share: CpuThreads) -> None:
+        """Set the CPU threads of each worker: exactly the key `threads`, else the fair share."""
         for each in self.workers:
-            each.set_threads(each.spec.threads or share)
+            fixed = each.spec.threads
+            each.set_threads(CpuThreads(fixed, fixed) if fixed else share)
 
     def force_stop(self) -> None:
         for each in self._workers:

@@ -24,7 +24,17 @@ from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import FleetCounts, Others, Planner
 from teimgr.routing.router import Directory
-from teimgr.spec import Incident, InstanceSpec, LoadedModel, State, WorkerEndpoint, WorkerSpec, WorkerView, rfc3339
+from teimgr.spec import (
+    CpuThreads,
+    Incident,
+    InstanceSpec,
+    LoadedModel,
+    State,
+    WorkerEndpoint,
+    WorkerSpec,
+    WorkerView,
+    rfc3339,
+)
 from teimgr.supervision.crash_reports import Crash, CrashReports
 from teimgr.supervision.lifecycle import (
     Command,
@@ -130,7 +140,7 @@ class Supervisor:
         self._settled = asyncio.Condition()
         self._worker: WorkerRun | None = None
         self._worker_tasks: asyncio.TaskGroup | None = None
-        self._threads: int | None = None
+        self._threads: CpuThreads | None = None
         self._probed_at: datetime | None = None
         self._give_back: Callable[[], None] | None = None  # the load slot
         self._closed = False
@@ -164,7 +174,7 @@ class Supervisor:
         self.spec = spec
         self._replica = replace(self._replica, policy=self._policy())
 
-    def set_threads(self, threads: int) -> None:
+    def set_threads(self, threads: CpuThreads) -> None:
         self._threads = threads
         if self._worker is not None:
             self._worker.set_threads(threads)
@@ -203,8 +213,8 @@ class Supervisor:
 
     @property
     def threads(self) -> int | None:
-        """The CPU threads of the present worker."""
-        return self._threads if self._worker and self._worker.handle else None
+        """The CPU threads that are the present worker's own; it may use more while others are idle."""
+        return self._threads.own if self._threads and self._worker and self._worker.handle else None
 
     @property
     def health(self) -> WorkerHealth | None:

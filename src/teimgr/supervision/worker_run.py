@@ -18,7 +18,7 @@ from teimgr.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.routing.router import Directory
-from teimgr.spec import WorkerEndpoint, WorkerSpec
+from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
 from teimgr.supervision.lifecycle import (
     Exited,
     FailureCause,
@@ -125,8 +125,8 @@ class WorkerRun:
         self._post = post
         self._on_memory = on_memory
         self._link: ControlLink | None = None
-        self._threads: int | None = None
-        self._sent_threads: int | None = None
+        self._threads: CpuThreads | None = None
+        self._sent_threads: CpuThreads | None = None  # over the present link
         self._ready = asyncio.Event()
         self._grace_s: float | None = None
         self._handover = False
@@ -170,8 +170,8 @@ class WorkerRun:
         elif self.handle is not None and self._tasks is not None:
             self._begin_stop(self.handle, grace_s)
 
-    def set_threads(self, threads: int) -> None:
-        """Send the worker its number of CPU threads, now and after every reconnection."""
+    def set_threads(self, threads: CpuThreads) -> None:
+        """Send the worker its CPU threads, now and after every reconnection."""
         self._threads = threads
         self._send_threads()
 
@@ -263,6 +263,7 @@ class WorkerRun:
         while True:
             lost = asyncio.Event()
             try:
+                self._sent_threads = None
                 self._link = await ControlLink.open(handle.socket, self._on_status, lost.set)
                 await lost.wait()
             except TeimgrError as error:
@@ -278,7 +279,6 @@ class WorkerRun:
         if self.handle is None or status.incarnation != self.handle.incarnation:
             return
         before, self.status = self.status, status
-        self._sent_threads = status.threads
         self._send_threads()
         if before is not None and (before.state, before.reason) == (status.state, status.reason):
             return
@@ -295,9 +295,9 @@ class WorkerRun:
                 self._post(WorkerDraining())
 
     def _send_threads(self) -> None:
-        if self._link is None or self._threads in (None, self._sent_threads) or not self.is_ready:
+        if self._link is None or self._threads is None or self._threads == self._sent_threads or not self.is_ready:
             return
-        if self._link.notify(Method.THREADS, threads=self._threads):
+        if self._link.notify(Method.THREADS, threads=self._threads.own, most=self._threads.most):
             self._sent_threads = self._threads
 
     # Health probes

@@ -32,7 +32,7 @@ from teimgr.errors import Broken, Code, Internal, OutOfDeviceMemory, PortConflic
 from teimgr.http_server import Listener, bind, serving
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
-from teimgr.spec import WorkerSpec
+from teimgr.spec import CpuThreads, WorkerSpec
 from teimgr.wire.frames import Method
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
@@ -55,6 +55,7 @@ _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
 _LEFT_POLL_S = 0.05
 _WATCH_S = 0.5
+_CORE_LOAD_FILE = "cores"  # in the run directory, which the workers of a daemon share
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
 # Failures to load that the same files and flags will cause again, and those subclasses that may pass by themselves.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
@@ -100,7 +101,7 @@ class Worker:
         self._signalled = False
         self._handover = False  # another worker of the instance serves from now on
         self._grace_s = _DRAIN_ON_SIGNAL_S
-        self._threads = spec.threads
+        self._threads = CpuThreads(spec.threads, spec.threads)
         self._state = "loading"
         self._engine: Engine | None = None
         self._log_fields = {"instance": spec.name}
@@ -208,7 +209,8 @@ class Worker:
             pooling=spec.pooling,
             kind=spec.kind,
             trust_remote_code=spec.trust_remote_code,
-            threads=self._threads,
+            threads=self._threads.own,
+            core_load=None if spec.gpu else self.run_dir / _CORE_LOAD_FILE,
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
             max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher is the bound: a token has a byte or more
@@ -298,7 +300,7 @@ class Worker:
             "reason": reason and reason[:_MAX_REASON_CHARS],
             "code": None,
             "permanent": False,
-            "threads": self._threads,
+            "threads": self._threads.own,
             **more,
         }
         self._links.announce(facts)
@@ -333,7 +335,10 @@ class Worker:
         return json.dumps(pack(page)).encode()
 
     async def _set_threads(self, payload: bytes, limit_s: float) -> bytes:
-        self._threads = min(max(1, int(json.loads(payload)["threads"])), os.cpu_count() or 1)
+        message, cores = json.loads(payload), os.cpu_count() or 1
+        own = min(max(1, int(message["threads"])), cores)
+        # A daemon of version 0.1.0 sends one number.
+        self._threads = CpuThreads(own, min(max(own, int(message.get("most", own))), cores))
         if self._engine is not None:
             self._engine.set_threads(self._threads)
         self._announce(self._state)

@@ -1,0 +1,130 @@
+"""CPU threads by load: what the workers of a host compute on, in a file that all of them map.
+
+A worker alone with work takes all cores; one that starts to work beside it gets its part back within half a second,
+without a message: each worker writes its own load into its slot of the file, and reads those of the others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+_SLOTS = 1024
+_FIELDS = 4
+_BYTES = _SLOTS * _FIELDS * 8
+_RUNNING, _SINCE, _LOAD, _WRITTEN = range(
+    _FIELDS
+)  # threads of the running batch, its start; cores in use, when written
+
+_WINDOW_S = 0.2  # a load is that of at least so long
+_FRESH_S = 0.5
+_READ_EVERY_S = 0.02
+_BUSY_CORES = 0.1
+
+
+class CoreLoad:
+    """The slot of this worker in the file at `path`, which is made where it is missing.
+
+    Used by one thread. Where all slots are taken, the worker computes with its share of the cores alone.
+
+    Raises:
+        OSError: the file cannot be made or mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(self._file).st_size < _BYTES:
+                os.ftruncate(self._file, _BYTES)
+            self._memory = mmap.mmap(self._file, _BYTES)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._table = np.frombuffer(self._memory, np.float64).reshape(_SLOTS, _FIELDS)
+        self._slot = next((slot for slot in range(_SLOTS) if self._claim(slot)), None)
+        if self._slot is not None:
+            self._table[self._slot] = 0.0
+        self._read_at = 0.0
+        self._used_s, self._window_began = 0.0, time.monotonic()
+        self._others = 0.0, 0
+
+    def threads(self, least: int, most: int) -> int:
+        """How many threads to compute the next batch with.
+
+        Args:
+            least: The share of the cores that is this worker's own, whatever the others do.
+            most: All cores.
+        """
+        now = time.monotonic()
+        if least >= most or self._slot is None:
+            return least
+        if now - self._read_at > _READ_EVERY_S:
+            self._read_at, self._others = now, self._load_of_others(now)
+        cores, workers = self._others
+        return min(most, max(least, most // (workers + 1), round(most - cores)))
+
+    @contextmanager
+    def computing(self, threads: int) -> Iterator[None]:
+        """Note that a batch runs on so many threads."""
+        began = time.monotonic()
+        if self._slot is not None:
+            self._table[self._slot, _SINCE] = began
+            self._table[self._slot, _RUNNING] = threads
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._used_s += (now - began) * threads
+            if self._slot is not None:
+                self._table[self._slot, _RUNNING] = 0.0
+                if (elapsed := now - self._window_began) >= _WINDOW_S:
+                    self._table[self._slot, _LOAD], self._table[self._slot, _WRITTEN] = self._used_s / elapsed, now
+                    self._used_s, self._window_began = 0.0, now
+
+    def close(self) -> None:
+        """Give the slot to another worker."""
+        if self._slot is not None:
+            self._table[self._slot] = 0.0
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, self._slot))
+            self._slot = None
+        os.close(self._file)
+
+    def _load_of_others(self, now: float) -> tuple[float, int]:
+        """The cores that other workers compute on, and how many workers these are."""
+        rows = self._table
+        is_fresh = now - rows[:, _WRITTEN] < _FRESH_S
+        loads = np.where(is_fresh, rows[:, _LOAD], 0.0)
+        # A batch that runs for longer than a window is a load before it ends, but not in a process that was killed.
+        is_long = (rows[:, _RUNNING] > 0) & (now - rows[:, _SINCE] > _WINDOW_S)
+        for slot in np.flatnonzero(is_long):
+            loads[slot] = rows[slot, _RUNNING] if self._is_taken(int(slot)) else 0.0
+        loads[self._slot] = 0.0
+        return float(loads.sum()), int((loads > _BUSY_CORES).sum())
+
+    def _claim(self, slot: int) -> bool:
+        """Lock the slot's bytes for as long as the file is open; the kernel gives them back when the process ends."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, slot))
+        except OSError:
+            return False
+        return True
+
+    def _is_taken(self, slot: int) -> bool:
+        """Whether another open file has locked the slot."""
+        answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, slot))
+        return bool(struct.unpack(_LOCK, answer)[0] != fcntl.F_UNLCK)
+
+
+_LOCK = "@hhqqi4x"  # struct flock of Linux
+
+
+def _lock(kind: int, slot: int) -> bytes:
+    return struct.pack(_LOCK, kind, os.SEEK_SET, slot * _FIELDS * 8, _FIELDS * 8, 0)
