@@ -73,7 +73,7 @@ def _pass(running: Fleet, measured: Child, neighbour: Child, beside: str) -> flo
     """The seconds of one pass."""
     if beside == _ALONE:
         running.client.stop(_NEIGHBOUR)
-    elif running.client.get(_NEIGHBOUR).state != "running":
+    elif running.client.get(_NEIGHBOUR).status != "running":
         running.client.start(_NEIGHBOUR)
         running.client.wait_until_running(_NEIGHBOUR, deadline_s=120)
     if beside != _BUSY:
