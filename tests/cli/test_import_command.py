@@ -58,9 +58,9 @@ def test_a_configuration_that_only_its_owner_reads_and_a_report_without_secrets(
     assert "hf_of_mine" not in file.read_text()
     assert not [secret for secret in SECRETS if secret in out + err]
     rows = [line.split("\t") for line in out.splitlines()]
-    assert ["docker-compose.yml", "services.embedder.ports", "carried over", "port = 8081", ""] in rows
+    assert ["docker-compose.yml", "services.embedder", "ports", "carried over", "port = 8081", ""] in rows
     assert err.splitlines() == [
-        "teimgr.toml: 1 instance; carried over: 8, no counterpart: 1",
+        "teimgr.toml: 1 instance; carried over: 8, same by default: 1, no counterpart: 1",
         "set in the daemon's environment: HF_TOKEN",
         f"next: HF_HUB_CACHE={tmp_path}/data teimgr serve -c teimgr.toml",
     ]
@@ -73,9 +73,9 @@ def test_as_json(run: Run, tmp_path: Path) -> None:
     report = json.loads(out)
     assert (status, err, report["file"], report["instances"]) == (ExitStatus.OK, "", "other.toml", ["embedder"])
     assert report["environment"] == {"HF_TOKEN": "", "HF_HUB_CACHE": str(tmp_path / "data")}
-    assert report["outcomes"] == {"carried over": 8, "no counterpart": 1}
+    assert report["outcomes"] == {"carried over": 8, "same by default": 1, "no counterpart": 1}
     assert report["faults"] == report["warnings"] == []
-    assert {"source", "key", "outcome", "target", "note"} == report["findings"][0].keys()
+    assert {"source", "place", "key", "outcome", "target", "note"} == report["findings"][0].keys()
 
 
 def test_a_file_that_exists_stays(run: Run, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_table_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "200")
 
     _, out, _ = run()
-    assert "\ndocker-compose.yml\n" in out
+    assert "\ndocker-compose.yml: services.embedder\n" in out
     assert "IN TEIMGR" in out
 
 

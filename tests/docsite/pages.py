@@ -25,6 +25,10 @@ TESTED_ELSEWHERE = {
     "docs/api-keys.md": "tests/end_to_end/test_auth_docs.py",
     "docs/mtls.md": "tests/end_to_end/test_auth_docs.py",
     "proto/README.md": "tests/end_to_end/test_first_incident.py",
+    **{
+        f"docs/moving/from-{product}.md": "tests/docsite/test_moving.py"
+        for product in ("infinity", "openai", "sie", "tei", "tei-manager")
+    },
 }
 """Pages whose blocks need a daemon of their own kind, and the test that runs them."""
 

@@ -27,10 +27,10 @@ class Converted:
 
     def found(self, key: str) -> Finding:
         """The last finding of this key."""
-        return [each for each in self.draft.findings if each.key.endswith(key)][-1]
+        return [each for each in self.draft.findings if each.path.endswith(key)][-1]
 
     def decisions(self) -> list[str]:
-        return [each.key for each in self.draft.findings if each.outcome is Outcome.DECIDE]
+        return [each.path for each in self.draft.findings if each.outcome is Outcome.DECIDE]
 
 
 Convert = Callable[..., Converted]

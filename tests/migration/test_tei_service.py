@@ -12,7 +12,7 @@ from teimgr.config.instance_keys import FLAGS, REFUSED, parse
 from teimgr.migration.draft import Outcome
 from teimgr.migration.tei_service import variable_of
 
-IMAGE = "image: ghcr.io/huggingface/text-embeddings-inference:cpu-1.9"
+IMAGE = "image: ghcr.io/huggingface/text-embeddings-inference:1.9"
 # A value of each flag that is not its default, and what it becomes: a key, a flag of extra_args, or nothing.
 VALUES: dict[str, tuple[str, Any]] = {
     "--max-batch-tokens": ("32768", {"max_batch_tokens": 32768}),
@@ -116,10 +116,11 @@ def test_defaults_are_the_same(converted_service: Convert) -> None:
     )
 
     assert done.instances == [{"name": "tei", "model_id": "m"}]
-    assert [each.key.split()[-1] for each in done.draft.findings if each.outcome is Outcome.SAME] == [
-        "--max-batch-tokens",
-        "--auto-truncate",
-        "--payload-limit",
+    assert [each.key for each in done.draft.findings if each.outcome is Outcome.SAME] == [
+        "command --max-batch-tokens",
+        "command --auto-truncate",
+        "command --payload-limit",
+        "image (no --dtype)",
     ]
 
 
@@ -214,3 +215,15 @@ def test_a_service_without_a_model_is_left_out(converted: Convert) -> None:
 
     assert [each["name"] for each in done.instances] == ["b"]
     assert "services.a.command --model-id" in done.decisions()
+
+
+@pytest.mark.parametrize(
+    ("image", "command", "dtype"),
+    [("cpu-1.9", "", "float32"), ("cpu-1.9", "--dtype float16", "float16"), ("1.9", "", None), ("89-1.9", "", None)],
+)
+def test_vectors_of_a_cpu_image_stay_float32(
+    converted_service: Convert, image: str, command: str, dtype: str | None
+) -> None:
+    done = converted_service(f"image: text-embeddings-inference:{image}\ncommand: --model-id m {command}\n")
+
+    assert done.instances[0].get("dtype") == dtype

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -42,12 +43,14 @@ def import_files(
     Prints what became of every key of the sources: carried over, same by default, no counterpart, or needs a decision.
     """
     from teimgr.migration.conversion import convert, toml_of
+    from teimgr.migration.draft import Outcome
 
     if out.exists() and not overwrite:
         raise Refused(f"{out} exists; --overwrite replaces it, -o names another")
     draft = convert(files, os.environ, env_file)
     faults, warnings = _write(out, toml_of(draft))
-    outcomes = Counter(each.outcome.value for each in draft.findings)
+    counted = Counter(each.outcome for each in draft.findings)
+    outcomes = {outcome.value: counted[outcome] for outcome in Outcome if counted[outcome]}
     if output.as_json:
         output.value(
             {
@@ -66,7 +69,7 @@ def import_files(
             output.note(text)
     if faults:
         return ExitStatus.FAILED
-    return ExitStatus.INCOMPLETE if strict and outcomes["needs a decision"] else ExitStatus.OK
+    return ExitStatus.INCOMPLETE if strict and counted[Outcome.DECIDE] else ExitStatus.OK
 
 
 def _write(out: Path, text: str) -> tuple[list[str], list[str]]:
@@ -91,22 +94,24 @@ def _write(out: Path, text: str) -> tuple[list[str], list[str]]:
     return [], [f"{out}: warning: {each}" for each in (*settings.warnings(), *map(str, settings.missing_models()))]
 
 
-def _print(output: CommandOutput, draft: Draft, outcomes: Counter[str], out: Path) -> None:
-    """The findings as a table, file by file; then the next command."""
-    sources = list(dict.fromkeys(each.source for each in draft.findings))
-    for source in sources:
-        rows: list[tuple[Any, ...]] = [
-            (each.key, each.outcome.value, each.target, each.note) for each in draft.findings if each.source == source
-        ]
+def _print(output: CommandOutput, draft: Draft, outcomes: Mapping[str, int], out: Path) -> None:
+    """The findings as tables, one for each service or instance of the sources; then decisions and the next command."""
+    for place in dict.fromkeys((each.source, each.place) for each in draft.findings):
+        found = [each for each in draft.findings if (each.source, each.place) == place]
+        rows = [(each.key, each.outcome.value, each.target, each.note) for each in found]
         if output.is_terminal:
-            print(f"\n{source or 'all files together'}")
+            print(f"\n{': '.join(filter(None, place)) or 'all together'}")
             output.table(_COLUMNS, rows)
         else:
-            output.table(("file", *_COLUMNS), [(source, *row) for row in rows])
+            output.table(("file", "place", *_COLUMNS), [(*place, *row) for row in rows])
+    if output.is_terminal:
+        output.note("")
+    for each in draft.findings:
+        if each.outcome.value == "needs a decision":
+            output.note(f"decide: {each.path}: {each.note}")
     count = len(draft.instances)
-    output.note(
-        f"{out}: {count} instance{'s' * (count != 1)}; " + ", ".join(f"{word}: {n}" for word, n in outcomes.items())
-    )
+    counts = ", ".join(f"{word}: {number}" for word, number in outcomes.items())
+    output.note(f"{out}: {count} instance{'s' * (count != 1)}; {counts}")
     given = [f"{name}={shlex.quote(value)}" for name, value in draft.environment.items() if value]
     secrets = [name for name, value in draft.environment.items() if not value]
     if secrets:

@@ -5,6 +5,7 @@ Scalars are read as text, as YAML's later versions and docker do: `8080:30` is n
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -252,7 +253,7 @@ def _volumes(value: Any, folder: Path, place: str) -> Iterator[Volume]:
             source = source if colon else ""
             is_directory = source.startswith((".", "/", "~"))
         if is_directory:
-            source = str((folder / Path(source).expanduser()).resolve(strict=False))
+            source = os.path.normpath(folder / Path(source).expanduser())  # links stay as they are named
         yield Volume(source, target, is_directory)
 
 

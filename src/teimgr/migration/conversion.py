@@ -40,7 +40,7 @@ def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | 
             tei_manager_file.convert(file, tei_manager_file.read_toml(file), draft)
     if not draft.instances:
         seen = f"; its services are {', '.join(sorted(images))}" if images else ""
-        why = [f"{each.key}: {each.note}" for each in draft.findings if each.outcome is Outcome.DECIDE]
+        why = [f"{each.path}: {each.note}" for each in draft.findings if each.outcome is Outcome.DECIDE]
         names = ", ".join(map(str, files))
         raise InvalidConfig("\n".join([f"{names}: no model of TEI, Infinity or tei-manager in it{seen}", *why]))
     defaults = Settings()
@@ -109,13 +109,14 @@ def toml_of(draft: Draft) -> str:
 
 def _instance(draft: Draft, instance: InstanceDraft) -> str:
     """Its table, written so that it can follow any other."""
-    path = instance.place.path
-    lines = [f"# {_comment(path)} of {_comment(instance.place.source)}"]
-    first = next(each for each in draft.instances if each.place is instance.place)
-    for finding in draft.findings if instance is first else ():
-        own = finding.key.startswith(f"{path}.") and finding.source == instance.place.source
-        if own and finding.outcome is Outcome.DECIDE:
-            lines.append(f"# Decide: {_comment(finding.key.removeprefix(f'{path}.'))}: {_comment(finding.note)}")
+    place = instance.place
+    lines = [f"# {_comment(place.path)} of {_comment(place.source)}"]
+    first = next(each for each in draft.instances if each.place is place)
+    lines += [
+        f"# Decide: {_comment(finding.key)}: {_comment(finding.note)}"
+        for finding in (draft.findings if instance is first else ())
+        if (finding.source, finding.place, finding.outcome) == (place.source, place.path, Outcome.DECIDE)
+    ]
     keys = [f"{name} = {_value(value)}" for name, value in instance.table().items()]
     return "\n".join([*lines, "[[instances]]", *keys, ""])
 

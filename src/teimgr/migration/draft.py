@@ -32,16 +32,21 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of one key: `key` is its path in the file `source`, `target` what it is in teimgr's configuration.
+    """What became of one key: `key` of the table `place` in the file `source`; `target` is what it is in teimgr.
 
-    Neither has a value that may be a secret.
+    No text has a value that may be a secret.
     """
 
     source: str
+    place: str
     key: str
     outcome: Outcome
     target: str = ""
     note: str = ""
+
+    @property
+    def path(self) -> str:
+        return ".".join(filter(None, (self.place, self.key)))
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self) | {"outcome": self.outcome.value}
@@ -56,10 +61,9 @@ class Place:
     path: str
 
     def found(self, key: str, outcome: Outcome, target: str = "", note: str = "") -> None:
-        path = ".".join(filter(None, (self.path, key)))
-        self.draft.findings.append(
-            Finding(source=self.source, key=path, outcome=outcome, target=target, note=" ".join(note.split()))
-        )
+        note = " ".join(note.split())
+        finding = Finding(source=self.source, place=self.path, key=key, outcome=outcome, target=target, note=note)
+        self.draft.findings.append(finding)
 
 
 @dataclass(slots=True)

@@ -197,6 +197,10 @@ def _instance(
         place.found("command --served-model-name", Outcome.NONE, note=note)
     for name, option in options.items():
         _put_option(instance, name, option)
+    device = options.get("--device", Option(("",), "")).value
+    if "--dtype" not in options and (device == "cpu" or "cpu" in service.tag):
+        note = "Infinity's type on CPUs; without it `auto` may be a faster 16-bit type, cosine 0.9995 or more"
+        instance.put("dtype", "float32", "image (no --dtype)", note)
     if "--trust-remote-code" not in options:
         note = "Infinity's default is true; a model with code of its own needs trust_remote_code and allow_remote_code"
         place.found("command --trust-remote-code", Outcome.NONE, note=note)
