@@ -14,6 +14,7 @@ import uvloop
 
 from teimgr import __version__
 from teimgr.auth.policy import PolicyInForce
+from teimgr.batches import Batches
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
@@ -99,10 +100,13 @@ class Daemon:
         self.tls = RestTls(settings.tls_files)
         self.gateway = Gateway(settings, self.directory, self.metrics)
         self.gateway.views = self.manager.list
+        self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(gpus, self.manager.list)
         self.scraper = Scraper(self.directory)
         self.metrics.sources += (self.scraper.page, self.gpu_report.page)
+        if self.batches is not None:
+            self.metrics.sources.append(self.batches.page)
         self.page = Page(settings, self.manager, self.scraper, gpus) if settings.page else None
         self.app = create_app(
             self.manager,
@@ -118,6 +122,7 @@ class Daemon:
             live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs)),
             reloader=self.reloader,
             telemetry=self.telemetry,
+            batches=self.batches,
             page=self.page.routes() if self.page else None,
         )
 
@@ -145,12 +150,18 @@ class Daemon:
                 if self.preflight.must_pass:
                     await preflight
                 await self.registry.start()
+                if self.batches is not None:
+                    await self.batches.load()
                 serving = self.tls.serving(self.app, listener, self.app.state.direct)
                 async with serving, self.webhooks.running(self.settings.webhooks):
                     await self.manager.boot()
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()
-                    async with self.muxes.running(), self.page.running() if self.page else contextlib.nullcontext():
+                    async with (
+                        self.muxes.running(),
+                        self.page.running() if self.page else contextlib.nullcontext(),
+                        self.batches.running() if self.batches else contextlib.nullcontext(),
+                    ):
                         addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
                         if self.settings.grpc_enabled:
                             addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
@@ -176,6 +187,8 @@ class Daemon:
         ends = (self._stop_began or clock()) + grace_s
         log.info("stopping", extra={"grace_s": grace_s})
         await self.registry.close()
+        if self.batches is not None:
+            await asyncio.to_thread(self.batches.close)
         await self.gateway.close()
         await self.scraper.close()
         await self.muxes.stop(max(0.0, ends - clock()))
@@ -192,7 +205,8 @@ class Daemon:
     def alarms(self) -> Sequence[str]:
         """The alarms of all parts, except that of the state file."""
         parts = (self.manager, self.tls, self.muxes, self.registry, self.preflight, self.webhooks, self.reloader)
-        return [alarm for part in parts for alarm in part.alarms()]
+        found = [alarm for part in parts for alarm in part.alarms()]
+        return [*found, *self.batches.alarms()] if self.batches else found
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -43,6 +43,9 @@ class Code(IntEnum):
     UPDATE_FAILED = 24
     UNAUTHENTICATED = 21
     FORBIDDEN = 22
+    OBJECT_NOT_FOUND = 25
+    OBJECT_IN_USE = 26
+    STORAGE_QUOTA_EXCEEDED = 27
     MAX_INSTANCES_REACHED = 32
     PORT_ALLOCATION_FAILED = 33
     OVERLOADED = 34
@@ -52,12 +55,14 @@ class Code(IntEnum):
     TIMEOUT = 38
     CANCELLED = 39
     STATE_NOT_SAVED = 40
+    STORAGE_FULL = 41
     MODEL_LOAD_FAILED = 64
     INFERENCE_FAILED = 65
     INTERNAL_ERROR = 66
     MODEL_DOWNLOAD_FAILED = 67
 
 
+_SHOWN_ID_CHARS = 80
 _BY_CODE: dict[int, type[TeimgrError]] = {}
 
 
@@ -227,6 +232,25 @@ class Unauthenticated(Refused, code=Code.UNAUTHENTICATED):
 
 class Forbidden(Refused, code=Code.FORBIDDEN):
     """The authenticated caller lacks the right."""
+
+
+class ObjectNotFound(Refused, code=Code.OBJECT_NOT_FOUND):
+    """The caller has no file or batch of this id; those of other callers are not revealed."""
+
+    def __init__(self, kind: str, id: str) -> None:
+        super().__init__(f"No such {kind}: {id[:_SHOWN_ID_CHARS]}")
+
+
+class ObjectInUse(Refused, code=Code.OBJECT_IN_USE):
+    """The state of a file or batch does not allow the change."""
+
+
+class QuotaExceeded(Refused, code=Code.STORAGE_QUOTA_EXCEEDED):
+    """A limit on stored bytes or on the number of files or batches is reached; the text names the setting."""
+
+
+class StorageFull(TryLater, code=Code.STORAGE_FULL):
+    """The disk has no room for a file."""
 
 
 class MaxInstancesReached(TryLater, code=Code.MAX_INSTANCES_REACHED):

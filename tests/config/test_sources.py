@@ -12,6 +12,7 @@ import pytest
 from tests.support.loaded_settings import load
 
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
+from teimgr.config.batches import BatchSettings
 from teimgr.config.settings import Otel, Settings, Webhook
 from teimgr.config.sources import Source, key_lines, line_of, read
 from teimgr.errors import InvalidConfig
@@ -109,7 +110,7 @@ def test_the_full_file_changes_nothing() -> None:
 @pytest.mark.clause("M3.2-keys")
 def test_the_full_file_shows_every_key_with_its_default() -> None:
     given = tomllib.loads(FULL)
-    tables = {"auth", "instances", "aliases", "otel", "templates", "webhooks"}
+    tables = {"auth", "instances", "aliases", "batches", "otel", "templates", "webhooks"}
     assert given.keys() - tables | commented("").keys() == {field.name for field in fields(Settings)} - tables
     defaults = Settings()
     assert {key: value for key, value in given.items() if key not in tables} == {
@@ -136,7 +137,7 @@ def test_the_full_file_shows_every_key_of_its_tables(table: str, kind: type[Any]
     assert shown(kind, values) == {key: defaults[key] for key in shown(kind, values)}
 
 
-@pytest.mark.parametrize(("table", "kind"), [("auth", Auth), ("otel", Otel)])
+@pytest.mark.parametrize(("table", "kind"), [("auth", Auth), ("otel", Otel), ("batches", BatchSettings)])
 def test_the_full_file_shows_every_key_of_a_table_that_it_has(table: str, kind: type[Any]) -> None:
     defaults = {field.name: plain(field.default) for field in fields(kind)}
     for name in ("mtls", "tls", "api_keys"):  # tables of their own

@@ -66,7 +66,14 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
     behind: Any = Anything()
     page = Page(settings, behind, behind, behind).routes()
     app = create_app(
-        Fleet(settings), settings, DaemonMetrics(), registry=behind, gateway=inference, gpu_report=behind, page=page
+        Fleet(settings),
+        settings,
+        DaemonMetrics(),
+        registry=behind,
+        gateway=inference,
+        gpu_report=behind,
+        page=page,
+        batches=behind,
     )
     sock = bind("127.0.0.1", 0)
     async with serving(app, sock, direct=app.state.direct):

@@ -19,6 +19,7 @@ from teimgr import hub
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
+from teimgr.config.batches import BatchSettings
 from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
@@ -175,6 +176,7 @@ class Settings:
     aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
     webhooks: tuple[Webhook, ...] = key((), "receivers of fleet events", live=True)
     auth: Auth | None = key(None, "authentication; absent: off", live=True)
+    batches: BatchSettings = key(BatchSettings, "files and batches in OpenAI's form")
     otel: Otel = key(Otel, "export of traces")
 
     def __post_init__(self) -> None:

@@ -139,6 +139,31 @@ class Gateway:
 
         return await self._answered(path, head.dialect, forwarded())
 
+    async def answer_bulk(self, path: DialectPath, body: bytes, caller: Caller) -> HttpReply:
+        """As `answer`, in the bulk lane, of a JSON body that no client waits for (`batches/`).
+
+        Raises:
+            TeimgrError: no worker answered. Refusals by a worker are replies.
+        """
+        head = HttpRequest(path.dialect, path.method, path.inner, "", dict(JSON_TYPE))
+        began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
+        held, charge = await self._bodies.hold(request_head(head), body, self._bodies.large)
+        try:
+            reply = await self._forward(head, self._names_for(caller), {}, held, Flag.BULK)
+            status = reply.status
+            return reply
+        except TeimgrError as error:
+            status = STATUS[error.code].http
+            raise
+        finally:
+            charge.release()
+            seconds = time.perf_counter() - began
+            self._metrics.observe(catalogue.INFERENCE, seconds, path.dialect, path.inner, str(status))
+
+    def check_model(self, model: str, caller: Caller) -> None:
+        """Raises ModelNotFound, with similar names, for a name that is unknown or that the caller may not use."""
+        self._names_for(caller).check(model)
+
     async def _answered(self, path: DialectPath, dialect: str, forwarded: Coroutine[Any, Any, HttpReply]) -> HttpReply:
         """The worker's reply, or a failure in the form of the dialect; counted by dialect, route and status."""
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
@@ -166,12 +191,17 @@ class Gateway:
             return error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
 
     async def _forward(
-        self, head: HttpRequest, names: ModelNames, named: Mapping[str, str], body: ReadBody
+        self,
+        head: HttpRequest,
+        names: ModelNames,
+        named: Mapping[str, str],
+        body: ReadBody,
+        flags: Flag = Flag.NONE,
     ) -> HttpReply:
         """The reply of a worker of what the path names (`named`), else of the body's `model`."""
         payload = body.payload
         with await self._lease(names, named, body) as lease, self._bodies.held_for(lease.instance, body):
-            flags = Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
+            flags |= Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
             kind = (head.path, flags)
             lease.check_refusals(kind, len(payload), self._timeout_s)
             answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
@@ -331,12 +361,12 @@ class Bodies:
         finally:
             charge.release()
 
-    async def hold(self, head: bytes, body: bytes) -> tuple[ReadBody, Charge]:
-        """As `read`, of a small body that is there; the caller releases the charge."""
+    async def hold(self, head: bytes, body: bytes, budget: ByteBudget | None = None) -> tuple[ReadBody, Charge]:
+        """As `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge."""
         self._check_replies()
-        charge = Charge(self.small)
+        charge = Charge(budget or self.small)
         await charge_body(charge, len(body))
-        return ReadBody(bytearray(head + body), len(head), charge.bytes, self.small), charge
+        return ReadBody(bytearray(head + body), len(head), charge.bytes, budget or self.small), charge
 
     def _check_replies(self) -> None:
         if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:

@@ -22,6 +22,7 @@ from teimgr import __version__
 from teimgr.auth.policy import CERTIFICATE, PolicyInForce, certificate_from_tls
 from teimgr.auth.sessions import Sessions
 from teimgr.auth.tls_files import TlsFiles, TlsWatch
+from teimgr.batches import Batches
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.docs_page import HEADERS, page
@@ -34,7 +35,8 @@ from teimgr.http_server import AsgiApp, Listener, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry
-from teimgr.rest import config, error_answers, events, fleet, gpus, instances, logs, models, probes
+from teimgr.rest import batches as batch_routes
+from teimgr.rest import config, error_answers, events, files, fleet, gpus, instances, logs, models, probes
 from teimgr.rest.gpus import GpuReport
 from teimgr.rest.middleware import (
     Authentication,
@@ -80,6 +82,7 @@ def create_app(
     live_probe: FleetProber | None = None,
     reloader: Reloader | None = None,
     telemetry: Telemetry | None = None,
+    batches: Batches | None = None,
     page: PageRoutes | None = None,
 ) -> FastAPI:
     """The REST application over `manager`; a part that is None has no routes.
@@ -98,6 +101,7 @@ def create_app(
         live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
         reloader: Routes of /config.
         telemetry: Traces requests that change something.
+        batches: Routes of /v1/files and /v1/batches.
         page: The web page.
     """
     app = FastAPI(
@@ -111,6 +115,7 @@ def create_app(
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted
     app.state.registry, app.state.gpus = registry, gpu_report
+    app.state.batches = batches
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
     for router, is_there in (
         (instances.router, True),
@@ -122,6 +127,8 @@ def create_app(
         (config.router, reloader is not None),
         (models.router, registry is not None),
         (gpus.router, gpu_report is not None),
+        (files.router, batches is not None),
+        (batch_routes.router, batches is not None),
     ):
         if is_there:
             # Not `include_router`, which makes every route anew at the first request: 0.2 s that this caller waits.

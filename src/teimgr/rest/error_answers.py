@@ -16,9 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from teimgr.errors import Broken, Code, Internal, TeimgrError
+from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
 from teimgr.rest.schemas import answer, in_own_words
 from teimgr.spec import now_rfc3339
+from teimgr.wire.error_bodies import OPENAI, failure
 from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,12 @@ async def _on_domain_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TeimgrError)
     if isinstance(error, Broken):
         log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
-    return error_response(error)
+    return _openai(error) if is_of_clients(request.url.path) else error_response(error)
+
+
+def _openai(error: TeimgrError) -> Response:
+    reply = failure(OPENAI, error)
+    return Response(bytes(reply.body), reply.status, dict(reply.headers))
 
 
 def is_of_clients(path: str) -> bool:
@@ -102,7 +108,8 @@ async def _on_invalid_parameters(request: Request, error: Exception) -> Response
     assert isinstance(error, RequestValidationError)
     places = ((".".join(map(str, problem["loc"][1:])), problem["msg"]) for problem in error.errors())
     problems = "; ".join(f"{place}: {in_own_words(message)}" for place, message in places)
-    return _error(400, Code.VALIDATION_ERROR.name, f"Validation error: {problems}")
+    refused = ValidationError(problems)
+    return _openai(refused) if is_of_clients(request.url.path) else error_response(refused)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -243,6 +243,16 @@ PERMISSIONS: dict[str, Permission] = {
     **{f"GET {path}": PUBLIC for path in INFINITY_HEALTH},
     "POST /v1/check-api-key": EITHER,
     "GET /v1/models/{model:path}": EITHER,
+    # Files and batches are those of the caller's key; a batch may use what the key may use while it runs.
+    "POST /v1/files": INFERENCE,
+    "GET /v1/files": INFERENCE,
+    "GET /v1/files/{id}": INFERENCE,
+    "GET /v1/files/{id}/content": INFERENCE,
+    "DELETE /v1/files/{id}": INFERENCE,
+    "POST /v1/batches": INFERENCE,
+    "GET /v1/batches": INFERENCE,
+    "GET /v1/batches/{id}": INFERENCE,
+    "POST /v1/batches/{id}/cancel": INFERENCE,
     # The page. It changes nothing itself: its scripts call the routes above.
     "GET /": KNOWN,  # the first view that the caller's rights allow
     "GET /ui/static/{digest}/{name}": PUBLIC,

@@ -55,13 +55,15 @@ def answer(value: object, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_LIMIT_BYTES) -> Body:
+async def read_json(
+    request: Request, kind: type[Body], limit_bytes: int = BODY_LIMIT_BYTES, *, misshapen_status: int = 422
+) -> Body:
     """The request's body, validated as `kind`.
 
     Raises:
         TooLarge: more than `limit_bytes`.
         HTTPException: 415 for another content type, 408 for a body that does not come in time, 400 for invalid JSON,
-            422 for another shape.
+            `misshapen_status` for another shape.
     """
     content_type = request.headers.get("content-type", "")
     if not is_json(content_type):
@@ -80,7 +82,7 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int = BODY_
         return kind.model_validate(value)
     except BodyErrors as error:
         problems = "; ".join(_problem(item, kind) for item in error.errors()[:_PROBLEMS_SHOWN])
-        raise HTTPException(422, f"Validation error: {problems}") from error
+        raise HTTPException(misshapen_status, f"Validation error: {problems}") from error
 
 
 class StrictQueryRoute(APIRoute):
@@ -395,9 +397,27 @@ class Failure(BaseModel):
     timestamp: str
 
 
+class OpenAIFailure(BaseModel):
+    """OpenAI's error object."""
+
+    class Details(BaseModel):
+        """What is wrong."""
+
+        message: str
+        type: str
+        param: str | None
+        code: str | None
+
+    error: Details
+
+
 # Of every route: each router has it, since the application takes their routes over as they are.
 ANY_FAILURE: dict[int | str, dict[str, Any]] = {
     "default": {"model": Failure, "description": "any other failure, in this one shape"}
+}
+
+CLIENT_FAILURE: dict[int | str, dict[str, Any]] = {
+    "default": {"model": OpenAIFailure, "description": "any failure, in OpenAI's form"}
 }
 
 

@@ -91,7 +91,7 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
 
 
 def _openai(details: ErrorDetails) -> object:
-    kind, code = _OPENAI_TYPES.get(details.status, ("invalid_request_error", None))
+    kind, code = _OPENAI_TYPES_OF_CODES.get(details.code) or _OPENAI_TYPES.get(details.status, _OPENAI_DEFAULT)
     return {"error": {"message": details.message, "type": kind, "param": details.param, "code": code}}
 
 
@@ -121,6 +121,14 @@ def _sie_code(details: ErrorDetails) -> str:
     return "INVALID_INPUT" if details.status < 500 else "INFERENCE_ERROR"
 
 
+_OPENAI_DEFAULT: tuple[str, str | None] = ("invalid_request_error", None)
+# Of files and batches, whose statuses have another meaning than those of inference.
+_OPENAI_TYPES_OF_CODES: Mapping[Code, tuple[str, str | None]] = {
+    Code.OBJECT_NOT_FOUND: ("invalid_request_error", None),
+    Code.OBJECT_IN_USE: ("invalid_request_error", "conflict"),
+    Code.STORAGE_QUOTA_EXCEEDED: ("invalid_request_error", "storage_quota_exceeded"),
+    Code.STORAGE_FULL: ("server_error", "storage_full"),
+}
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     403: ("permission_error", "insufficient_permissions"),

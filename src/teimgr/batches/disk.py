@@ -1,0 +1,79 @@
+"""File work of this package on threads of its own, and the error of a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from teimgr.errors import StorageFull
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+_THREADS = 3
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+ResultT = TypeVar("ResultT")
+
+
+class Disk:
+    """Runs file work off the event loop, at most `_THREADS` pieces at a time: a slow disk delays nothing else."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "batch files")
+
+    async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """The result of `work(*arguments)`. Work that has begun ends, also where its caller is cancelled.
+
+        Raises:
+            StorageFull: the disk, or this user's quota of it, has no room.
+            OSError: another failure of the disk.
+        """
+        working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            # What it changes must not go on changing behind the caller's back.
+            await asyncio.wait({working})
+            if not working.cancelled():
+                working.exception()  # retrieved
+            raise
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise StorageFull(f"No room on the disk: {error.strerror}") from error
+            raise
+
+    def close(self) -> None:
+        """Wait for the work that has begun; later work is refused."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create `folder`, which only this user may read; its parent exists."""
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    folder.chmod(FOLDER_MODE)
+
+
+def append_at(path: Path, offset: int, data: bytes) -> None:
+    """Make the file end with `data` at `offset`, durably; it is created where `offset` is 0.
+
+    Raises:
+        OSError: the disk refused. What was written behind `offset` is cut off, as far as the disk allows.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        os.ftruncate(descriptor, offset)
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(descriptor, memoryview(data)[written:], offset + written)
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, offset)
+            raise
+    finally:
+        os.close(descriptor)
