@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from docsite.markdown import MADE_BY, code, document, table
 from teimgr.gateway.routes import DIALECT_HEADER, describe, paths
-from teimgr.rest import config, events, fleet, gpus, instances, logs, models, probes
+from teimgr.rest import batches, config, events, files, fleet, gpus, instances, logs, models, probes
 from teimgr.rest.middleware import PERMISSIONS
 
 _INFERENCE = "inference"
@@ -21,6 +21,7 @@ _TITLES = {
     "configuration": "Configuration",
     "gpus": "GPUs",
     "probes": "Probes and metrics",
+    "files and batches": "Files and batches",
 }
 _HEAD = f"""# REST
 
@@ -60,7 +61,7 @@ def to_markdown() -> str:
 
 def _openapi() -> dict[str, Any]:
     app = FastAPI()
-    for part in (instances, fleet, logs, events, models, config, gpus, probes):
+    for part in (instances, fleet, logs, events, models, config, gpus, probes, files, batches):
         app.router.routes.extend(part.router.routes)
     describe(app)
     return app.openapi()
@@ -87,7 +88,8 @@ def _parameters(operation: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _fields(operation: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    contents = operation.get("requestBody", {}).get("content", {})
+    schema = next((content["schema"] for content in contents.values()), {})
     for choice in (schema, *schema.get("anyOf", ())):
         for name, field in choice.get("properties", {}).items():
             needed = "body, needed" if name in choice.get("required", ()) else "body"

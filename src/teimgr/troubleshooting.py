@@ -200,6 +200,21 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
                 "For a page of your own add its origin to `allowed_origins`.",
             ),
         ),
+        Code.OBJECT_NOT_FOUND: Advice(
+            (
+                "The id of a file or batch is mistyped, or another API key made it: each key sees its own alone.",
+                "It was deleted, or has expired (`expires_after`, `batches.retention_days`).",
+            ),
+            ("`GET /v1/files` and `GET /v1/batches` list what this key has.",),
+        ),
+        Code.OBJECT_IN_USE: Advice(
+            ("A file is the input of a batch that has not ended.", "A batch that has ended was to be cancelled."),
+            ("Cancel the batch, or wait for its end; `GET /v1/batches/{id}` has its status.",),
+        ),
+        Code.STORAGE_QUOTA_EXCEEDED: Advice(
+            ("A limit of the table `[batches]` on stored bytes, files or unfinished batches is reached.",),
+            ("Delete files by `DELETE /v1/files/{id}`, wait until they expire, or raise the limit that is named.",),
+        ),
         Code.MAX_INSTANCES_REACHED: Advice(
             ("The daemon has as many instances as `max_instances` allows, stopped ones included.",),
             ("Delete one, or raise `max_instances`.",),
@@ -266,6 +281,10 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
                 "Make room or mend the permissions of `state_dir`; the first line of the daemon's log has its path.",
                 "`teimgr doctor` checks the folders. The change was not made: repeat it.",
             ),
+        ),
+        Code.STORAGE_FULL: Advice(
+            ("The disk of the folder `batches`, beside the state file, is full, or this user's quota of it.",),
+            ("Make room, or delete files by `DELETE /v1/files/{id}`. A running batch goes on by itself then.",),
         ),
         Code.MODEL_LOAD_FAILED: Advice(
             (

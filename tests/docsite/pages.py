@@ -23,6 +23,7 @@ PAGES = sorted(
 TESTED_ELSEWHERE = {
     "README.md": "tests/end_to_end/test_readme.py",
     "docs/api-keys.md": "tests/end_to_end/test_auth_docs.py",
+    "docs/batches.md": "tests/end_to_end/test_batches.py",
     "docs/mtls.md": "tests/end_to_end/test_auth_docs.py",
     "proto/README.md": "tests/end_to_end/test_first_incident.py",
     **{

@@ -37,8 +37,8 @@ def test_every_code_has_a_class_a_status_and_survives_an_error_frame(code: Code)
 def test_the_group_of_an_error_and_its_status_agree_on_whether_to_try_again(code: Code) -> None:
     error, status = error_from_code(code, ""), STATUS[code].http
     if isinstance(error, TryLater):
-        timed_out, cancelled, no_room_for_an_instance = 504, 499, 422
-        assert status in (*TRY_AGAIN, timed_out, cancelled, no_room_for_an_instance)
+        timed_out, cancelled, no_room_for_an_instance, full_disk = 504, 499, 422, 507
+        assert status in (*TRY_AGAIN, timed_out, cancelled, no_room_for_an_instance, full_disk)
     elif isinstance(error, Refused):
         assert status in (*range(400, 429), 501)
     else:

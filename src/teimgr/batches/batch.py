@@ -161,8 +161,10 @@ class Batch:
 
     def to_record(self, progress: Progress | None = None) -> bytes:
         """The record of this batch, with `progress` instead of its own where that is given."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name != "progress"}
-        return orjson.dumps({"version": _VERSION, **values, "progress": (progress or self.progress).to_plain()})
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values["faults"] = [tuple(fault) for fault in self.faults]
+        values["progress"] = (progress or self.progress).to_plain()
+        return orjson.dumps({"version": _VERSION, **values})
 
     @classmethod
     def from_record(cls, record: bytes) -> Self:

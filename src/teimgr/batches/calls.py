@@ -81,8 +81,9 @@ async def answered(batch_id: str, request: InputRequest, dialect: str, send: Sen
         failures += outcome.counts
         if outcome.is_final or failures == _MAX_FAILURES:
             return result_line(batch_id, request, outcome.answer)
-        await asyncio.sleep(max(outcome.retry_after_s, pause_s * random.uniform(0.5, 1)))
-        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+        # The queue that a worker names is mostly of this batch, and shorter by the time that another request is done.
+        pause_s = min(max(pause_s * 2, outcome.retry_after_s), _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1))
 
 
 async def _attempt(request: InputRequest, dialect: str, send: Send) -> HttpReply | _Failure:

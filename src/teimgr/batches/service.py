@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 
@@ -220,7 +221,8 @@ class Batches:
             at_work[batch.owner] += 1
             send, check = partial(self._send, batch), partial(self._check_model, batch)
             run = self._runs[batch.id] = BatchRun(batch, Endpoint(ENDPOINTS[batch.endpoint], send, check), self._tools)
-            task = self._tasks[batch.id] = asyncio.create_task(run.run(), name=batch.id)
+            # A context of its own, without the request that happened to start it.
+            task = self._tasks[batch.id] = asyncio.create_task(run.run(), name=batch.id, context=Context())
             task.add_done_callback(partial(self._run_ended, batch))
 
     def _run_ended(self, batch: Batch, task: asyncio.Task[None]) -> None:

@@ -28,7 +28,7 @@ Limit = Annotated[int, Query(ge=1, le=100, description="most batches of the page
 class OutputExpiry(BaseModel):
     """When the results are deleted."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     anchor: Literal["created_at"] = Field(description="the creation of the results")
     seconds: int = Field(ge=LEAST_LIFETIME_S, le=LONGEST_LIFETIME_S)
@@ -39,6 +39,7 @@ class CreateBatch(BaseModel):
 
     model_config = ConfigDict(
         strict=True,
+        extra="forbid",
         json_schema_extra={
             "examples": [{"input_file_id": "file-…", "endpoint": "/v1/embeddings", "completion_window": "24h"}]
         },
