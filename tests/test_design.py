@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "teimgr"
 DESIGN = (ROOT / "DESIGN.md").read_text()
-DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/*.md", "bench/*.md", "proto/*.md", "src/teimgr/**/*.py")
+DOCUMENTS = ("*.md", "docs/**/*.md", "deploy/*.md", "bench/*.md", "proto/*.md", "src/teimgr/**/*.py")
 NAMED = sorted(set(re.findall(r"`([\w./-]+?(?:\.py|/))`", DESIGN)))
 
 
