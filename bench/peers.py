@@ -17,11 +17,16 @@ HEADER = ("texts", "path", "dtype", "tokens/s median", "best", "× baseline medi
 BASELINE = "sentence-transformers, batch 32"
 _PACKAGES = {"openvino": "openvino", "openvino-latency": "openvino", "onnxruntime": "onnxruntime"}
 _SEED = 21
+_CORPORA = ("mixed", "short", "long")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
     parser.add_argument("--texts", type=int, default=450, help="of mixed lengths (450)")
+    parser.add_argument("--corpora", nargs="+", choices=_CORPORA, default=_CORPORA, help="which texts (all)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATH", help="measure only paths whose name begins with one of these"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="passes of each path, in turn (5)")
 
 
@@ -36,12 +41,18 @@ def run(options: argparse.Namespace) -> int:
         "ONNX Runtime, float32": Task("onnxruntime", model),
         "teimgr engine, float32": Task("engine", model),
         "teimgr engine, auto": Task("engine", model, dtype="auto"),
+        "ONNX Runtime, int8": Task("onnxruntime", model, dtype="int8"),
+        "teimgr engine, int8": Task("engine", model, dtype="int8"),
     }
     missing = {kind for kind, package in _PACKAGES.items() if importlib.util.find_spec(package) is None}
     tasks = {name: task for name, task in tasks.items() if task.kind not in missing}
+    if options.only:
+        tasks = {name: task for name, task in tasks.items() if name.startswith((BASELINE, *options.only))}
     lines: list[list[Any]] = []
     counts = {}
     for corpus_name, texts in _corpora(options.texts).items():
+        if corpus_name not in options.corpora:
+            continue
         tokens = weights.count_tokens(weights.minilm(), texts)
         counts[corpus_name] = f"{len(texts)} texts, {tokens} tokens, digest {corpus.digest(texts)}"
         rows = compete(tasks, texts, options.rounds, {})

@@ -24,7 +24,7 @@ U32 = 2**32 - 1
 I64 = 2**63 - 1  # what TOML can express
 
 # TEI's spelling, and "auto".
-DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # The time that nginx and most load balancers wait for an answer; after a longer one their callers are cut off anyway.
 _MAX_QUEUE_WAIT_SECS = 60
@@ -224,7 +224,13 @@ class InstanceSpec:
     startup_timeout_secs: int | None = _key(None, "limit of a start; absent: the daemon's", 1, I64)
     extra_args: tuple[str, ...] = _key((), "flags of TEI, such as --revision main", change=_REPLACE, most=256)
     created_at: str | None = _key(None, "RFC 3339, in UTC", change=_FIXED, in_rest=False)
-    dtype: str = _key("auto", "element type of the weights", change=_REPLACE, words=DTYPES, flag=True)
+    dtype: str = _key(
+        "auto",
+        "element type of the weights; int8 is for CPUs and never taken by auto",
+        change=_REPLACE,
+        words=DTYPES,
+        flag=True,
+    )
     revision: str | None = _key(None, "branch, tag or commit on the hub", change=_REPLACE, flag=True)
     threads: int | None = _key(None, "CPU threads of each worker; absent: a fair share", 1, 4096)
     kind: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=KINDS, flag=True)
@@ -340,7 +346,8 @@ class LoadedModel:
     "packed" where one padding-free row passed the load-time probe, else "equal-length". `attention` of a packed row is
     "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library"; a
     look-up table has "none".
-    `forward` is "native" where our C library computes all layers in one call, else "library".
+    `forward` is "native" where our C library computes all layers in one call, else "library". `mean_cosine` and
+    `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only.
     """
 
     model_id: str
@@ -365,6 +372,8 @@ class LoadedModel:
     load_s: float = 0.0
     attention: str = "by-run"
     forward: str = "library"
+    mean_cosine: float = 1.0
+    min_cosine: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -22,9 +22,10 @@ from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.native_library import native_library
 from teimgr.engine.tokenizer import TextTokenizer
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.reading import read_layout
 
+BYTES = (library := native_library()) is not None and library.multiplies_bytes
 PACKED = Batching.NATIVE if native_library() else Batching.BY_RUN
 
 
@@ -135,9 +136,22 @@ def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
     monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
     assert chosen(model_dir("bert"), torch.bfloat16).dtype is torch.bfloat16
 
-    monkeypatch.setattr(fidelity_gate, "_REQUESTED_COSINE", 1.1)
+    monkeypatch.setattr(fidelity_gate, "_REQUESTED_COSINE_16_BIT", 1.1)
     with pytest.raises(ModelLoadFailed, match="differ"):
         chosen(model_dir("bert"), torch.bfloat16)
+
+
+@pytest.mark.skipif(not BYTES, reason="this CPU multiplies no bytes")
+def test_int8_is_taken_where_it_is_asked_for_and_reported_with_its_closeness(minilm: Path) -> None:
+    choice = chosen(minilm, torch.int8)
+
+    assert (choice.dtype, choice.batching) == (torch.int8, Batching.NATIVE)
+    assert 0.99 < choice.closeness.min_cosine < 0.9999
+
+
+def test_int8_is_refused_by_name_for_a_model_that_is_not_lowered(model_dir: Callable[..., Path]) -> None:
+    with pytest.raises(InvalidConfig, match="dtype int8 is not for this model or this machine"):
+        chosen(model_dir("mpnet"), torch.int8)
 
 
 def test_every_kind_is_tried_as_it_will_be_used(tmp_path: Path) -> None:

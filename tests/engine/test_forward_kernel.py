@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ LIBRARY = native_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the package was built without a compiler")
 # Those that have a code of their own; attention alone has one for "baseline".
 HERE = LEVELS[1 : LIBRARY.level + 1] if LIBRARY else ()
+BYTES = LIBRARY is not None and LIBRARY.multiplies_bytes
 VOCABULARY = 300
 _WIDE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -108,10 +110,35 @@ def test_bfloat16_is_close(module: Any) -> None:
         assert float(cosine.min()) > 0.999
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.skipif(not BYTES, reason="this CPU multiplies no bytes")
+@pytest.mark.parametrize("level", [level for level in HERE if level.startswith("avx512")])
+def test_int8_is_near(module: Any, level: str) -> None:
+    kernel = ForwardKernel(lower(trace_forward(module, options(module))), torch.int8, level=level)
+    texts = texts_of(LENGTHS)
+
+    for text, found in zip(texts, run(kernel, pack(texts)), strict=True):
+        cosine = torch.nn.functional.cosine_similarity(found, own(module, text), dim=1)
+        assert float(cosine.min()) > 0.99
+
+
+@pytest.mark.skipif(not BYTES, reason="this CPU multiplies no bytes")
+def test_a_number_that_is_not_finite_is_not_hidden_by_int8(bert: Any) -> None:
+    broken = copy.deepcopy(bert)
+    broken.embeddings.word_embeddings.weight[7] = float("nan")
+    kernel = forward_kernel(broken, {}, torch.int8)[0]
+
+    found, sound = run(kernel, pack([Encoded(np.array([3, 7, 5], np.int32)), Encoded(np.array([3, 4], np.int32))]))
+
+    assert found.isnan().any()
+    assert sound.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_text_has_the_same_result_alone_in_any_batch_and_with_any_threads(module: Any, dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
         pytest.skip("this CPU multiplies no bfloat16")
+    if dtype is torch.int8 and not BYTES:
+        pytest.skip("this CPU multiplies no bytes")
     kernel = forward_kernel(module, options(module), dtype)[0]
     texts = texts_of((*LENGTHS, *[40] * 12))  # enough for groups of their own
 

@@ -79,7 +79,7 @@ def check(
     ],
     gpu: Annotated[int | None, typer.Option("--gpu", help="Index of the GPU; the freest unless given.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even if there is a GPU.")] = False,
-    dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16"] | None, typer.Option()] = None,
+    dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16", "int8"] | None, typer.Option()] = None,
 ) -> int:
     """Load a model on trial, and measure it."""
     if cpu and gpu is not None:

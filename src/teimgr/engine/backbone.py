@@ -95,9 +95,10 @@ class Transformer:
             raise CannotLowerError("not on a CPU")
         kernel, program = forward_kernel(self._module, self._options, dtype)
         _drop_linears(self._module, program.linears)
+        self.dtype = torch.float32 if dtype is torch.int8 else dtype  # of what torch still computes
         if self._owner is not self._module:
-            convert(self._owner, dtype, self.device)
-        self._kernel, self.dtype, self.batching = kernel, dtype, Batching.NATIVE
+            convert(self._owner, self.dtype, self.device)
+        self._kernel, self.batching = kernel, Batching.NATIVE
 
     def use(self, batching: Batching) -> None:
         """Set `batching`, to any but NATIVE.

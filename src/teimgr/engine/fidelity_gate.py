@@ -26,7 +26,7 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Output, Pair
 from teimgr.engine.model import Model
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.layout import Layout
 from teimgr.spec import Kind
 
@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 # A dtype is accepted with cosines to float32 from here on, and with scores that differ by no more.
 MIN_COSINE = 0.9995
 _MAX_SCORE_DIFFERENCE = 1e-2
-_REQUESTED_COSINE = 0.99  # a dtype that the user chose is refused only if it is plainly broken
+# A dtype that the user chose is refused only if it is plainly broken; eight bits are further off.
+_REQUESTED_COSINE = {torch.int8: 0.98}
+_REQUESTED_COSINE_16_BIT = 0.99
 _REQUESTED_SCORE_DIFFERENCE = 0.1
 _EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
 _EXACT_SCORE_DIFFERENCE = 1e-5
@@ -192,6 +194,7 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
 
     Raises:
         ModelLoadFailed: no way of batching gives the library's own results.
+        InvalidConfig: int8 is wanted, and the model or the CPU cannot compute in it.
     """
     model = load()
     device = model.backbone.device
@@ -199,7 +202,7 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
     types = _candidate_dtypes(_fastest(model), device) if wanted is None else [wanted]
     is_fresh = True
     for dtype in types:
-        for choose_way in (_choose_native, _choose_batching):
+        for choose_way in (_choose_native, *([_choose_batching] if dtype is not torch.int8 else [])):
             if not is_fresh:
                 del model  # before the next is loaded: the device may have no room for two
                 gc.collect()  # modules are in reference cycles
@@ -209,6 +212,8 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
             try:
                 choice = choose_way(model, dtype, inputs, reference, requested=wanted is not None)
             except CannotLowerError as refusal:  # the model is unchanged
+                if dtype is torch.int8:
+                    raise InvalidConfig(f"dtype int8 is not for this model or this machine: {refusal}") from refusal
                 log.info("the forward is not native: %s", refusal)
                 continue
             if choice is not None:
@@ -271,7 +276,8 @@ def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool
     if dtype is torch.float32:
         return close.difference <= _EXACT_DIFFERENCE and close.score_difference <= _EXACT_SCORE_DIFFERENCE
     if requested:
-        return close.min_cosine >= _REQUESTED_COSINE and close.score_difference <= _REQUESTED_SCORE_DIFFERENCE
+        least = _REQUESTED_COSINE.get(dtype, _REQUESTED_COSINE_16_BIT)
+        return close.min_cosine >= least and close.score_difference <= _REQUESTED_SCORE_DIFFERENCE
     return close.min_cosine >= MIN_COSINE and close.score_difference <= _MAX_SCORE_DIFFERENCE
 
 

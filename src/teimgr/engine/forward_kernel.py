@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from teimgr.engine.batch import PackedBatch
-from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step, Table
+from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step, Table, quantised
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS, NO_MEMORY, native_forward_allowed, native_library
 
-_KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate")
+_KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate", "quantise")
 _ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 _NORMS = ("layer", "rms")
 _INDICES = ("ids", "positions", "types")
@@ -30,6 +30,7 @@ _NO_SLOT = -1
 _SLOT_COLUMNS = 64  # a slot's rows are a multiple of so many elements, as wide as a panel
 _ERRORS = {1: NO_MEMORY, 2: "this CPU lacks the instructions"}
 _FIRST_POSITIONS = 512
+_ROW_SCALE_BYTES = 8  # struct row_scale
 
 
 class _Slot(ctypes.Structure):
@@ -58,6 +59,8 @@ class _Step(ctypes.Structure):
         ("groups", ctypes.c_int64),
         ("weights", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("tables", ctypes.c_void_p * _MOST_TABLES),
         ("index", ctypes.c_int32 * _MOST_TABLES),
         ("table_count", ctypes.c_int64),
@@ -125,7 +128,8 @@ def forward_kernel(module: Any, options: dict[str, Any], dtype: torch.dtype) -> 
 
 
 class ForwardKernel:
-    """A program with its weights in `dtype`, float32 or bfloat16.
+    """A program with its weights in `dtype`: float32, bfloat16, or int8, which has a scale for each column of a layer
+    and for each token's row; between the layers it computes in bfloat16 where the CPU has it, else in float32.
 
     Raises:
         CannotLowerError: there is no library, or the CPU lacks the instructions for `dtype`, or the program reads a
@@ -139,10 +143,18 @@ class ForwardKernel:
         self._library = library
         self._level = library.level if level is None else LEVELS.index(level)
         self._panel = int(library.panel_width(self._level))
-        self._bfloat16 = dtype is torch.bfloat16
-        known = dtype is torch.float32 or (self._bfloat16 and LEVELS[self._level] == "avx512_bf16")
-        if not self._panel or not known:
+        has_bfloat16, is_int8 = LEVELS[self._level] == "avx512_bf16", dtype is torch.int8
+        self._bfloat16 = has_bfloat16 and dtype is not torch.float32
+        known = {
+            torch.float32: True,
+            torch.bfloat16: has_bfloat16,
+            torch.int8: library.multiplies_bytes and LEVELS[self._level].startswith("avx512"),
+        }
+        if not self._panel or not known.get(dtype, False):
             raise CannotLowerError(f"no {dtype} on {LEVELS[self._level]}")
+        if is_int8:
+            program = quantised(program)
+        self._quantised = frozenset(step.key for step in program.steps if step.kind == "quantise")
         self._kept: list[Tensor] = []  # what the steps point to
         slots, values = self._slots(program)
         self._tables: list[tuple[int, int, Table]] = []  # step, place, table of positions
@@ -227,13 +239,17 @@ class ForwardKernel:
             setattr(made, name, _Operand(slot, 0 if read is None else read.column))
         if step.kind == "linear":
             assert step.weights is not None
-            weights = self._packed(step.weights)
+            assert step.x is not None
+            if step.x.key in self._quantised:
+                weights, scales, sums = self._packed_bytes(step.weights)
+                self._kept += (scales, sums)
+                made.scales, made.sums = scales.data_ptr(), sums.data_ptr()
+            else:
+                weights = self._packed(step.weights)
             self._kept.append(weights)
             made.weights = weights.data_ptr()
             if step.bias is not None:
-                padded = torch.zeros(-(-step.width // self._panel) * self._panel)
-                padded[: step.width] = step.bias
-                made.bias = self._address(padded)
+                made.bias = self._address(self._padded(step.bias.float()))
             return made
         made.weights = None if step.weights is None else self._address(step.weights)
         made.bias = None if step.bias is None else self._address(step.bias)
@@ -255,6 +271,19 @@ class ForwardKernel:
             return padded.view(panels, self._panel, inner // 2, 2).permute(0, 2, 1, 3).contiguous()
         return padded.view(panels, self._panel, inner).permute(0, 2, 1).contiguous()
 
+    def _packed_bytes(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[out, in] → int8 [panels, in / 4, panel, 4]; the scale of each column, and the sum of its bytes."""
+        weights = weights.float()
+        scales = weights.abs().amax(dim=1).clamp_min(1e-12) / 127.0
+        rows = self._padded((weights / scales[:, None]).round().to(torch.int8))
+        packed = rows.view(-1, self._panel, weights.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous()
+        return packed, self._padded(scales), rows.sum(dim=1, dtype=torch.int32)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """`rows` and zeros up to a whole panel."""
+        missing = -rows.shape[0] % self._panel
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
+
     def _slots(self, program: ForwardProgram) -> tuple[list[_Slot], dict[int, _Value]]:
         """A place for every result while it is read, in memory that results share."""
         last = len(program.steps) - 1
@@ -271,7 +300,10 @@ class ForwardKernel:
                 raise CannotLowerError("attention's result as float32")
             memory.release(key)
             last_read = until.get(key, key)
-            if self._bfloat16:
+            if step.kind == "quantise":
+                slot = memory.take(-(-(step.width + _ROW_SCALE_BYTES) // _SLOT_COLUMNS) * _SLOT_COLUMNS, last_read)
+                values[key] = _Value(operands=slot)
+            elif self._bfloat16:
                 wide = memory.take(elements * 4, last_read) if key in floats else _NO_SLOT
                 narrow = memory.take(elements * 2, last_read) if key in operands else _NO_SLOT
                 values[key] = _Value(wide, narrow)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_BYTE_COLUMNS = 16  # a row of bytes is made of so many numbers at a time
+
 
 class CannotLowerError(Exception):
     """The model computes something that is not among the steps."""
@@ -60,7 +62,8 @@ class Step:
     @property
     def reads_operands(self) -> tuple[Columns, ...]:
         """What it reads in the dtype of matrix products; the others are float32."""
-        return {"linear": (self.x,), "attend": self.reads}.get(self.kind, ())  # type: ignore[return-value]
+        reads = {"linear": (self.x,), "quantise": (self.x,), "attend": self.reads}
+        return reads.get(self.kind, ())  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,24 @@ def fused(program: ForwardProgram) -> ForwardProgram:
     the step before or behind them, layers that read the same rows as one.
     """
     return _with_merged_linears(_with_fused_activations(_with_fused_sums(_without_unused(program))))
+
+
+def quantised(program: ForwardProgram) -> ForwardProgram:
+    """The same forward with linear layers that read bytes; one that reads too odd a number of columns stays."""
+    steps: list[Step] = []
+    moved: dict[int, Columns] = {}
+    rows: dict[Columns, Columns] = {}
+    for step in program.steps:
+        step = _renamed(step, moved)
+        if step.kind == "linear" and step.x is not None and step.x.width % _BYTE_COLUMNS == 0:
+            if step.x not in rows:
+                width = step.x.width
+                rows[step.x] = Columns(len(steps), 0, width)
+                steps.append(Step("quantise", len(steps), width, x=step.x))
+            step = replace(step, x=rows[step.x])
+        moved[step.key] = Columns(len(steps), 0, 0)
+        steps.append(replace(step, key=len(steps)))
+    return replace(program, steps=tuple(steps))
 
 
 def _without_unused(program: ForwardProgram) -> ForwardProgram:

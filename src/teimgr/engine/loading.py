@@ -25,7 +25,13 @@ from teimgr.spec import LoadedModel
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 # On a CPU temporaries above some 25 MB are mapped and unmapped by every operation; more tokens gain nothing.
 _CPU_BATCH_TOKENS = 2048
 _CPU_TEMPORARY_BYTES = 25_000_000
@@ -129,6 +135,8 @@ def load_parts(options: EngineOptions) -> EngineParts:
         load_s=round(time.monotonic() - began, 3),
         attention=_attention(model, choice.batching),
         forward="native" if choice.batching is Batching.NATIVE else "library",
+        mean_cosine=round(choice.closeness.mean_cosine, 6),
+        min_cosine=round(choice.closeness.min_cosine, 6),
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "

@@ -22,7 +22,8 @@ _SWITCH = "TEIMGR_NATIVE"
 
 
 class NativeLibrary:
-    """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has.
+    """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has, and
+    `multiplies_bytes` whether int8 is among them.
 
     `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None where there is none: then
     everything runs on the calling thread.
@@ -34,6 +35,7 @@ class NativeLibrary:
         self.panel_width = library.panel_width
         self.panel_width.restype = ctypes.c_int64
         self.level = int(library.attention_level())
+        self.multiplies_bytes = bool(library.multiplies_bytes())
         self.parallel = _openmp_parallel()
 
 

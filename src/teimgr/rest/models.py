@@ -68,7 +68,7 @@ class LoadModel(Strict):
 
     gpu_id: int | None = Field(None, ge=0, le=U32, description="index of the GPU; absent: the freest one")
     device: Literal["auto", "cpu"] = Field("auto", description="cpu: not on a GPU, even if there is one")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="element type")
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field("auto", description="element type")
     revision: Revision | None = None
     trust_remote_code: bool = Field(False, description="run code of the model's own repository")
 

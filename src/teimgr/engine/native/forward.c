@@ -33,6 +33,7 @@ enum { MOST_ROWS = 6 };  // that share a load of the weights
 
 #define LEVEL(name) name##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define BYTES_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
 #define WIDTH 16
 #define COLUMNS 4
 #define PAIRS 0
@@ -40,6 +41,7 @@ enum { MOST_ROWS = 6 };  // that share a load of the weights
 
 #define LEVEL(name) name##_avx512_bf16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
+#define BYTES_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")))
 #define WIDTH 16
 #define COLUMNS 4
 #define PAIRS 1
@@ -88,7 +90,9 @@ static void run_unit(
         return;
     }
     const int is_linear = step->kind == LINEAR;
-    if (group->program->bfloat16)
+    if (is_linear && step->scales != NULL)
+        (group->program->bfloat16 ? linear_bytes_avx512_bf16 : linear_bytes_avx512)(step, group, unit);
+    else if (group->program->bfloat16)
         (is_linear ? linear_avx512_bf16 : run_rows_avx512_bf16)(step, group, unit);
     else if (group->program->level >= AVX512)
         (is_linear ? linear_avx512 : run_rows_avx512)(step, group, unit);

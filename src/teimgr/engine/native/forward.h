@@ -4,7 +4,7 @@
 
 #include "library.h"
 
-enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE };
+enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE, QUANTISE };
 enum activation { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU, TANH };
 enum norm { LAYER_NORM, RMS_NORM };
 enum index { IDS, POSITIONS, TYPES };
@@ -24,7 +24,8 @@ struct operand {
 // What a step reads and writes. "Operands" are what matrix products and attention read: bfloat16 or float32, as the
 // program's; everything else is float32.
 //   EMBED     scale · (the row `bias` + the rows of `tables` that the batch's ids, positions or types select)
-//   LINEAR    activation(x Wᵀ + bias) + `with`; W in panels as `panel_width` says; `x` has operands
+//   LINEAR    activation(x Wᵀ + bias) + `with`; W in panels as `panel_width` says; `x` has operands, or where `scales`
+//             is not NULL a row of QUANTISE, and W then has bytes
 //   ATTEND    softmax(scale · q kᵀ) v of `x`, `with` and `third`, all operands
 //   NORM      of each of `groups` parts of `width` columns of `x`, times `weights`, plus `bias`
 //   ADD       x + with, or x + the row `bias` where `with` has no slot
@@ -32,6 +33,8 @@ struct operand {
 //   GATE      activation(x) · with
 //   ROTATE    each of `groups` heads of `width` columns: x · cos + (−second half, first half) · sin, where
 //             `tables` has the cosines and sines of every position, [positions, width]
+//   QUANTISE  `inner` columns of `x`, operands, as bytes q with x ≈ scale · (q − zero), and a struct row_scale behind
+//             them, `width` bytes in all; scale and zero are those of the row's smallest and largest number and 0
 // The result is written as float32 where `floats` has a slot, and as operands where `operands` has one.
 struct step {
     int32_t kind, activation, norm, causal;
@@ -41,11 +44,18 @@ struct step {
     int64_t groups;
     const void *weights;
     const float *bias;
+    const float *scales;                       // of the columns of W as bytes
+    const int32_t *sums;                       // of the bytes of each column of W
     const float *tables[MOST_TABLES];
     int32_t index[MOST_TABLES];
     int64_t table_count;
     int64_t heads, key_heads, head_size, reach;
     float scale, epsilon;
+};
+
+struct row_scale {
+    float scale;
+    int32_t zero;
 };
 
 struct program {
@@ -80,7 +90,7 @@ struct forward {
 };
 
 // Columns of a panel of weights: a panel has the weights of that many neighbouring columns, for one element of x after
-// the other, or for one pair of elements after the other where operands are bfloat16.
+// the other, or for one pair of elements after the other where operands are bfloat16, or for one four of bytes.
 int64_t panel_width(int32_t level);
 
 // Computes `call->out`. Returns DONE, NO_MEMORY (`out` is then incomplete) or UNSUPPORTED.

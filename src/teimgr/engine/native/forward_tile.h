@@ -123,6 +123,95 @@ static TARGET void LEVEL(linear)(const struct step *step, const struct group *gr
     }
 }
 
+#if WIDTH == 16
+#define INLINE_BYTES static inline __attribute__((always_inline)) BYTES_TARGET
+
+// Of four bytes and a four of each column.
+INLINE_BYTES INTS LEVEL(multiply_add_bytes)(int32_t a, const int32_t *b, INTS sum) {
+    return (INTS)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(a), _mm512_loadu_si512(b));
+}
+
+// `rows` rows of bytes times one panel; as `multiply_panel`.
+INLINE_BYTES void LEVEL(multiply_byte_panel)(
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
+    const int64_t fours = step->inner / 4;
+    const int32_t *weights = (const int32_t *)step->weights + panel * fours * PANEL, *x[MOST_ROWS];
+    INTS sums[MOST_ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++) {
+        x[r] = (const int32_t *)LEVEL(row)(group, step->x.slot, row + r);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = (INTS){};
+    }
+    for (int64_t e = 0; e < fours; e++, weights += PANEL)
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++)
+                sums[r][c] = LEVEL(multiply_add_bytes)(x[r][e], weights + c * WIDTH, sums[r][c]);
+    for (int r = 0; r < rows; r++) {
+        const struct row_scale *of_row = (const struct row_scale *)(x[r] + fours);
+        float *floats = LEVEL(floats_of)(group, step->floats, row + r);
+        OPERAND *operands = LEVEL(operands_of)(group, step->operands, row + r);
+        const float *with = LEVEL(floats_of)(group, step->with.slot, row + r);
+        for (int c = 0; c < COLUMNS; c++) {
+            const int64_t column = panel * PANEL + c * WIDTH;
+            const INTS exact = sums[r][c] - *(const INTS *)(step->sums + column) * of_row->zero;
+            FLOATS result = (FLOATS)_mm512_cvtepi32_ps((__m512i)exact);
+            result *= LEVEL(load)(step->scales + column) * of_row->scale;
+            if (step->bias != NULL) result += LEVEL(load)(step->bias + column);
+            result = LEVEL(activated)(result, step->activation);
+            if (with != NULL) result += LEVEL(load)(with + step->with.column + column);
+            LEVEL(store)(result, floats, operands, column);
+        }
+    }
+}
+
+static BYTES_TARGET void LEVEL(linear_bytes)(const struct step *step, const struct group *group, int64_t unit) {
+    const int64_t panels = (step->width + PANEL - 1) / PANEL, panel = unit % panels;
+    const int64_t first = unit / panels * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);
+    const int64_t blocks = (last - first + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t i = 0, row = first; i < blocks; i++) {
+        const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);
+        switch (rows) {
+        case 1: LEVEL(multiply_byte_panel)(step, group, row, 1, panel); break;
+        case 2: LEVEL(multiply_byte_panel)(step, group, row, 2, panel); break;
+        case 3: LEVEL(multiply_byte_panel)(step, group, row, 3, panel); break;
+        case 4: LEVEL(multiply_byte_panel)(step, group, row, 4, panel); break;
+        case 5: LEVEL(multiply_byte_panel)(step, group, row, 5, panel); break;
+        default: LEVEL(multiply_byte_panel)(step, group, row, 6, panel);
+        }
+        row += rows;
+    }
+}
+
+INLINE FLOATS LEVEL(load_operands)(const OPERAND *from) {
+#if PAIRS
+    return (FLOATS)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return LEVEL(load)(from);
+#endif
+}
+
+static TARGET void LEVEL(quantise)(const struct step *step, const struct group *group, int64_t row) {
+    const OPERAND *x = LEVEL(operands_of)(group, step->x.slot, row) + step->x.column;
+    char *bytes = LEVEL(row)(group, step->operands, row);
+    __m512 least = _mm512_setzero_ps(), most = _mm512_setzero_ps();
+    FLOATS nothing = {};  // NaN if the row has a number that is not finite, which neither minimum nor maximum shows
+    for (int64_t column = 0; column < step->inner; column += WIDTH) {
+        const FLOATS values = LEVEL(load_operands)(x + column);
+        least = _mm512_min_ps(least, (__m512)values);
+        most = _mm512_max_ps(most, (__m512)values);
+        nothing += values * 0.0f;
+    }
+    const float low = _mm512_reduce_min_ps(least), range = _mm512_reduce_max_ps(most) - low;
+    const float scale = range > 0 ? range / 255.0f : 1.0f, inverse = 1.0f / scale;
+    struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), (int32_t)__builtin_rintf(-low * inverse)};
+    for (int64_t column = 0; column < step->inner; column += WIDTH) {
+        const __m512 shifted = (__m512)(LEVEL(load_operands)(x + column) * inverse + (float)of_row.zero);
+        _mm_storeu_si128((__m128i *)(bytes + column), _mm512_cvtusepi32_epi8(_mm512_max_epi32(
+            _mm512_cvtps_epi32(shifted), _mm512_setzero_si512())));
+    }
+    memcpy(bytes + step->inner, &of_row, sizeof of_row);
+}
+#endif
+
 static TARGET void LEVEL(embed)(const struct step *step, const struct group *group, int64_t row) {
     const struct forward *call = group->call;
     const int64_t *indices[] = {call->ids, call->positions, call->types}, token = group->first + row;
@@ -213,6 +302,9 @@ static TARGET void LEVEL(run_rows)(const struct step *step, const struct group *
         case EMBED: LEVEL(embed)(step, group, row); break;
         case NORM: LEVEL(normalise)(step, group, row); break;
         case ROTATE: LEVEL(rotate)(step, group, row); break;
+#if WIDTH == 16
+        case QUANTISE: LEVEL(quantise)(step, group, row); break;
+#endif
         default: LEVEL(combine)(step, group, row);
     }
 }

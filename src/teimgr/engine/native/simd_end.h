@@ -9,4 +9,6 @@
 #undef COLUMNS
 #undef WIDTH
 #undef TARGET
+#undef BYTES_TARGET
+#undef INLINE_BYTES
 #undef LEVEL

@@ -317,6 +317,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "batching": model.batching,
         "attention": model.attention,
         "forward": model.forward,
+        "fidelity": {"mean_cosine": model.mean_cosine, "min_cosine": model.min_cosine},
         "prompts": list(model.prompts),
         "default_prompt_name": model.default_prompt_name,
     }
