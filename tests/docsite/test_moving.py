@@ -157,16 +157,18 @@ def new_host(models: Path, *documented: str, rest_port: str = "9000") -> Host:
     return Host(folder, ports, environ)
 
 
-def reference_vectors(host: Host, texts: list[str]) -> list[list[float]]:
-    """What another server would have answered: vectors of sentence-transformers."""
+TEXTS = ["What is deep learning?", "Tax law of 1986", "Привет, мир", "test"]
+
+
+@pytest.fixture(scope="module")
+def vectors(models: Path) -> list[list[float]]:
+    """What another server would have answered to `TEXTS`: vectors of sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(str(host.folder / "models" / "all-MiniLM-L6-v2"), device="cpu")
-    vectors: list[list[float]] = model.encode(texts).tolist()
-    return vectors
-
-
-TEXTS = ["What is deep learning?", "Tax law of 1986", "Привет, мир", "test"]
+    found: list[list[float]] = (
+        SentenceTransformer(str(models / "all-MiniLM-L6-v2"), device="cpu").encode(TEXTS).tolist()
+    )
+    return found
 
 
 def keep(host: Host, answer: object) -> None:
@@ -188,9 +190,9 @@ def opened(models: Path) -> Iterator[Callable[..., Host]]:
         host.close()
 
 
-def test_from_tei(opened: Callable[..., Host]) -> None:
+def test_from_tei(opened: Callable[..., Host], vectors: list[list[float]]) -> None:
     host = opened("8081", "8082", "8083")
-    keep(host, reference_vectors(host, TEXTS))
+    keep(host, vectors)
 
     done = host.follow("from-tei.md")
     assert done["python"] == ["1.0000\n" * 4]
@@ -201,18 +203,18 @@ def test_from_tei(opened: Callable[..., Host]) -> None:
     assert vector == pytest.approx([value / length for value in snapshot], abs=4e-3)
 
 
-def test_from_infinity(opened: Callable[..., Host]) -> None:
+def test_from_infinity(opened: Callable[..., Host], vectors: list[list[float]]) -> None:
     host = opened("7997", rest_port="7997")
-    keep(host, {"data": [{"embedding": vector} for vector in reference_vectors(host, TEXTS)]})
+    keep(host, {"data": [{"embedding": vector} for vector in vectors]})
 
     done = host.follow("from-infinity.md")
     assert done["python"] == ["1.0000\n" * 4]
     assert not [text for text in done["bash"] if "a-key-that-clients-have" in text]
 
 
-def test_from_tei_manager(opened: Callable[..., Host]) -> None:
+def test_from_tei_manager(opened: Callable[..., Host], vectors: list[list[float]]) -> None:
     host = opened("8081")
-    keep(host, reference_vectors(host, TEXTS))
+    keep(host, vectors)
 
     assert host.follow("from-tei-manager.md")["python"] == ["1.0000\n" * 4]
 
@@ -229,12 +231,13 @@ def fleet(models: Path) -> Iterator[WarmDaemonProcess]:
 
 
 @pytest.mark.parametrize("page", ["from-openai.md", "from-sie.md"])
-def test_pages_for_a_daemon_that_runs(page: str, fleet: WarmDaemonProcess, opened: Callable[..., Host]) -> None:
+def test_pages_for_a_daemon_that_runs(
+    page: str, fleet: WarmDaemonProcess, opened: Callable[..., Host], vectors: list[list[float]]
+) -> None:
     if page == "from-openai.md" and not (ROOT / ".venv-clients").exists():
         pytest.skip("no .venv-clients: `dev.py test` makes it")
     host = opened()
     host = replace(host, ports={"9000": fleet.api_port}, environ={**host.environ, "TEIMGR_URL": fleet.api})
-    vectors = reference_vectors(host, ["What is deep learning?", "Tax law of 1986", "test"])
     keep(host, {"items": [{"dense": {"values": vector}} for vector in vectors]})
 
     host.follow(page)

@@ -106,11 +106,15 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class ComposeFile:
-    """The services of a file; `unset` are variables with neither a value nor a default, which docker takes as empty."""
+    """The services of a file; `unset` are variables with neither a value nor a default, which docker takes as empty.
+
+    `others` are the keys of the file beside `services`.
+    """
 
     path: Path
     services: tuple[Service, ...]
     unset: tuple[str, ...]
+    others: tuple[str, ...]
 
 
 def read_compose(path: Path, environ: Mapping[str, str], env_file: Path | None = None) -> ComposeFile:
@@ -137,7 +141,8 @@ def read_compose(path: Path, environ: Mapping[str, str], env_file: Path | None =
     interpolated = Interpolation(variables)
     plain = _Plain(path, interpolated)
     read = [_service(path, str(name), plain(each, f"services.{name}"), variables) for name, each in services.items()]
-    return ComposeFile(path, tuple(read), tuple(sorted(interpolated.unset)))
+    others = [str(name) for name in table if name != "services" and not str(name).startswith("x-")]
+    return ComposeFile(path, tuple(read), tuple(sorted(interpolated.unset)), tuple(others))
 
 
 class _Plain:
@@ -197,8 +202,11 @@ def _environ(table: Mapping[str, Any], folder: Path, variables: Mapping[str, str
     for each in [files] if isinstance(files, str) else _list(files, f"{place}.env_file"):
         given = each if isinstance(each, dict) else {"path": each}
         file = folder / str(given.get("path") or "")
-        if file.is_file() or given.get("required") != "false":
+        try:
             values |= read_env_file(file, variables)
+        except InvalidConfig:
+            if given.get("required") != "false":
+                raise
     environment = table.get("environment")
     pairs: Iterator[tuple[str, str | None]]
     if isinstance(environment, dict):
@@ -230,16 +238,23 @@ def _ports(value: Any, place: str) -> Iterator[PublishedPort]:
             raise InvalidConfig(f"{place}: more than {MAX_PORTS} ports")
         if (parts.get("kind") or "tcp") == "tcp":
             host = (parts.get("host") or "").strip("[]")
-            for place_of, target in enumerate(targets):
-                yield PublishedPort(target, published[place_of] if published else None, host)
+            for target, chosen in zip(targets, published or [None] * len(targets), strict=True):
+                yield PublishedPort(target, chosen, host)
 
 
 def _range(text: str | None) -> range | None:
     first, dash, last = (text or "").partition("-")
-    if not first.isdecimal() or (dash and not last.isdecimal()):
+    begin, end = whole_number(first), whole_number(last if dash else first)
+    if begin is None or end is None:
         return None
-    found = range(int(first), int(last if dash else first) + 1)
+    found = range(begin, end + 1)
     return found if found and found[-1] < 2**16 else None
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a text of up to nine digits is."""
+    stripped = text.strip()
+    return int(stripped) if stripped.isascii() and stripped.isdecimal() and len(stripped) < 10 else None
 
 
 def _volumes(value: Any, folder: Path, place: str) -> Iterator[Volume]:

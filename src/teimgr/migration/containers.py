@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from teimgr.migration.compose_file import PublishedPort, Service
+from teimgr.migration.compose_file import PublishedPort, Service, whole_number
 from teimgr.migration.draft import InstanceDraft, Outcome, Place
 
 # Keys of a service that are read elsewhere.
@@ -30,7 +30,7 @@ _DOCKER: dict[str, tuple[Outcome, str]] = {
     "logging": (Outcome.NONE, "log_max_bytes and log_keep of the settings bound the files of logs"),
     "mem_limit": (Outcome.NONE, "a worker of PyTorch needs other amounts; max_rss_mib replaces one above a limit"),
     "labels": (Outcome.NONE, "tags of an instance are for people and filters"),
-    "extends": (Outcome.DECIDE, "not followed: import the output of `docker compose config`, which has it merged"),
+    "extends": (Outcome.DECIDE, "not followed: import the output of `docker compose config`, which has all of it"),
     "profiles": (Outcome.NONE, "every instance is started; `teimgr stop` stops one for good"),
 }
 # Variables of a container that are the daemon's environment here; None: a secret.
@@ -119,8 +119,8 @@ def put_gpu(instance: InstanceDraft, service: Service) -> None:
     if devices is None and visible not in ("", "all", "void", "none"):
         devices = visible.split(",")
     chosen = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    if devices and chosen.isdecimal():  # counts among those that the container has
-        devices = devices[int(chosen) : int(chosen) + 1] or devices
+    if devices and (index := whole_number(chosen)) is not None:  # counts among those that the container has
+        devices = devices[index : index + 1] or devices
     elif chosen:
         devices = [chosen]
     if not sources:
@@ -128,12 +128,12 @@ def put_gpu(instance: InstanceDraft, service: Service) -> None:
     source = ", ".join(sources)
     if devices is None:
         place.found(source, Outcome.SAME, note="without gpu_id an instance has the GPU with most free memory")
-    elif not devices[0].strip().isdecimal():
+    elif (gpu := whole_number(devices[0])) is None:
         note = "gpu_id is an index: `teimgr gpus` shows which GPU has this id; without it the most free one is taken"
         place.found(source, Outcome.DECIDE, note=note)
     else:
         others = 'the server used the first of several; replicas = "per-gpu" uses all' if len(devices) > 1 else ""
-        instance.put("gpu_id", int(devices[0]), source, others)
+        instance.put("gpu_id", gpu, source, others)
 
 
 def _devices(service: Service) -> tuple[list[str] | None, str]:
@@ -161,7 +161,7 @@ def put_processors(instance: InstanceDraft, service: Service, number: int = 1) -
     for source, value in given:
         if value is None:
             continue
-        if "threads" in instance.keys or number > 1 or not re.fullmatch(r"\d+(\.\d+)?", str(value)):
+        if "threads" in instance.keys or number > 1 or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", str(value)):
             instance.place.found(
                 source, Outcome.NONE, note="the host's cores are shared out; threads is the key for them"
             )
@@ -173,7 +173,8 @@ def put_processors(instance: InstanceDraft, service: Service, number: int = 1) -
         instance.place.found(f"deploy.{key}", Outcome.NONE, note="of the container, not of the model")
     for source, value in (("deploy.replicas", deploy.get("replicas")), ("scale", service.table.get("scale"))):
         if value is not None:
-            instance.put("replicas", int(value) if str(value).isdecimal() else value, source)
+            number_of = whole_number(str(value))
+            instance.put("replicas", value if number_of is None else number_of, source)
 
 
 def note_rest(place: Place, service: Service, used_variables: Iterable[str], cache: str) -> None:

@@ -17,6 +17,12 @@ from teimgr.migration.draft import Draft, InstanceDraft, Outcome
 MAX_FILES = 32
 _YAML = (".yml", ".yaml")
 _PORTS = ("api_port", "grpc_port")
+_OVERRIDES = {
+    f"{stem}{suffix}": tuple(f"{stem}.override{each}" for each in _YAML)
+    for stem in ("compose", "docker-compose")
+    for suffix in _YAML
+}
+_MERGED = "not followed: import the output of `docker compose config`, which has all of it"
 
 
 def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | None = None) -> Draft:
@@ -54,6 +60,12 @@ def _compose(compose: ComposeFile, draft: Draft) -> None:
         place.found(
             f"${{{name}}}", Outcome.DECIDE, note="the variable is not set here and was taken as empty, as docker does"
         )
+    for key in compose.others:
+        outcome = Outcome.DECIDE if key == "include" else Outcome.NONE
+        place.found(key, outcome, note=_MERGED if key == "include" else "of docker, not of a model")
+    for name in _OVERRIDES.get(compose.path.name, ()):
+        if (compose.path.parent / name).exists():
+            place.found(name, Outcome.DECIDE, note=f"docker merges this file as well: {_MERGED}")
     moved, others = [], []
     for service in compose.services:
         convert_service = next((each.convert for each in (tei_service, infinity_service) if _runs(each, service)), None)
@@ -79,6 +91,8 @@ def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
     elif "MODEL_ID" in service.environ or any(word.startswith("--model-id") for word in service.words):
         note = "no known image of TEI or Infinity: if it is one, name theirs in a copy of the file"
         place.found("image", Outcome.DECIDE, note=note)
+    elif not service.image and "build" not in service.table:
+        place.found("image", Outcome.DECIDE, note=f"no image: where it is part of another file's service, {_MERGED}")
     else:
         place.found("image", Outcome.NONE, note="no image of TEI or Infinity: it stays in the compose file")
     texts = {f"environment.{name}": value for name, value in service.environ.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from teimgr.config.settings import UNPRIVILEGED_PORT
 from teimgr.errors import InvalidConfig
-from teimgr.migration.compose_file import Service
+from teimgr.migration.compose_file import Service, whole_number
 from teimgr.migration.containers import (
     Option,
     note_other_ports,
@@ -151,7 +151,7 @@ def _of_model(place: Place, option: Option, number: int, models: int) -> Option:
 def _put_address(draft: Draft, place: Place, service: Service, options: dict[str, Option]) -> None:
     """The published address becomes that of the daemon's REST port, for the first Infinity server."""
     option = options.pop("--port", Option((_DEFAULT_PORT,), "ports"))
-    inside = int(option.value) if option.value.isdecimal() else int(_DEFAULT_PORT)
+    inside = whole_number(option.value) or int(_DEFAULT_PORT)
     port = published(service, inside)
     if port is None or port.published is None:
         note = f"no published port: in docker's network it was http://{service.name}:{inside}; the daemon's is api_port"
@@ -227,7 +227,7 @@ def _put_option(instance: InstanceDraft, name: str, option: Option) -> None:
         else:
             instance.put(named.key, value, option.source)
     elif name == "--batch-size":
-        if value.isdecimal() and int(value):
+        if whole_number(value):
             instance.add_flag("--max-batch-requests", value, option.source, "beside max_batch_tokens")
         else:
             place.found(option.source, Outcome.DECIDE, note="left out: not a positive number")
@@ -248,8 +248,8 @@ def _put_option(instance: InstanceDraft, name: str, option: Option) -> None:
 def _put_devices(instance: InstanceDraft, option: Option) -> None:
     """`0` is a GPU; `0,1` is a replica on each of two."""
     devices = [each for each in option.value.split(",") if each.strip()]
-    if len(devices) == 1 and devices[0].strip().isdecimal():
-        instance.put("gpu_id", int(devices[0]), option.source)
+    if len(devices) == 1 and (gpu := whole_number(devices[0])) is not None:
+        instance.put("gpu_id", gpu, option.source)
     elif devices:
         note = 'placed on the GPUs with most free memory; "per-gpu" is one on each'
         instance.put("replicas", len(devices), option.source, note)

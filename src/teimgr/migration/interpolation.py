@@ -139,3 +139,5 @@ def read_text(path: Path, most_bytes: int) -> str:
         raise InvalidConfig(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidConfig(f"{path}: is no text in UTF-8") from error
+    except ValueError as error:  # a null byte
+        raise InvalidConfig(f"{str(path)!r}: cannot be read: no name of a file") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from teimgr.config.instance_keys import API_KEY_FLAG, FLAGS, REFUSED
-from teimgr.migration.compose_file import Service
+from teimgr.migration.compose_file import Service, whole_number
 from teimgr.migration.containers import (
     Option,
     note_other_ports,
@@ -162,7 +162,7 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
 def _put_ports(instance: InstanceDraft, service: Service, options: dict[str, Option]) -> None:
     place = instance.place
     given = options.pop("--port", None)
-    inside = int(given.value) if given and given.value.isdecimal() else _PORT_OF_IMAGE
+    inside = (whole_number(given.value) if given else None) or _PORT_OF_IMAGE
     if given:
         place.found(given.source, Outcome.NONE, note="a port of the container; the instance has the published one")
     own = published(service, inside)
@@ -193,7 +193,7 @@ def _put_dtype(instance: InstanceDraft, service: Service) -> None:
 
 def _metrics_port(options: Mapping[str, Option]) -> int:
     given = options.get("--prometheus-port")
-    return int(given.value) if given and given.value.isdecimal() else _PROMETHEUS_PORT
+    return (whole_number(given.value) if given else None) or _PROMETHEUS_PORT
 
 
 def _put_otlp(draft: Draft, place: Place, option: Option) -> None:
