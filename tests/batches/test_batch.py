@@ -25,7 +25,7 @@ def batch(**values: object) -> Batch:
 
 def test_a_record_is_read_as_it_was_written() -> None:
     done = RowSet().with_rows([0, 9])
-    progress = Progress(ResultPart("file-2", 1, 20), ResultPart("file-3", 1, 30), done)
+    progress = Progress(ResultPart("file-2", 1, 20), ResultPart("file-3", 1, 30), done, tokens=77)
     before = batch(metadata={"a": "b"}, faults=[BatchFault("x", "y", 3, "z")], progress=progress, total=12)
     before.enter(Status.IN_PROGRESS, 11.9)
 
@@ -35,6 +35,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert (after.progress.output, after.progress.error) == (progress.output, progress.error)
     assert [row for row in range(12) if row in after.progress.done] == [0, 9]
     assert after.as_object()["in_progress_at"] == 11
+    assert after.as_object()["usage"]["total_tokens"] == 77
     assert after.as_object()["completed_at"] is None
 
 

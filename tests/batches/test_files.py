@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,13 @@ async def test_limits_are_named_and_what_was_written_is_removed(store: Desk) -> 
 
 async def test_uploads_are_bounded_in_number(store: Desk) -> None:
     files = store.batches.files
-    for number in range(16):
-        await files.upload(f"owner {number}").__aenter__()
-    with pytest.raises(Overloaded):
+    files.settings = replace(files.settings, max_files=100)
+    for number in range(32):
+        await files.upload(f"owner {number % 4}").__aenter__()
+    with pytest.raises(Overloaded, match="32 files are being uploaded"):
         files.upload("one more")
+    with pytest.raises(Overloaded, match="8 files are being uploaded"):
+        files.upload("owner 0")
 
 
 async def test_an_expired_file_is_gone_at_once_and_deleted_later(store: Desk) -> None:

@@ -165,6 +165,36 @@ async def test_vectors_as_bytes_are_an_error_of_the_line(desk: Desk, start_worke
     assert "encoding_format" in found["response"]["body"]["error"]["message"]
 
 
+async def test_the_tokens_of_all_replies_are_summed(desk: Desk, start_worker: StartWorker) -> None:
+    def counted(request: Request) -> None:
+        usage = {"prompt_tokens": 7, "total_tokens": 7}
+        body = orjson.dumps({"data": [{"embedding": [0.5] * 500}], "usage": usage})
+        request.reply(pack_reply(HttpReply(200, {"content-type": "application/json"}, body)))
+
+    desk.worker("mini", await start_worker(counted))
+    await desk.start()
+    batch = await desk.ended(await desk.begin(lines(30)))
+
+    assert batch.as_object()["usage"]["input_tokens"] == 7 * 30
+
+
+async def test_a_daemon_that_stops_keeps_what_was_answered(
+    desk: Desk, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "_COMMIT_S", 3600)
+    worker: FrameWorker = await start_worker(hold)
+    desk.worker("mini", worker)
+    await desk.start()
+    batch = await desk.begin(lines(2))
+    answer(await next_of(worker))
+    [run] = desk.batches._runs.values()
+    await eventually(lambda: run._results.rows())
+    await desk.stop()
+    await desk.start(at_work=False)
+
+    assert desk.batches.get(OWNER, batch.id).progress.output.lines == 1
+
+
 async def test_a_batch_waits_for_its_model(desk: Desk, start_worker: StartWorker) -> None:
     desk.directory.publish(RouteEntry("mini", "model", State.STARTING, None, 1, ()))
     await desk.start()

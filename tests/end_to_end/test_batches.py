@@ -71,6 +71,7 @@ def test_a_killed_daemon_is_followed_by_one_that_finishes_the_batch(daemon: Daem
     ended = until(lambda: has_ended(daemon, batch), limit_s=LIMIT_S)
 
     assert ended["request_counts"] == {"total": REQUESTS, "completed": REQUESTS, "failed": 0}
+    assert ended["usage"]["total_tokens"] > REQUESTS
     found = [json.loads(line) for line in content(daemon, ended["output_file_id"])]
     assert sorted(int(each["custom_id"]) for each in found) == list(range(REQUESTS))
     with daemon.client() as client:

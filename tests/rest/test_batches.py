@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import random
@@ -21,6 +22,7 @@ from teimgr.config.batches import BatchSettings
 from teimgr.config.settings import Settings
 from teimgr.gateway import Gateway
 from teimgr.observability.metrics import DaemonMetrics
+from teimgr.rest import multipart
 from teimgr.routing.router import Directory
 
 MIB = 2**20
@@ -131,6 +133,18 @@ async def test_a_wrong_field_is_named_and_nothing_is_kept(api: Front, fields: di
 async def test_a_broken_form_is_refused(api: Front, body: bytes, content_type: str | None, status: int) -> None:
     headers = {"Content-Type": content_type or "multipart/form-data; boundary=x"}
     message(await api.call("POST", "/v1/files", status, data=body, headers=headers))
+    assert (await api.call("GET", "/v1/files", 200))["data"] == []
+
+
+async def test_a_form_that_stops_coming_is_given_up(api: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart, "_PART_S", 0.05)
+
+    async def some() -> AsyncIterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
+        await asyncio.Event().wait()
+
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert "in time" in message(await api.call("POST", "/v1/files", 408, data=some(), headers=headers))
     assert (await api.call("GET", "/v1/files", 200))["data"] == []
 
 

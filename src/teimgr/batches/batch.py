@@ -86,19 +86,20 @@ class ResultPart:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The committed results: those of the rows in `done`, each in one of the two files."""
+    """The committed results: those of the rows in `done`, each in one of the two files; `tokens` are of all inputs."""
 
     output: ResultPart = field(default_factory=ResultPart)
     error: ResultPart = field(default_factory=ResultPart)
     done: RowSet = field(default_factory=RowSet)
+    tokens: int = 0
 
     def to_plain(self) -> dict[str, Any]:
-        return {"output": self.output, "error": self.error, "done": self.done.to_text()}
+        return {"output": self.output, "error": self.error, "done": self.done.to_text(), "tokens": self.tokens}
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Self:
         parts = {name: ResultPart(**values[name]) for name in ("output", "error")}
-        return cls(**parts, done=RowSet.from_text(values["done"]))
+        return cls(**parts, done=RowSet.from_text(values["done"]), tokens=values["tokens"])
 
 
 @dataclass(slots=True)
@@ -156,6 +157,7 @@ class Batch:
             **self.moments,
             "expires_at": int(self.expires),
             "request_counts": {"total": self.total, "completed": output.lines, "failed": error.lines},
+            "usage": _usage(self.progress.tokens),
             "metadata": self.metadata,
         }
 
@@ -176,6 +178,16 @@ class Batch:
         values["faults"] = [BatchFault(*each) for each in values["faults"]]
         values["progress"] = Progress.from_plain(values["progress"])
         return cls(**values)
+
+
+def _usage(tokens: int) -> dict[str, Any]:
+    return {
+        "input_tokens": tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens,
+    }
 
 
 def new_batch_id() -> str:

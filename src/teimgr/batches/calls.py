@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -29,6 +30,10 @@ _IN_FLIGHT_BYTES = 64 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 # Failures of which the request itself may be the cause, such as a worker that is lost while it has the request.
 _MAX_FAILURES = 4
+
+
+_USAGE = re.compile(rb'"usage":\{[^{}]*"total_tokens":(\d+)[^{}]*\}\}$')
+_USAGE_BYTES = 256
 
 
 class CallSlots:
@@ -120,7 +125,14 @@ def result_line(batch_id: str, request: InputRequest, answer: HttpReply | LineEr
         body, is_error = _not_json(body, is_error=is_error)
     request_id = orjson.dumps(f"{batch_id}-{request.row}")
     response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (answer.status, request_id, body)
-    return ResultLine(request.row, b'%b"response":%b,"error":null}\n' % (head, response), is_error=is_error)
+    data = b'%b"response":%b,"error":null}\n' % (head, response)
+    return ResultLine(request.row, data, is_error=is_error, tokens=_tokens(body))
+
+
+def _tokens(body: bytes) -> int:
+    """The total of the `usage` that ends OpenAI's replies; 0 for another reply. Vectors are not parsed for it."""
+    found = _USAGE.search(body, max(0, len(body) - _USAGE_BYTES))
+    return int(found[1]) if found else 0
 
 
 def _not_json(body: bytes, *, is_error: bool) -> tuple[bytes, bool]:

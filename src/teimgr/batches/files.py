@@ -29,7 +29,7 @@ DAY_S = 86_400
 MIB = 2**20
 _DATA, _FACTS = ".data", ".json"
 _WRITE_BYTES = 512 * 1024
-_MAX_UPLOADS = 16  # at a time
+_MAX_UPLOADS, _MAX_UPLOADS_OF_OWNER = 32, 8  # at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,9 @@ class FileStore:
             QuotaExceeded: it has as many files as it may have.
             Overloaded: too many files are being uploaded.
         """
-        if self._uploads.total() >= _MAX_UPLOADS:
-            raise Overloaded(f"{_MAX_UPLOADS} files are being uploaded; try again later")
+        for going_on, limit in ((self._uploads[owner], _MAX_UPLOADS_OF_OWNER), (self._uploads.total(), _MAX_UPLOADS)):
+            if going_on >= limit:
+                raise Overloaded(f"{limit} files are being uploaded; try again later")
         count = sum(file.owner == owner for file in self._files.values()) + self._uploads[owner]
         if count >= self.settings.max_files:
             raise QuotaExceeded(

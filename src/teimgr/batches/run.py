@@ -81,6 +81,9 @@ class BatchRun:
         """Work until the batch has ended. Cancelling the task leaves it as it is, for a later run."""
         try:
             await self._run()
+        except asyncio.CancelledError:
+            await self._results.commit()  # a later run need not do it again
+            raise
         except Exception as error:
             log.exception("a batch failed", extra={"batch": self.batch.id})
             self.batch.faults.append(BatchFault("internal_error", f"{type(error).__name__}: see the daemon's log."))

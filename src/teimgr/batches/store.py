@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from teimgr.batches.batch import Batch, Progress, Status
@@ -21,15 +21,14 @@ MAX_ENDED = 1000
 _RECORD = ".json"
 
 
+@dataclass(frozen=True, slots=True)
 class ResultLine:
-    """A finished request: its row, the line for one of the two files, and which of them."""
+    """A finished request: its row, the line for one of the two files, which of them, and the tokens of its input."""
 
-    __slots__ = ("data", "is_error", "row")
-
-    def __init__(self, row: int, data: bytes, *, is_error: bool) -> None:
-        self.row = row
-        self.data = data
-        self.is_error = is_error
+    row: int
+    data: bytes
+    is_error: bool
+    tokens: int = 0
 
 
 class BatchStore:
@@ -134,6 +133,7 @@ class BatchStore:
                     lines=before.error.lines + sum(line.is_error for line in lines),
                 ),
                 before.done.with_rows(line.row for line in lines),
+                before.tokens + sum(line.tokens for line in lines),
             )
             self._files.reserve(batch.owner, size)
             try:

@@ -60,6 +60,28 @@ class RequestCounts(BaseModel):
     failed: int
 
 
+class CachedTokens(BaseModel):
+    """Always 0."""
+
+    cached_tokens: int
+
+
+class ReasoningTokens(BaseModel):
+    """Always 0."""
+
+    reasoning_tokens: int
+
+
+class BatchUsage(BaseModel):
+    """Tokens of the inputs that have a vector; there are no others."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
 class BatchError(BaseModel):
     """What is wrong with an input file."""
 
@@ -101,6 +123,7 @@ class BatchObject(BaseModel):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: RequestCounts
+    usage: BatchUsage
     metadata: dict[str, str] | None
 
 
