@@ -30,6 +30,10 @@ fix:
 proto:
     {{python}} dev.py proto
 
+# the documents' site in build/site; `docs serve` shows it while it is edited
+docs *args:
+    {{python}} dev.py docs {{args}}
+
 # one named benchmark: engine, peers, forward, start, mux, fidelity, gpu
 bench name *args:
     {{python}} dev.py bench {{name}} {{args}}

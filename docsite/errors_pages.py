@@ -18,7 +18,8 @@ _REFERENCE_HEAD = f"""# Errors
 Every failure has one of these codes; a code is never renamed. Causes and remedies are in
 [troubleshooting](../troubleshooting.md), and in a terminal by `teimgr explain CODE`.
 
-* **REST** (`/instances`, `/models`, `/config`, …): `{{"error": sentence, "code": CODE, "timestamp": time}}`.
+* **REST** (`/instances`, `/models`, `/config`, …): `{{"error": sentence, "code": CODE, "timestamp": time}}`,
+  and a header `Link` to the code at `/docs/errors` of the daemon.
 * **Inference over HTTP**: the error body of the dialect that was called, in its words. `error_type` below is TEI's.
 * **gRPC**: the status below, and the code in the trailing metadata `{CODE_KEY}`.
 * **Command line**: `why: error code CODE`, with `--json` `error.code`; the exit status below.
@@ -30,7 +31,8 @@ route takes.
 """
 _TROUBLE_HEAD = f"""# Troubleshooting by error code
 
-{MADE_BY} `teimgr explain CODE` shows the same in a terminal.
+{MADE_BY} `teimgr explain CODE` shows the same in a terminal, `/docs/errors` of the daemon in a
+browser; error replies of REST link there (header `Link`).
 
 Where to find the code of a failure: `code` in a reply of REST, `{CODE_KEY}` in the trailing metadata of gRPC, `why:` on
 the command line. [Errors](reference/errors.md) has the statuses. Without a code at hand, begin with these:

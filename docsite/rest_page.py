@@ -27,8 +27,8 @@ _HEAD = f"""# REST
 
 {MADE_BY}
 
-Port 9000 has the routes below; `/openapi.json` has them with every field and limit, `/docs` is the same as a page with
-examples and a form to try them. Bodies are JSON. Unknown fields and query parameters are refused. Failures have the
+Port 9000 has the routes below; `/openapi.json` has them with every field and limit, `/docs` is the same as a page, with
+calls to copy. Bodies are JSON. Unknown fields and query parameters are refused. Failures have the
 shape of [Errors](errors.md).
 
 *right*: what an [API key](../api-keys.md) needs; without authentication every route is open. Lists show a key with

@@ -33,12 +33,20 @@ def page(document: dict[str, Any], address: str) -> str:
         for path, operations in document["paths"].items()
         for verb, operation in operations.items()
     )
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(info["title"])}</title>'
-        f"<style>{STYLE}</style><h1>{escape(info['title'])} {escape(info['version'])}</h1>"
+    return html_document(
+        info["title"],
+        f"<h1>{escape(info['title'])} {escape(info['version'])}</h1>"
         f"<p>{escape(info.get('description', ''))} The same for programs: "
         f'<a href="{escape(address)}">openapi.json</a>.</p>'
-        f"{sections}</html>"
+        f"{sections}",
+    )
+
+
+def html_document(title: str, body: str) -> str:
+    """A whole page in the style that `HEADERS` allow; `body` is HTML."""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style>{body}</html>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Causes and remedies of every error code: for `teimgr explain` and the documents (docs/troubleshooting.md)."""
+"""Causes and remedies of every error code: for `teimgr explain`, `/docs/errors` and docs/troubleshooting.md."""
 
 from __future__ import annotations
 

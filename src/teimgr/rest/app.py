@@ -36,7 +36,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import batches as batch_routes
-from teimgr.rest import config, error_answers, events, files, fleet, gpus, instances, logs, models, probes
+from teimgr.rest import config, error_answers, error_help, events, files, fleet, gpus, instances, logs, models, probes
 from teimgr.rest.gpus import GpuReport
 from teimgr.rest.middleware import (
     Authentication,
@@ -123,6 +123,7 @@ def create_app(
         (logs.router, True),
         (probes.router, True),
         (docs, True),
+        (error_help.router, True),
         (events.router, event_log is not None),
         (config.router, reloader is not None),
         (models.router, registry is not None),

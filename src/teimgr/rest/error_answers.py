@@ -1,5 +1,6 @@
 """Errors of REST as JSON: every failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}`.
 
+The header `Link` leads to the causes and remedies of the code (`error_help.py`).
 That holds for a domain error, an invalid body, an unknown route and an internal error. Only the last hides its text.
 """
 
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
+from teimgr.rest.error_help import help_link
 from teimgr.rest.schemas import answer, in_own_words
 from teimgr.spec import now_rfc3339
 from teimgr.wire.error_bodies import OPENAI, failure
@@ -60,7 +62,7 @@ def install(app: FastAPI) -> None:
 
 def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
     response = answer(error_body(code, message), status)
-    response.headers.update(headers or {})
+    response.headers.update(help_link(code) | dict(headers or {}))
     return response
 
 

@@ -213,6 +213,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /ready": READ_ALL,
     "GET /metrics": READ_ALL,
     "GET /docs": KNOWN,
+    "GET /docs/errors": PUBLIC,  # explains a refused key too
     "GET /openapi.json": KNOWN,
     "GET /instances": READ,
     "POST /instances": ADMIN,
