@@ -14,6 +14,7 @@ SCENARIOS = {
     "mux": "latency of single queries, idle and beside bulk work; requests per second",
     "neighbours": "bulk texts/s of one instance alone, beside an idle and beside a busy one",
     "front": "requests per second by interface and callers, with the CPU time of every process",
+    "guard": "ratios that must not fall below their bounds, in half a minute",
     "fidelity": "every kind of model against the library it was made with: cosines and differences",
     "gpu": "bulk texts/s on CUDA: sentence-transformers and the bare engine",
 }

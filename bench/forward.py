@@ -69,6 +69,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def query_ratio(rounds: int) -> float:
+    """The time of the model's own forward over that of the native one: a short query, float32, one thread; a median."""
+    native, own = (_load("float32", 1, allowed) for allowed in ("", "attention"))
+    torch.set_num_threads(1)
+    query = _texts(native.tokenizer, 8)["one query"]
+    ways = [_forward(native.model, _batches(query)), _forward(own.model, _batches(query), Batching.VARLEN)]
+    ratio: float = _row("one query", query, "float32", ways, rounds)[-1]
+    return ratio
+
+
 def _load(dtype: str, threads: int, allowed: str) -> EngineParts:
     os.environ["TEIMGR_NATIVE"] = allowed
     return load_parts(EngineOptions(path=weights.minilm(), model_id="minilm", dtype=dtype, threads=threads))

@@ -63,7 +63,7 @@ async def _worker(world: World) -> int | None:
 def _send(world: World, pid: int | None, number: signal.Signals) -> None:
     if pid is not None:
         if number in (signal.SIGKILL, signal.SIGTERM):
-            world.ended.add(pid)
+            world.end(pid)
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -109,7 +109,7 @@ async def minilm_worker_killed(world: World) -> None:
 async def minilm_worker_hung(world: World) -> None:
     """Its healing is counted from the moment it hangs, and so has the time until it is noticed."""
     for pid in await world.worker_pids(MINILM):
-        world.ended.add(pid)
+        world.end(pid)
         os.kill(pid, signal.SIGSTOP)
 
 

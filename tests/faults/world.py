@@ -78,7 +78,7 @@ class World:
     allowed: dict[str, set[str]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     breaches: list[str] = field(default_factory=list)
-    ended: set[int] = field(default_factory=set)
+    ended: dict[int, float | None] = field(default_factory=dict)  # when a process that a fault ended had started
     """Workers that were sent a deadly signal."""
 
     @classmethod
@@ -189,7 +189,7 @@ class World:
             workers = [
                 each
                 for each in found[name].details["workers"]
-                if each["state"] == state.value and each["pid"] not in self.ended
+                if each["state"] == state.value and not self._has_ended(each["pid"])
             ]
             if found[name].status is not state or len(workers) != wanted.replicas:
                 return f"{name} is {found[name].status.value} with {len(workers)} workers, wanted {wanted}"
@@ -233,6 +233,14 @@ class World:
 
     # Processes
 
+    def end(self, pid: int) -> None:
+        """Note that a fault ends this process, which no longer counts as a worker."""
+        self.ended[pid] = _started_at(pid)
+
+    def _has_ended(self, pid: int | None) -> bool:
+        """Whether a fault ended this process, and not an earlier one of the same pid."""
+        return pid in self.ended and _started_at(pid) in (None, self.ended[pid])
+
     async def worker_pids(self, name: str) -> list[int]:
         """The pids of the instance's workers."""
         async with self.client() as client:
@@ -246,4 +254,11 @@ class World:
                     return process
             except psutil.Error:
                 continue
+        return None
+
+
+def _started_at(pid: int) -> float | None:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
         return None
