@@ -15,13 +15,30 @@ from teimgr.batches import service
 from teimgr.batches.batch import Status
 from teimgr.batches.files import BATCH_OUTPUT, DAY_S
 from teimgr.batches.service import BatchRequest
-from teimgr.errors import ObjectInUse, ObjectNotFound, QuotaExceeded, ValidationError
+from teimgr.errors import InvalidConfig, ObjectInUse, ObjectNotFound, QuotaExceeded, ValidationError
 
 StartWorker = Callable[[Script], Any]
 
 
 def key(name: str, *instances: str, right: str = "inference") -> Key:
     return Key(name, "0" * 64, (right,), instances or None)
+
+
+async def test_a_folder_that_cannot_be_used_is_named(desk: Desk) -> None:
+    (desk.settings.state_file.parent / "batches").write_text("a file")
+    with pytest.raises(InvalidConfig, match=r"Cannot use batches directory: .*batches: File exists"):
+        await desk.start()
+
+
+async def test_a_record_that_cannot_be_read_is_left_where_it_is(at_work: Desk) -> None:
+    batch = await at_work.ended(await at_work.begin(lines(1)))
+    record = at_work.settings.state_file.parent / "batches" / "records" / f"{batch.id}.json"
+    await at_work.stop()
+    record.write_text("{")
+    await at_work.start()
+
+    assert at_work.batches.of(OWNER) == []
+    assert record.read_text() == "{"
 
 
 async def test_a_batch_is_that_of_its_owner_alone(at_work: Desk) -> None:

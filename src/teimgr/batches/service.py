@@ -20,7 +20,7 @@ from teimgr.batches.files import BATCH, DAY_S, FileStore, StoredFile
 from teimgr.batches.run import BatchRun, Endpoint, RunTools
 from teimgr.batches.store import BatchStore
 from teimgr.config.settings import Settings
-from teimgr.errors import Forbidden, ObjectInUse, QuotaExceeded, ValidationError
+from teimgr.errors import Forbidden, InvalidConfig, ObjectInUse, QuotaExceeded, ValidationError
 from teimgr.gateway import Gateway
 from teimgr.gateway.routes import DialectPath, paths
 from teimgr.observability import catalogue
@@ -88,9 +88,12 @@ class Batches:
         """Read what an earlier daemon left.
 
         Raises:
-            OSError: the folder cannot be used.
+            InvalidConfig: the folder cannot be used.
         """
-        await self._disk.run(self._load)
+        try:
+            await self._disk.run(self._load)
+        except OSError as error:
+            raise InvalidConfig(f"Cannot use batches directory: {self._folder}: {error.strerror}") from error
 
     def _load(self) -> None:
         make_private_folder(self._folder)
