@@ -78,8 +78,8 @@ class World:
     allowed: dict[str, set[str]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     breaches: list[str] = field(default_factory=list)
-    ended: dict[int, float | None] = field(default_factory=dict)  # when a process that a fault ended had started
-    """Workers that were sent a deadly signal."""
+    ended: dict[int, float | None] = field(default_factory=dict)
+    """Workers that were sent a deadly signal, with the times of their starts."""
 
     @classmethod
     def make(cls, folder: Path, seed: int) -> Self:
