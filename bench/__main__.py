@@ -1,4 +1,4 @@
-"""`python -m bench NAME`: run one scenario. A scenario is imported only when it is asked for."""
+"""`python -m bench NAME`: run one scenario, or `all`. A scenario is imported only when it is asked for."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ import argparse
 import importlib
 import sys
 
-SCENARIOS = {
-    "engine": "bulk texts/s: sentence-transformers, the bare engine, the daemon",
-    "peers": "bulk texts/s in process beside OpenVINO and ONNX Runtime, where they are installed",
-    "forward": "the native forward against the model's own, with native attention and with torch's operators",
-    "start": "create, restart after a kill, memory of a first and a second worker",
-    "mux": "latency of single queries, idle and beside bulk work; requests per second",
-    "neighbours": "bulk texts/s of one instance alone, beside an idle and beside a busy one",
-    "front": "requests per second by interface and callers, with the CPU time of every process",
-    "guard": "ratios that must not fall below their bounds, in half a minute",
-    "fidelity": "every kind of model against the library it was made with: cosines and differences",
-    "gpu": "bulk texts/s on CUDA: sentence-transformers and the bare engine",
-}
+from bench import SCENARIOS
+
+# What `all` runs, each with its defaults: 30 to 40 minutes on two cores with nothing else running.
+_ALL = ("engine", "peers", "forward", "start", "mux", "neighbours", "front", "fidelity", "html")
 
 
 def main() -> int:
     """Run the command line."""
-    lines = [f"  {name:10}{meaning}" for name, meaning in SCENARIOS.items()]
+    lines = [f"  {name:12}{meaning}" for name, meaning in SCENARIOS.items()]
+    lines.append(f"  {'all':12}{', '.join(_ALL)}, one after the other")
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         usage="python -m bench NAME [options]   (NAME --help shows its options)",
         description="Scenarios:\n" + "\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=SCENARIOS, metavar="NAME")
+    parser.add_argument("name", choices=(*SCENARIOS, "all"), metavar="NAME")
     name: str = parser.parse_args(sys.argv[1:2]).name
+    if name == "all":
+        return max(_run(each, []) for each in _ALL)
+    return _run(name, sys.argv[2:])
+
+
+def _run(name: str, options: list[str]) -> int:
     scenario = importlib.import_module(f"bench.{name}")
     command = argparse.ArgumentParser(prog=f"python -m bench {name}", description=SCENARIOS[name])
     scenario.arguments(command)
-    status: int = scenario.run(command.parse_args(sys.argv[2:]))
+    status: int = scenario.run(command.parse_args(options))
     return status
 
 

@@ -24,7 +24,7 @@ def publish(
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{scenario}-{today}"
     stem.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
-    lines = [f"# bench {scenario}, {today}", "", *_facts(facts), "", table, "", *_machine(machine), ""]
+    lines = [f"# bench {scenario}, {today}", "", *_facts(facts), "", table, "", *machine_lines(machine), ""]
     stem.with_suffix(".md").write_text("\n".join(lines))
     print("\n".join(lines[2:-1]))
     print(f"\nwritten: bench/results/{stem.name}.md and .json")
@@ -63,7 +63,8 @@ def _facts(facts: dict[str, Any]) -> list[str]:
     return [f"* {key.replace('_', ' ')}: {value}" for key, value in facts.items()]
 
 
-def _machine(machine: dict[str, Any]) -> list[str]:
+def machine_lines(machine: dict[str, Any]) -> list[str]:
+    """The machine and the versions of a result, as two sentences."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     sets = ", ".join(machine["instruction_sets"]) or "none of note"
     size = f"{machine['cores']} cores, {machine['cpu']} ({sets}), {machine['memory_gib']} GiB"

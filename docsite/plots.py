@@ -26,6 +26,11 @@ class Bar(NamedTuple):
     ours: bool = True
 
 
+def newest(scenario: str) -> str:
+    """The name, without its ending, of a scenario's newest result in bench/results."""
+    return max(path.stem for path in _RESULTS.glob(f"{scenario}-20*.json"))
+
+
 def load(name: str) -> dict[str, Any]:
     """A result file of bench/results, by its name without the ending."""
     found: dict[str, Any] = json.loads((_RESULTS / f"{name}.json").read_text())
@@ -67,7 +72,7 @@ def _source(name: str) -> str:
 
 def engine() -> str:
     """Texts per second of the engine and through the daemon, beside sentence-transformers."""
-    name = "engine-2026-11-21"
+    name = newest("engine")
     values = [
         Bar(_path(row), row["texts_per_s"]["median"], row["path"].startswith("teimgr")) for row in load(name)["rows"]
     ]
@@ -76,7 +81,7 @@ def engine() -> str:
 
 def peers(texts: str) -> str:
     """Tokens per second in process beside OpenVINO and ONNX Runtime, for one set of texts."""
-    name = "peers-2026-11-22"
+    name = newest("peers")
     values = [
         Bar(_path(row), row["tokens/s median"], row["path"].startswith("teimgr"))
         for row in load(name)["rows"]
@@ -87,7 +92,7 @@ def peers(texts: str) -> str:
 
 def start() -> str:
     """Seconds from create to running and from kill to running."""
-    name = "start-2026-11-21"
+    name = newest("start")
     values = []
     for worker in load(name)["workers"]:
         values += [
@@ -99,7 +104,7 @@ def start() -> str:
 
 def latency() -> str:
     """Median and 99th percentile of a single query, idle and beside bulk."""
-    name = "mux-2026-11-21"
+    name = newest("mux")
     values = [
         Bar(f"{row['load']}: {point}", row[point])
         for row in load(name)["rows"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import re
+from pathlib import Path
 
 import pytest
-from bench import corpus, machine
+from bench import SCENARIOS, corpus, html, machine
 from bench.contest import Row
-from bench.report import markdown_table
+from bench.report import RESULTS, markdown_table
 from bench.table import ratios
 
 
@@ -55,3 +58,15 @@ def test_memory_and_time_of_a_process_are_read() -> None:
     pid = os.getpid()
     assert 0 < machine.unique_mib(pid) <= machine.peak_rss_mib(pid)
     assert 0 < machine.cpu_s(pid) <= machine.busy_s()
+
+
+def test_the_page_of_results_is_whole_and_asks_no_other_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "_TARGET", tmp_path / "report.html")
+
+    assert html.run(argparse.Namespace()) == 0
+
+    page = (tmp_path / "report.html").read_text()
+    scenarios = {path.name.split("-20")[0] for path in RESULTS.glob("*-20*.json")} & set(SCENARIOS)
+    assert all(f'<section id="{name}">' in page for name in scenarios)
+    assert page.count("<table>") >= len(scenarios) <= page.count("<li>")
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", page)
