@@ -61,10 +61,10 @@ def _settings(kind: type[Any], prefix: str) -> list[str]:
         names = variables.get(path, ()) if kind in (Settings, Otel) else ()
         meaning = _meaning(hints[item.name], declared.meaning, declared.low, declared.high)
         live = "yes" if declared.live else ""
-        rows.append((code(item.name), _default(kind, item), ", ".join(map(code, names)), live, meaning))
+        rows.append(("<br>".join(map(code, (item.name, *names))), _default(kind, item), live, meaning))
     if kind in (Settings, Otel):
-        return table(("key", "default", "environment", "reload", "meaning"), rows)
-    return table(("key", "default", "meaning"), [(row[0], row[1], row[4]) for row in rows])
+        return table(("key, and environment", "default", "reload", "meaning"), rows)
+    return table(("key", "default", "meaning"), [(row[0], row[1], row[3]) for row in rows])
 
 
 def _instance_keys() -> Iterator[str]:

@@ -35,7 +35,6 @@ TESTED_ELSEWHERE = {
 
 _BLOCK = re.compile(r"^(?:<!-- (not run|runs in): (.+?) -->\n)?```([a-z]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-_CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
@@ -70,17 +69,22 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(name_of(page), line, language, code, reason or "", environment or "")
 
 
+def without_blocks(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
 def links(page: Path) -> list[str]:
     """The targets of the page's links, outside of code."""
-    text = _FENCE.sub("", page.read_text())
-    return _LINK.findall(re.sub(r"\[`[^`\n]+`\]", "[code]", text) if "[`" in text else text)
+    text = without_blocks(page)
+    return _LINK.findall(re.sub(r"\[`[^`\n]+`\]", "[code]", text))
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of the page's headings, as GitHub and the site make them."""
     seen: Counter[str] = Counter()
     found = set()
-    for heading in _HEADING.findall(_FENCE.sub("", page.read_text())):
+    for heading in _HEADING.findall(without_blocks(page)):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
         slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
         found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)

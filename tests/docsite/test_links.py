@@ -1,4 +1,4 @@
-"""Every link of every page leads to a file that exists, and to a heading that it has."""
+"""What pages name exists: the targets of their links, files, commands in sentences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from tests.docsite.pages import PAGES, ROOT, anchors, links, name_of
+from tests.docsite.pages import PAGES, ROOT, anchors, links, name_of, without_blocks
+
+from teimgr.cli.main import COMMANDS, GROUPS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -36,3 +38,28 @@ def test_files_and_folders_that_guides_name_exist(name: str) -> None:
     assert named
     missing = [each for each in named if not any((base / each).exists() for base in (ROOT, ROOT / "src" / "teimgr"))]
     assert missing == []
+
+
+def test_commands_that_sentences_name_exist() -> None:
+    """Inline `teimgr COMMAND`, `dev.py VERB` and `python -m MODULE` of every page, and the flags of the first."""
+    verbs = set(re.findall(r'^        "(\w+)": ', (ROOT / "dev.py").read_text(), re.MULTILINE))
+    reference = (ROOT / "docs" / "cli.md").read_text() + "--help"
+    faults = []
+    for page in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", without_blocks(page)):
+            command = re.match(r"(?:\.venv/bin/)?teimgr ([a-z]+)(?: ([a-z]+))?", code)
+            flags = re.findall(r"(?<= )--[a-z-]+", code) if command else []
+            names = {command[1], f"{command[1]} {command[2]}"} if command else set()
+            if command and (not names & {*COMMANDS, *GROUPS} or any(flag not in reference for flag in flags)):
+                faults.append(f"{name_of(page)}: {code}")
+            if (verb := re.search(r"dev\.py ([a-z]+)", code)) and verb[1] not in verbs:
+                faults.append(f"{name_of(page)}: {code}")
+            if (module := re.match(r"(?:\.venv/bin/)?python -m ([\w.]+)", code)) and not is_module(module[1]):
+                faults.append(f"{name_of(page)}: {code}")
+    assert faults == []
+
+
+def is_module(name: str) -> bool:
+    place = ROOT.joinpath(*name.split("."))
+    source = ROOT.joinpath("src", *name.split("."))
+    return any(each.with_suffix(".py").exists() or (each / "__main__.py").exists() for each in (place, source))
