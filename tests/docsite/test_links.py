@@ -46,6 +46,8 @@ def test_commands_that_sentences_name_exist() -> None:
     reference = (ROOT / "docs" / "cli.md").read_text() + "--help"
     faults = []
     for page in PAGES:
+        if name_of(page) == "CHANGELOG.md":
+            continue  # it names what is no more
         for code in re.findall(r"`([^`\n]+)`", without_blocks(page)):
             command = re.match(r"(?:\.venv/bin/)?teimgr ([a-z]+)(?: ([a-z]+))?", code)
             flags = re.findall(r"(?<= )--[a-z-]+", code) if command else []
