@@ -160,6 +160,11 @@ async def test_quotas_have_a_code_of_their_own(api: Front) -> None:
     assert "batches.max_files" in message(refused, code="storage_quota_exceeded")
 
 
+async def test_a_failure_links_to_causes_and_remedies(api: Front) -> None:
+    async with api.http.get("/v1/files/file-nope") as reply:
+        assert reply.headers["Link"] == '</docs/errors#object_not_found>; rel="help"'
+
+
 async def test_files_come_in_pages(api: Front) -> None:
     ids = [(await upload(api))["id"] for _ in range(5)]
     first = await api.call("GET", "/v1/files?limit=2", 200)

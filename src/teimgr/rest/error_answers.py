@@ -75,7 +75,7 @@ async def _on_domain_error(request: Request, error: Exception) -> Response:
 
 def _openai(error: TeimgrError) -> Response:
     reply = failure(OPENAI, error)
-    return Response(bytes(reply.body), reply.status, dict(reply.headers))
+    return Response(bytes(reply.body), reply.status, help_link(error.code.name) | dict(reply.headers))
 
 
 def is_of_clients(path: str) -> bool:
