@@ -111,7 +111,7 @@ def test_the_client_runs_with_what_its_own_distribution_has(tmp_path: Path) -> N
         "from teimgr.client.corpus import embed_file\n"
         "import teimgr.bench_client.command, teimgr.client.__main__\n"
         "from teimgr.cli.main import main\n"
-        "assert main(['--help']) == 0 and main(['context', 'list']) == 0\n"
+        "assert main(['--help']) == 0 and main(['context', 'list']) == 0 and main(['explain', 'OVERLOADED']) == 0\n"
         "assert main(['ps', '--url', 'http://127.0.0.1:1']) == 3\n"
         "assert main(['serve', '--port', '19999']) == 1\n"
         "assert main(['import', 'compose.yml']) == 1\n"
