@@ -1,6 +1,6 @@
 """The commands of every page: each block runs on a real daemon, or has a mark with its reason, and good syntax.
 
-The pages share one daemon with the instances that they name: `mini`, `ranker` and `classes`. Each page has a folder of
+The pages share one daemon with the instances that they name: `mini` and `ranker`. Each page has a folder of
 its own, in which the folders of the repository are at hand.
 """
 
@@ -19,7 +19,7 @@ import pytest
 import yaml
 from tests.docsite.pages import PAGES, ROOT, TESTED_ELSEWHERE, Block, blocks, name_of
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
-from tests.support.models import build_classifier, build_cross_encoder
+from tests.support.models import build_cross_encoder
 
 from teimgr.config.sources import Source, read
 
@@ -44,7 +44,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     models = {
         "mini": MINILM,
         "ranker": str(build_cross_encoder("bert", folder / "ranker")),
-        "classes": str(build_classifier("bert", folder / "classes")),
     }
     running = WarmDaemonProcess(log_format="pretty")
     first = running.settings["instance_port_start"]
@@ -81,9 +80,7 @@ def test_the_commands_of_a_page_work(page: Path, daemon: DaemonProcess, tools: P
         else:
             run(block, daemon, tools, tmp_path)
     with daemon.client() as client:
-        assert [each.name for each in client.list()] == ["mini", "ranker", "classes"], (
-            "the page leaves the fleet as it was"
-        )
+        assert [each.name for each in client.list()] == ["mini", "ranker"], "the page leaves the fleet as it was"
 
 
 def test_every_block_that_is_not_run_has_its_reason() -> None:
