@@ -47,6 +47,34 @@ def test_the_key_of_one_daemon_is_not_sent_to_another(environ: dict[str, str]) -
     assert (by_context.url, by_context.api_key) == ("http://lab:1", None)
 
 
+@pytest.mark.parametrize(
+    ("url", "grpc_url"), [("http://other:1", None), (None, "http://other:2"), ("http://prod:2", "http://prod:2")]
+)
+def test_another_address_by_a_flag_gets_none_of_a_contexts_credentials(
+    environ: dict[str, str], url: str | None, grpc_url: str | None
+) -> None:
+    flags = ConnectionValues(url=url, grpc_url=grpc_url)
+    for named in ({"environ": environ}, {"environ": environ, "context": "prod"}):
+        found = DaemonConnection.resolve(flags, **named)
+        assert (found.api_key, found.tls.ca) == (None, None)
+    bringing = DaemonConnection.resolve(replace(flags, api_key="mine"), environ=environ)
+    assert (bringing.api_key, bringing.tls.ca) == ("mine", None)
+
+
+def test_the_same_address_by_a_flag_keeps_a_contexts_credentials(environ: dict[str, str]) -> None:
+    for flags in (ConnectionValues(url="prod:1"), ConnectionValues(grpc_url="http://prod:7")):
+        assert DaemonConnection.resolve(flags, environ=environ).api_key == "prod-key"
+
+
+def test_a_key_of_the_environment_belongs_to_the_address_beside_it(environ: dict[str, str]) -> None:
+    other = ConnectionValues(url="http://other:1")
+    without_address = environ | {"TEIMGR_API_KEY": "mine"}
+    assert DaemonConnection.resolve(other, environ=without_address).api_key == "mine"
+    assert DaemonConnection.resolve(other, environ=without_address | {"TEIMGR_URL": "http://a:1"}).api_key is None
+    grpc_alone = DaemonConnection.resolve(environ=environ | {"TEIMGR_GRPC_URL": "http://other:2"})
+    assert (grpc_alone.grpc_url, grpc_alone.api_key) == ("http://other:2", None)
+
+
 def test_environment_and_flags_replace_single_values_of_a_context(environ: dict[str, str], tmp_path: Path) -> None:
     assert DaemonConnection.resolve(environ=environ | {"TEIMGR_API_KEY": "mine"}).api_key == "mine"
     file = tmp_path / "key"
@@ -76,6 +104,9 @@ def test_contexts_are_written_and_read_again(environ: dict[str, str]) -> None:
         ('[contexts.a]\nurll = "x"\n', "contexts.a: unknown key 'urll'"),
         ("[contexts.a]\nurl = 5\n", r"contexts\.a\.url must be a string"),
         ("[contexts.a]\n", "contexts.a: url is missing"),
+        ("contexts = 3\n", "contexts must be a table"),
+        ('contexts = ["a"]\n', "contexts must be a table"),
+        ("current = 3\n", "current must be a string"),
         ("[", "contexts.toml: "),
     ],
 )

@@ -28,8 +28,9 @@ _CONNECTION = """## Which daemon
 Every command of a running daemon takes the options below; `bench-client` and `python -m teimgr.client` find it in the
 same way. Flags replace single values of what follows. With `--context NAME` the environment is not read. Without it the
 environment counts, then the context of `TEIMGR_CONTEXT`, else the current one (`teimgr context use NAME`); where
-`TEIMGR_URL` is set, no context is read. Contexts are in `~/.config/teimgr/contexts.toml`, which only its owner can
-read, or in the file `TEIMGR_CONTEXTS`.
+`TEIMGR_URL` is set, no context is read. Key and certificates belong to the address that they are given with: where
+another source replaces that address, they are not sent. Contexts are in `~/.config/teimgr/contexts.toml`, which only
+its owner can read, or in the file `TEIMGR_CONTEXTS`.
 """
 
 

@@ -1,7 +1,8 @@
 """Which daemon a command speaks to, and as whom: flags, environment variables and named contexts, in one order.
 
 Flags replace single values of what a context or the environment gives. With `--context NAME` the environment is not
-read; without it, `TEIMGR_URL` means that no context is read, so that the key of one daemon is never sent to another.
+read; without it, `TEIMGR_URL` means that no context is read. Key and certificates belong to the address that they are
+given with, and are left out where a flag or variable replaces that address by another one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CONTEXTS_FILE = "TEIMGR_CONTEXTS"
 _DEFAULT_API_PORT = 9000
 _DEFAULT_GRPC_PORT = 9001
 _FILE_MODE = 0o600
+_CREDENTIALS = ("api_key", "api_key_file", "ca", "cert", "key", "server_name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,32 @@ class ConnectionValues:
     server_name: str | None = None
 
     def over(self, other: ConnectionValues) -> ConnectionValues:
-        """These values, those that are None from `other`; a key and a file of a key replace each other."""
+        """These values, those that are None from `other`; a key and a file of a key replace each other.
+
+        The credentials of `other` are left out where these values have another address than `other`.
+
+        Raises:
+            InvalidConfig: an address is none.
+        """
         given = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
         if "api_key" in given or "api_key_file" in given:
             given = {"api_key": None, "api_key_file": None} | given
         if "url" in given:  # the gRPC address belongs to the REST address
             given = {"grpc_url": None} | given
+        if self._leads_elsewhere(other):
+            given = dict.fromkeys(_CREDENTIALS) | given
         return replace(other, **given)
+
+    def _leads_elsewhere(self, other: ConnectionValues) -> bool:
+        """Whether these values have a REST address that `other` has not, or without one, gRPC on another host."""
+        known = [ServerAddress.parse(url) for url in (other.url, other.grpc_url) if url is not None]
+        if not known:
+            return False
+        if self.url is not None:
+            return other.url is None or ServerAddress.parse(self.url) != known[0]
+        return self.grpc_url is not None and ServerAddress.parse(self.grpc_url).host not in {
+            each.host for each in known
+        }
 
 
 VARIABLES = {item.name: f"TEIMGR_{item.name.upper()}" for item in fields(ConnectionValues)}
@@ -82,20 +103,18 @@ class DaemonConnection:
             InvalidConfig: an unknown context, a file that cannot be read, or an address that is none.
         """
         flags = flags or ConnectionValues()
-        found = ConnectionValues(**{name: environ.get(variable) or None for name, variable in VARIABLES.items()})
-        source = f"the environment variable {VARIABLES['url']}"
+        variables = ConnectionValues(**{name: environ.get(variable) or None for name, variable in VARIABLES.items()})
         if context is not None:
-            found, source = Contexts.load(environ).get(context), f"the context {context!r}"
-        elif found.url is None:
-            contexts = Contexts.load(environ)
-            name = environ.get(CONTEXT) or contexts.current
-            if name:
-                found, source = found.over(contexts.get(name)), f"the context {name!r}"
-            else:
-                source = "the default"
-        if flags.url is not None:
-            source = "--url"
-        return cls._of(flags.over(found), source)
+            found, source = flags.over(Contexts.load(environ).get(context)), f"the context {context!r}"
+        else:
+            # Flags go over variables first: a key in a variable without an address belongs to the address of a flag.
+            found, source = flags.over(variables), f"the environment variable {VARIABLES['url']}"
+            if variables.url is None:
+                contexts = Contexts.load(environ)
+                name = environ.get(CONTEXT) or contexts.current
+                source = f"the context {name!r}" if name else "the default"
+                found = found.over(contexts.get(name)) if name else found
+        return cls._of(found, "--url" if flags.url is not None else source)
 
     @classmethod
     def _of(cls, values: ConnectionValues, source: str) -> DaemonConnection:
@@ -163,7 +182,7 @@ class Contexts:
         """The contexts in `TEIMGR_CONTEXTS`, else in the user's configuration folder; none where no file is.
 
         Raises:
-            InvalidConfig: the file is no TOML, or has an unknown key.
+            InvalidConfig: the file is no TOML, has an unknown key, or a value of another type.
         """
         if CONTEXTS_FILE in environ:
             path = Path(environ[CONTEXTS_FILE])
@@ -176,7 +195,8 @@ class Contexts:
             return cls(path)
         except (OSError, ValueError) as error:
             raise InvalidConfig(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-        return cls(path, table.get("current"), {name: _values(path, name, each) for name, each in _tables(path, table)})
+        tables = {name: _values(path, name, each) for name, each in _tables(path, table).items()}
+        return cls(path, table.get("current"), tables)
 
     def get(self, name: str) -> ConnectionValues:
         """The values of a context.
@@ -209,10 +229,15 @@ class Contexts:
             raise InvalidConfig(f"{self.path}: {error.strerror}") from error
 
 
-def _tables(path: Path, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _tables(path: Path, table: Mapping[str, Any]) -> Mapping[str, Any]:
     if unknown := table.keys() - {"current", "contexts"}:
         raise InvalidConfig(f"{path}: unknown key {min(unknown)!r}; known are current, contexts")
-    return list(table.get("contexts", {}).items())
+    if not isinstance(table.get("current", ""), str):
+        raise InvalidConfig(f"{path}: current must be a string")
+    tables = table.get("contexts", {})
+    if not isinstance(tables, dict):
+        raise InvalidConfig(f"{path}: contexts must be a table")
+    return tables
 
 
 def _values(path: Path, name: str, table: Any) -> ConnectionValues:
