@@ -252,6 +252,24 @@ def test_a_second_daemon_is_refused_by_the_lock_beside_the_file(store: Store, fi
     Store(link).open()
 
 
+def test_a_generation_before_that_cannot_be_copied_is_loaded_with_an_alarm(store: Store, file: Path) -> None:
+    previous = file.parent / "state.toml.prev"
+    store.save([PLAIN])
+    store.save([FULL])
+    file.unlink()
+    file.write_bytes(b"junk")
+    (file.parent / ".state.toml.prev.link").mkdir()  # in the way of the copy
+
+    loaded = store.load()
+    store.save([FULL, PLAIN])
+
+    assert loaded.specs == (PLAIN,)
+    assert "which could not be copied to its place" in str(loaded.alarm)
+    assert parse(previous.read_bytes()).specs == (PLAIN,), "damage never replaces the generation before"
+    store.save([FULL])
+    assert parse(previous.read_bytes()).specs == (FULL, PLAIN)
+
+
 def test_with_both_generations_corrupt_the_daemon_still_starts_and_says_so(store: Store, file: Path) -> None:
     file.write_bytes(b"junk")
     (file.parent / "state.toml.prev").write_bytes(b"junk")

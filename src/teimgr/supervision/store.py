@@ -73,6 +73,7 @@ class Store:
         self._named = path
         self._path = path.resolve()
         self._previous = self._path.with_name(f"{self._path.name}.prev")
+        self._is_damaged = False  # the file at `path`: it must not become the previous generation
         self._lock: int | None = None
 
     def open(self) -> None:
@@ -124,7 +125,9 @@ class Store:
             OSError: The disk refused; the file is unchanged.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, render(specs), mode=0o600, durable=True, previous=self._previous)
+        previous = None if self._is_damaged else self._previous
+        write_atomically(self._path, render(specs), mode=0o600, durable=True, previous=previous)
+        self._is_damaged = False
 
     def set_aside(self, kind: str) -> Path | None:
         """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None when there is no file."""
@@ -156,12 +159,18 @@ class Store:
 
     def _load_previous(self, problem: str) -> Loaded:
         kept = self._try_set_aside()
+        self._is_damaged = True
         try:
             found = parse(self._previous.read_bytes())
-            duplicate(self._previous, self._path)  # now: the loaded state must not depend on a later save
         except (Unreadable, OSError):
             return Loaded((), f"{problem}; {kept}; no good generation before it, no instance was restored")
-        return Loaded(found.specs, "; ".join(filter(None, (problem, kept, "restored the one before", found.alarm))))
+        done = "restored the one before"
+        try:
+            duplicate(self._previous, self._path)  # now: the loaded state must not depend on a later save
+            self._is_damaged = False
+        except OSError as error:
+            done = f"{done}, which could not be copied to its place: {error}"
+        return Loaded(found.specs, "; ".join(filter(None, (problem, kept, done, found.alarm))))
 
 
 def parse(content: bytes) -> Loaded:
