@@ -93,6 +93,36 @@ def test_lines_that_hold_no_text_have_the_reason(tmp_path: Path) -> None:
     assert batch["id"].to_pylist() == ["1", "2"]
 
 
+def test_a_csv_field_may_be_as_long_as_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(f"id,text\n1,{'a' * (16 << 20)}\n")
+    [batch] = open_source(file).batches(0, 10)
+    assert batch["fault"].to_pylist() == [None]
+    assert len(batch["text"][0].as_py()) == 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (b'2,"' + b"a" * (33 << 20), r"after line \d+: field larger than field limit"),
+        (b"2,\xff", r"after line \d+: 'utf-8'"),
+    ],
+    ids=["a quote that is not closed", "no UTF-8"],
+)
+def test_csv_that_cannot_be_read_is_named_with_its_line(row: bytes, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(b"id,text\n" + b"1,a\n" * 100_000 + row)
+    with pytest.raises(InvalidConfig, match=says):
+        list(open_source(file).batches(0, 1000))
+
+
+def test_headings_of_csv_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(b'"' + b"a" * (33 << 20))
+    with pytest.raises(InvalidConfig, match="field larger than field limit"):
+        open_source(file)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "says"),
     [

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.csv
@@ -25,6 +25,8 @@ SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".txt", ".arrow", ".feather
 _STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
 _READ_BYTES = 1 << 20
 _TYPED_ROWS = 1000
+# Above the 16 MiB of a text, so that a longer one is a row that fails; a quote that is never closed ends here.
+_CSV_FIELD_CHARS = 32 << 20
 
 
 class TextSource(ABC):
@@ -52,7 +54,7 @@ class TextSource(ABC):
         """
 
     def position(self) -> float | None:
-        """The share of the file that was read, from 0 to 1; None where `rows` is known."""
+        """The share of the file that was read, from 0 to 1; None except of CSV."""
         return None
 
     def _chosen(self, schema: pa.Schema) -> pa.Schema:
@@ -191,32 +193,44 @@ class CsvSource(TextSource):
 
     @staticmethod
     def columns(path: Path) -> list[str]:
-        import csv
-
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return next(csv.reader(file), [])
+            return next(_csv_rows(path, file), [])
 
     def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
-        import csv
-
         with self.path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
+            reader = _csv_rows(self.path, file)
             names = next(reader, [])
             text_at, kept_at = names.index(self.text_column), [names.index(name) for name in self.keep]
             rows = islice(reader, first_row, None)
             while piece := list(islice(rows, size)):
                 self._bytes = os.lseek(file.fileno(), 0, os.SEEK_CUR)
-                wanted = [None if len(row) == len(names) else _ragged(len(row), len(names)) for row in piece]
-                texts = [row[text_at] if fault is None else None for row, fault in zip(piece, wanted, strict=True)]
+                faults = [None if len(row) == len(names) else _ragged(len(row), len(names)) for row in piece]
+                texts = [row[text_at] if fault is None else None for row, fault in zip(piece, faults, strict=True)]
                 kept = [[row[at] if at < len(row) else None for row in piece] for at in kept_at]
                 yield self._batch(
                     pa.array(texts, pa.utf8()),
                     [pa.array(each, pa.utf8()) for each in kept],
-                    pa.array(wanted, pa.utf8()),
+                    pa.array(faults, pa.utf8()),
                 )
 
     def position(self) -> float | None:
         return self._bytes / max(self.path.stat().st_size, 1)
+
+
+def _csv_rows(path: Path, file: TextIO) -> Iterator[list[str]]:
+    """The rows of a CSV file.
+
+    Raises:
+        InvalidConfig: it cannot be parsed, or is no UTF-8; the message has the last line that was read.
+    """
+    import csv
+
+    csv.field_size_limit(max(csv.field_size_limit(), _CSV_FIELD_CHARS))  # of the whole process, so never lowered
+    reader = csv.reader(file)
+    try:
+        yield from reader
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: after line {reader.line_num}: {error}") from error
 
 
 def _ragged(found: int, wanted: int) -> str:
