@@ -112,6 +112,34 @@ def test_what_no_step_computes_is_refused(run: Callable[[Tensor, Tensor], Tensor
         lower(trace_forward(Custom(run), {}))
 
 
+def test_an_operator_that_a_handler_cannot_take_is_refused_and_logged_with_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(CannotLowerError, match="used in another way"):
+        lower(trace_forward(Custom(lambda x, _: functional.linear(x, x[0])), {}))
+
+    assert [(each.levelname, each.exc_info is not None) for each in caplog.records] == [("WARNING", True)]
+
+
+@pytest.mark.parametrize("index", [lambda positions: positions // 100, torch.zeros_like], ids=["of positions", "given"])
+def test_an_embedding_by_one_number_is_a_constant_row(index: Callable[[Tensor], Tensor]) -> None:
+    other = torch.randn(3, 16)
+
+    program = lower(trace_forward(Custom(lambda x, positions: x + functional.embedding(index(positions), other)), {}))
+
+    assert [step.kind for step in program.steps] == ["embed", "linear", "add"]
+    assert program.steps[-1].bias is not None
+    assert torch.equal(program.steps[-1].bias, other[0])
+
+
+@pytest.mark.parametrize("index", [lambda positions: positions + 1, lambda positions: positions.flip(1)])
+def test_an_embedding_by_changed_positions_is_refused(index: Callable[[Tensor], Tensor]) -> None:
+    table = nn.Embedding(50, 16)
+
+    with pytest.raises(CannotLowerError, match="embedding by something computed"):
+        lower(trace_forward(Custom(lambda x, positions: x + table(index(positions))), {}))
+
+
 def test_tracing_leaves_the_models_attention_as_it_was(model_dir: Callable[..., Path]) -> None:
     module = load_module(read_layout(model_dir("bert")), torch.device("cpu"))
 
