@@ -8,7 +8,16 @@ intake                         first thread: jobs are tokenized
 tokenizer, truncation,         prompts, limits, the tokenizers library; truncation; role prefixes and chat templates
 templates
 queue, batch, runner           second thread: batches by length and lane, packed into one row and started on the device
-model, backbone, attention     the forward of a packed row; linear layers prepacked for oneDNN
+core_load                      CPU threads of a batch, by the load of the host's other workers
+model, backbone                the forward of a packed row: on CPUs one call of the C library is tried first, else the
+                               model's own code runs, on CPUs with linear layers prepacked for oneDNN
+forward_trace, lowering,       how a model's own forward becomes a list of steps: the record of its operators, its
+lowered_values,                interpretation, fusions of steps and bytes (int8)
+forward_program
+forward_kernel,                the C library of native/: found and loaded, the list of steps run by it, attention alone
+attention_kernel,
+native_library
+attention                      attention within the texts of a packed row, where the model's own code runs
 heads                          results from hidden states
 finisher                       third thread: results are written into jobs, which are delivered
 """

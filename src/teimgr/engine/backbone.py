@@ -1,7 +1,8 @@
 """Backbones: hidden states from token ids, by a transformer run without padding or by a static table.
 
-On the CPU the linear layers of a transformer are prepacked for oneDNN where this machine's torch supports it: with the
-few tokens of a query a plain linear takes twice as long. The two operators are private to torch (its compiler emits
+On the CPU the forward is one call of the C library (`forward_kernel`) where the fidelity gate lets it. Else the linear
+layers are prepacked for oneDNN where this machine's torch supports it: with the few tokens of a query a plain linear
+takes twice as long. The two operators are private to torch (its compiler emits
 them), so they are tested before use, with `F.linear` as the fallback.
 """
 

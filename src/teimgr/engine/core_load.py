@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-_SLOTS = 1024
+_SLOTS = 1024  # workers of a host that share the file; further ones compute with their own threads alone
+# Fields of a slot, float64: threads of the running batch (0: none) and when it began; cores in use and when that was
+# written. Times are seconds of the monotonic clock, which all processes of a host have in common.
+_RUNNING, _SINCE, _LOAD, _WRITTEN = range(4)
 _FIELDS = 4
 _BYTES = _SLOTS * _FIELDS * 8
-_RUNNING, _SINCE, _LOAD, _WRITTEN = range(
-    _FIELDS
-)  # threads of the running batch, its start; cores in use, when written
 
-_WINDOW_S = 0.2  # a load is that of at least so long
-_FRESH_S = 0.5
-_READ_EVERY_S = 0.02
-_BUSY_CORES = 0.1
+_WINDOW_S = 0.2  # seconds that a load is averaged over, at least: a single query is none
+_FRESH_S = 0.5  # a load that was written longer ago, in seconds, counts as 0: its worker is idle or gone
+_READ_EVERY_S = 0.02  # seconds between two reads of the other slots, which take a part of a small batch's time
+_BUSY_CORES = 0.1  # a worker with a smaller load, in cores, is not among those that the cores are divided by
 
 
 class CoreLoad:
@@ -56,20 +56,23 @@ class CoreLoad:
         self._used_s, self._window_began = 0.0, time.monotonic()
         self._others = 0.0, 0
 
-    def threads(self, least: int, most: int) -> int:
-        """How many threads to compute the next batch with.
+    def threads(self, own: int, most: int) -> int:
+        """How many threads to compute the next batch with, from `own` to `most`.
+
+        The largest of three: its own share; an equal part of the cores among those that compute now, so that two busy
+        workers of five have half each; the cores that the others leave free.
 
         Args:
-            least: The share of the cores that is this worker's own, whatever the others do.
-            most: All cores.
+            own: The worker's share of the cores (`CpuThreads.own`), which it has whatever the others do.
+            most: All cores that it may use (`CpuThreads.most`).
         """
         now = time.monotonic()
-        if least >= most or self._slot is None:
-            return least
+        if own >= most or self._slot is None:
+            return own
         if now - self._read_at > _READ_EVERY_S:
             self._read_at, self._others = now, self._load_of_others(now)
         cores, workers = self._others
-        return min(most, max(least, most // (workers + 1), round(most - cores)))
+        return min(most, max(own, most // (workers + 1), round(most - cores)))
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:
@@ -90,7 +93,7 @@ class CoreLoad:
                     self._used_s, self._window_began = 0.0, now
 
     def close(self) -> None:
-        """Give the slot to another worker."""
+        """Free the slot."""
         if self._slot is not None:
             self._table[self._slot] = 0.0
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, self._slot))

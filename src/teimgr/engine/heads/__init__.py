@@ -43,7 +43,7 @@ class Head(Protocol):
     width: int
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """The output for hidden states [T, H] of `batch`, which are in the model's dtype."""
+        """The output for hidden states [T, H] of `batch`: in the model's dtype, or float32 from a native forward."""
         ...
 
 
