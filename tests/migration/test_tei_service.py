@@ -227,3 +227,15 @@ def test_vectors_of_a_cpu_image_stay_float32(
     done = converted_service(f"image: text-embeddings-inference:{image}\ncommand: --model-id m {command}\n")
 
     assert done.instances[0].get("dtype") == dtype
+
+
+def test_the_value_of_a_variable_is_left_out_only_where_it_is_a_secret(converted_service: Convert) -> None:
+    made = converted_service("""
+        image: ghcr.io/huggingface/text-embeddings-inference:cpu-1.9
+        command: --model-id org/model
+        environment: {HF_TOKEN: hf_of_mine, HF_ENDPOINT: "http://mirror.example"}
+    """)
+
+    assert made.draft.environment == {"HF_TOKEN": "", "HF_ENDPOINT": "http://mirror.example"}
+    assert made.found("HF_TOKEN").note == "its value is not written anywhere"
+    assert made.found("HF_ENDPOINT").note == ""

@@ -96,8 +96,10 @@ def _write(out: Path, text: str) -> tuple[list[str], list[str]]:
 
 def _print(output: CommandOutput, draft: Draft, outcomes: Mapping[str, int], out: Path) -> None:
     """The findings as tables, one for each service or instance of the sources; then decisions and the next command."""
-    for place in dict.fromkeys((each.source, each.place) for each in draft.findings):
-        found = [each for each in draft.findings if (each.source, each.place) == place]
+    from teimgr.migration.draft import Outcome
+
+    for place in dict.fromkeys((each.file, each.place) for each in draft.findings):
+        found = [each for each in draft.findings if (each.file, each.place) == place]
         rows = [(each.key, each.outcome.value, each.target, each.note) for each in found]
         if output.is_terminal:
             print(f"\n{': '.join(filter(None, place)) or 'all together'}")
@@ -107,7 +109,7 @@ def _print(output: CommandOutput, draft: Draft, outcomes: Mapping[str, int], out
     if output.is_terminal:
         output.note("")
     for each in draft.findings:
-        if each.outcome.value == "needs a decision":
+        if each.outcome is Outcome.DECIDE:
             output.note(f"decide: {each.path}: {each.note}")
     count = len(draft.instances)
     counts = ", ".join(f"{word}: {number}" for word, number in outcomes.items())

@@ -10,6 +10,9 @@ from typing import Any
 from teimgr.migration.compose_file import PublishedPort, Service, whole_number
 from teimgr.migration.draft import InstanceDraft, Outcome, Place
 
+NOT_FOLLOWED = "not followed: import the output of `docker compose config`, which has all of it"
+"""The note about a key that names another file."""
+
 # Keys of a service that are read elsewhere.
 _READ = ("image", "command", "entrypoint", "environment", "env_file", "ports", "volumes", "deploy", "gpus", "runtime")
 _DOCKER: dict[str, tuple[Outcome, str]] = {
@@ -30,10 +33,10 @@ _DOCKER: dict[str, tuple[Outcome, str]] = {
     "logging": (Outcome.NONE, "log_max_bytes and log_keep of the settings bound the files of logs"),
     "mem_limit": (Outcome.NONE, "a worker of PyTorch needs other amounts; max_rss_mib replaces one above a limit"),
     "labels": (Outcome.NONE, "tags of an instance are for people and filters"),
-    "extends": (Outcome.DECIDE, "not followed: import the output of `docker compose config`, which has all of it"),
+    "extends": (Outcome.DECIDE, NOT_FOLLOWED),
     "profiles": (Outcome.NONE, "every instance is started; `teimgr stop` stops one for good"),
 }
-# Variables of a container that are the daemon's environment here; None: a secret.
+# Variables of a container that are the daemon's environment here; True: the value is a secret.
 _DAEMON_VARIABLES: dict[str, bool] = {
     "HF_TOKEN": True,
     "HF_API_TOKEN": True,
@@ -48,13 +51,13 @@ _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The value of a flag, and the key of the source that has it: `command --pooling`, `environment.POOLING`.
+    """The value of a flag, and the key of the file that has it: `command --pooling`, `environment.POOLING`.
 
     `values` are all of a flag that was given several times, the last of which is `value`.
     """
 
     values: tuple[str, ...]
-    source: str
+    key: str
 
     @property
     def value(self) -> str:
@@ -82,16 +85,16 @@ def split_options(words: Iterable[str], takes_value: Any, short: Mapping[str, st
             yield name, None
 
 
-def put_model(instance: InstanceDraft, service: Service, model: str, source: str) -> None:
+def put_model(instance: InstanceDraft, service: Service, model: str, key: str) -> None:
     """Give an instance its model: a hub id as it is, a directory of the container as that of the host."""
     path = service.on_host(model) if model.startswith("/") else None
     if path is not None:
-        instance.put("model_id", path, source, "the directory of the host that is mounted there")
+        instance.put("model_id", path, key, "the directory of the host that is mounted there")
         return
-    instance.put("model_id", model, source)
+    instance.put("model_id", model, key)
     if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
         note = "a directory in the container that no directory of the host is mounted to: copy it out, and name it here"
-        instance.place.found(source, Outcome.DECIDE, f"model_id of {instance.name}", note)
+        instance.place.found(key, Outcome.DECIDE, f"model_id of {instance.name}", note)
 
 
 def published(service: Service, port: int) -> PublishedPort | None:
@@ -113,8 +116,8 @@ def put_gpu(instance: InstanceDraft, service: Service) -> None:
     """Give an instance the GPU that the container had, by its index on the host."""
     place, environ = instance.place, service.environ
     devices, reserved = _devices(service)
-    sources = [reserved] if reserved else []
-    sources += [f"environment.{name}" for name in _GPU_VARIABLES if name in environ]
+    given = [reserved] if reserved else []
+    given += [f"environment.{name}" for name in _GPU_VARIABLES if name in environ]
     visible = environ.get("NVIDIA_VISIBLE_DEVICES", "")
     if devices is None and visible not in ("", "all", "void", "none"):
         devices = visible.split(",")
@@ -123,17 +126,17 @@ def put_gpu(instance: InstanceDraft, service: Service) -> None:
         devices = devices[index : index + 1] or devices
     elif chosen:
         devices = [chosen]
-    if not sources:
+    if not given:
         return
-    source = ", ".join(sources)
+    key = ", ".join(given)
     if devices is None:
-        place.found(source, Outcome.SAME, note="without gpu_id an instance has the GPU with most free memory")
+        place.found(key, Outcome.SAME, note="without gpu_id an instance has the GPU with most free memory")
     elif (gpu := whole_number(devices[0])) is None:
         note = "gpu_id is an index: `teimgr gpus` shows which GPU has this id; without it the most free one is taken"
-        place.found(source, Outcome.DECIDE, note=note)
+        place.found(key, Outcome.DECIDE, note=note)
     else:
         others = 'the server used the first of several; replicas = "per-gpu" uses all' if len(devices) > 1 else ""
-        instance.put("gpu_id", gpu, source, others)
+        instance.put("gpu_id", gpu, key, others)
 
 
 def _devices(service: Service) -> tuple[list[str] | None, str]:
@@ -141,14 +144,14 @@ def _devices(service: Service) -> tuple[list[str] | None, str]:
     deploy = _table(_table(service.table.get("deploy")).get("resources"))
     reserved = _table(deploy.get("reservations")).get("devices")
     gpus = service.table.get("gpus")
-    for source, entries in (("deploy.resources.reservations.devices", reserved), ("gpus", gpus)):
+    for key, entries in (("deploy.resources.reservations.devices", reserved), ("gpus", gpus)):
         if isinstance(entries, str):
-            return None, source
+            return None, key
         for entry in entries if isinstance(entries, list) else []:
             words = {str(word) for word in _table(entry).get("capabilities") or []}
-            if source == "gpus" or "gpu" in words or _table(entry).get("driver") == "nvidia":
+            if key == "gpus" or "gpu" in words or _table(entry).get("driver") == "nvidia":
                 ids = _table(entry).get("device_ids")
-                return ([str(each) for each in ids] if isinstance(ids, list) and ids else None), source
+                return ([str(each) for each in ids] if isinstance(ids, list) and ids else None), key
     return None, "runtime" if service.table.get("runtime") == "nvidia" else ""
 
 
@@ -158,23 +161,21 @@ def put_processors(instance: InstanceDraft, service: Service, number: int = 1) -
     limits = _table(_table(deploy.get("resources")).get("limits"))
     given = [(f"environment.{name}", service.environ.get(name)) for name in _THREAD_VARIABLES]
     given += [("cpus", service.table.get("cpus")), ("deploy.resources.limits.cpus", limits.get("cpus"))]
-    for source, value in given:
+    for key, value in given:
         if value is None:
             continue
         if "threads" in instance.keys or number > 1 or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", str(value)):
-            instance.place.found(
-                source, Outcome.NONE, note="the host's cores are shared out; threads is the key for them"
-            )
+            instance.place.found(key, Outcome.NONE, note="the host's cores are shared out; threads is the key for them")
         else:
-            instance.put("threads", max(1, int(float(value))), source, "CPU threads of each worker")
+            instance.put("threads", max(1, int(float(value))), key, "CPU threads of each worker")
     if "memory" in limits:
         instance.place.found("deploy.resources.limits.memory", *_without_target("mem_limit"))
     for key in deploy.keys() - {"resources", "replicas"}:
         instance.place.found(f"deploy.{key}", Outcome.NONE, note="of the container, not of the model")
-    for source, value in (("deploy.replicas", deploy.get("replicas")), ("scale", service.table.get("scale"))):
+    for key, value in (("deploy.replicas", deploy.get("replicas")), ("scale", service.table.get("scale"))):
         if value is not None:
             number_of = whole_number(str(value))
-            instance.put("replicas", value if number_of is None else number_of, source)
+            instance.put("replicas", value if number_of is None else number_of, key)
 
 
 def note_rest(place: Place, service: Service, used_variables: Iterable[str], cache: str) -> None:
@@ -184,16 +185,16 @@ def note_rest(place: Place, service: Service, used_variables: Iterable[str], cac
     """
     known = {*used_variables, *_GPU_VARIABLES, *_THREAD_VARIABLES}
     for name in service.environ:
-        source = f"environment.{name}"
+        key = f"environment.{name}"
         if name in _DAEMON_VARIABLES:
-            place.draft.environment[name] = "" if _DAEMON_VARIABLES[name] else service.environ[name]
-            place.found(
-                source, Outcome.CARRIED, f"{name} in the daemon's environment", "its value is not written anywhere"
-            )
+            is_secret = _DAEMON_VARIABLES[name]
+            place.draft.environment[name] = "" if is_secret else service.environ[name]
+            note = "its value is not written anywhere" if is_secret else ""
+            place.found(key, Outcome.CARRIED, f"{name} in the daemon's environment", note)
         elif name in _GPU_VARIABLES:
             continue
         elif name not in known:
-            place.found(source, Outcome.NONE, note="not a variable of the server, as far as is known here")
+            place.found(key, Outcome.NONE, note="not a variable of the server, as far as is known here")
     _note_volumes(place, service, cache)
     for key in service.table:
         if key in _DOCKER:
@@ -204,19 +205,19 @@ def note_rest(place: Place, service: Service, used_variables: Iterable[str], cac
 
 def _note_volumes(place: Place, service: Service, cache: str) -> None:
     for volume in service.volumes:
-        source = f"volumes {volume.target}"
+        key = f"volumes {volume.target}"
         if cache == volume.target.rstrip("/") or cache.startswith(volume.target.rstrip("/") + "/"):
             if volume.is_directory:
                 path = service.on_host(cache) or volume.source
                 place.draft.environment.setdefault("HF_HUB_CACHE", path)
-                place.found(source, Outcome.CARRIED, "HF_HUB_CACHE in the daemon's environment", "downloaded models")
+                place.found(key, Outcome.CARRIED, "HF_HUB_CACHE in the daemon's environment", "downloaded models")
             else:
                 note = "downloaded models in a volume of docker: without HF_HUB_CACHE they are downloaded once more"
-                place.found(source, Outcome.NONE, note=note)
+                place.found(key, Outcome.NONE, note=note)
         elif volume.is_directory:
-            place.found(source, Outcome.CARRIED, "paths of the host", "workers read the host's files themselves")
+            place.found(key, Outcome.CARRIED, "paths of the host", "workers read the host's files themselves")
         else:
-            place.found(source, Outcome.NONE, note="a volume of docker")
+            place.found(key, Outcome.NONE, note="a volume of docker")
 
 
 def _without_target(key: str) -> tuple[Outcome, str, str]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 from teimgr.migration import infinity_service, tei_manager_file, tei_service
 from teimgr.migration.compose_file import ComposeFile, Service, read_compose
-from teimgr.migration.draft import Draft, InstanceDraft, Outcome
+from teimgr.migration.containers import NOT_FOLLOWED
+from teimgr.migration.draft import Draft, InstanceDraft, Outcome, toml
 
 MAX_FILES = 32
 _YAML = (".yml", ".yaml")
@@ -22,7 +21,11 @@ _OVERRIDES = {
     for stem in ("compose", "docker-compose")
     for suffix in _YAML
 }
-_MERGED = "not followed: import the output of `docker compose config`, which has all of it"
+# How a service of a server is recognised, and what converts it.
+_SERVERS: tuple[tuple[Callable[[Service], bool], Callable[[Service, Draft], None]], ...] = (
+    (tei_service.is_tei, tei_service.convert),
+    (infinity_service.is_infinity, infinity_service.convert),
+)
 
 
 def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | None = None) -> Draft:
@@ -62,13 +65,13 @@ def _compose(compose: ComposeFile, draft: Draft) -> None:
         )
     for key in compose.others:
         outcome = Outcome.DECIDE if key == "include" else Outcome.NONE
-        place.found(key, outcome, note=_MERGED if key == "include" else "of docker, not of a model")
+        place.found(key, outcome, note=NOT_FOLLOWED if key == "include" else "of docker, not of a model")
     for name in _OVERRIDES.get(compose.path.name, ()):
         if (compose.path.parent / name).exists():
-            place.found(name, Outcome.DECIDE, note=f"docker merges this file as well: {_MERGED}")
+            place.found(name, Outcome.DECIDE, note=f"docker merges this file as well: {NOT_FOLLOWED}")
     moved, others = [], []
     for service in compose.services:
-        convert_service = next((each.convert for each in (tei_service, infinity_service) if _runs(each, service)), None)
+        convert_service = next((convert for runs, convert in _SERVERS if runs(service)), None)
         if convert_service is None:
             others.append(service)
         else:
@@ -76,10 +79,6 @@ def _compose(compose: ComposeFile, draft: Draft) -> None:
             convert_service(service, draft)
     for service in others:
         _other(draft, service, moved)
-
-
-def _runs(server: Any, service: Service) -> bool:
-    return bool(server.is_tei(service) if server is tei_service else server.is_infinity(service))
 
 
 def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
@@ -92,27 +91,29 @@ def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
         note = "no known image of TEI or Infinity: if it is one, name theirs in a copy of the file"
         place.found("image", Outcome.DECIDE, note=note)
     elif not service.image and "build" not in service.table:
-        place.found("image", Outcome.DECIDE, note=f"no image: where it is part of another file's service, {_MERGED}")
+        place.found(
+            "image", Outcome.DECIDE, note=f"no image: where it is part of another file's service, {NOT_FOLLOWED}"
+        )
     else:
         place.found("image", Outcome.NONE, note="no image of TEI or Infinity: it stays in the compose file")
     texts = {f"environment.{name}": value for name, value in service.environ.items()}
     texts["command"] = " ".join(service.words)
     for name in moved:
-        for source, text in texts.items():
+        for key, text in texts.items():
             if re.search(rf"//(?:[^/@\s]*@)?{re.escape(name)}(?=[:/\s\"',]|$)", text):
                 note = (
                     f"names {name}, which is not in docker's network any more: host.docker.internal and its published"
                     " port instead, with `extra_hosts: [host.docker.internal:host-gateway]`"
                 )
-                place.found(source, Outcome.DECIDE, note=note)
+                place.found(key, Outcome.DECIDE, note=note)
 
 
 def toml_of(draft: Draft) -> str:
     """The configuration, with a comment for each decision that an instance needs. It may have API keys in it."""
     import tomli_w
 
-    sources = ", ".join(dict.fromkeys(each.source for each in draft.findings if each.source))
-    parts = [f"# Made by `teimgr import` from {_comment(sources)}; `teimgr config check` checks it.\n"]
+    files = ", ".join(dict.fromkeys(each.file for each in draft.findings if each.file))
+    parts = [f"# Made by `teimgr import` from {_comment(files)}; `teimgr config check` checks it.\n"]
     scalars = {name: value for name, value in draft.settings.items() if not isinstance(value, dict)}
     parts += [tomli_w.dumps(scalars)] if scalars else []
     parts += [_instance(draft, instance) for instance in draft.instances]
@@ -124,25 +125,15 @@ def toml_of(draft: Draft) -> str:
 def _instance(draft: Draft, instance: InstanceDraft) -> str:
     """Its table, written so that it can follow any other."""
     place = instance.place
-    lines = [f"# {_comment(place.path)} of {_comment(place.source)}"]
+    lines = [f"# {_comment(place.path)} of {_comment(place.file)}"]
     first = next(each for each in draft.instances if each.place is place)
     lines += [
         f"# Decide: {_comment(finding.key)}: {_comment(finding.note)}"
         for finding in (draft.findings if instance is first else ())
-        if (finding.source, finding.place, finding.outcome) == (place.source, place.path, Outcome.DECIDE)
+        if (finding.file, finding.place, finding.outcome) == (place.file, place.path, Outcome.DECIDE)
     ]
-    keys = [f"{name} = {_value(value)}" for name, value in instance.table().items()]
+    keys = [f"{name} = {toml(value)}" for name, value in instance.table().items()]
     return "\n".join([*lines, "[[instances]]", *keys, ""])
-
-
-def _value(value: Any) -> str:
-    import tomli_w
-
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {_value(each)}" for name, each in value.items()) + "}"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
 
 
 def _comment(text: str) -> str:

@@ -1,7 +1,8 @@
-"""The configuration in the making: settings and instances, and a finding for every key of the sources."""
+"""The configuration in the making: settings and instances, and a finding for every key of the files."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Outcome(str, Enum):
-    """What became of a key of a source."""
+    """What became of a key of a file."""
 
     CARRIED = "carried over"
     SAME = "same by default"
@@ -32,12 +33,12 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of one key: `key` of the table `place` in the file `source`; `target` is what it is in teimgr.
+    """What became of one key: `key` of the table `place` in `file`; `target` is what it is in teimgr.
 
     No text has a value that may be a secret.
     """
 
-    source: str
+    file: str
     place: str
     key: str
     outcome: Outcome
@@ -49,20 +50,22 @@ class Finding:
         return ".".join(filter(None, (self.place, self.key)))
 
     def to_dict(self) -> dict[str, str]:
-        return asdict(self) | {"outcome": self.outcome.value}
+        """For JSON, in which the file is `source`."""
+        named = asdict(self) | {"outcome": self.outcome.value}
+        return {"source": named.pop("file"), **named}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A table of a source, such as one service: where findings are, and the notes that the output has about it."""
+    """A table of a file, such as one service: where findings are, and the notes that the output has about it."""
 
     draft: Draft
-    source: str
+    file: str
     path: str
 
     def found(self, key: str, outcome: Outcome, target: str = "", note: str = "") -> None:
         note = " ".join(note.split())
-        finding = Finding(source=self.source, place=self.path, key=key, outcome=outcome, target=target, note=note)
+        finding = Finding(file=self.file, place=self.path, key=key, outcome=outcome, target=target, note=note)
         self.draft.findings.append(finding)
 
 
@@ -75,27 +78,27 @@ class InstanceDraft:
     keys: dict[str, Any] = field(default_factory=dict)
     extra_args: list[str] = field(default_factory=list)
 
-    def put(self, name: str, value: Any, source: str, note: str = "") -> None:
-        """Give the key `name` the plain value that `source` has, unless it is the default or not possible."""
+    def put(self, name: str, value: Any, key: str, note: str = "") -> None:
+        """Give the key `name` the plain value that `key` of the file has, unless it is the default or not possible."""
         try:
             typed = schema.convert(value, _HINTS[name], name, KEYS[name])
             if problem := KEYS[name].not_a_word(typed):
                 raise schema.refused(name, problem)
         except ConfigFaults as error:
-            self.place.found(source, Outcome.DECIDE, note=f"left out: {error.message}")
+            self.place.found(key, Outcome.DECIDE, note=f"left out: {error.message}")
             return
         if typed == _default(name):
             self.keys.pop(name, None)
-            self.place.found(source, Outcome.SAME, f"{name} = {_toml(typed)}", note)
+            self.place.found(key, Outcome.SAME, f"{name} = {toml(typed)}", note)
             return
         self.keys[name] = list(typed) if isinstance(typed, tuple) else typed
-        self.place.found(source, Outcome.CARRIED, f"{name} = {_toml(self.keys[name])}", note)
+        self.place.found(key, Outcome.CARRIED, f"{name} = {toml(self.keys[name])}", note)
 
-    def add_flag(self, flag: str, value: str, source: str, note: str = "") -> None:
+    def add_flag(self, flag: str, value: str, key: str, note: str = "") -> None:
         """Put a flag of TEI into `extra_args`."""
         words = [flag, value]
         self.extra_args += words
-        self.place.found(source, Outcome.CARRIED, f"extra_args = {_toml(shown_args(words))}", note)
+        self.place.found(key, Outcome.CARRIED, f"extra_args = {toml(shown_args(words))}", note)
 
     def table(self) -> dict[str, Any]:
         extra = {"extra_args": self.extra_args} if self.extra_args else {}
@@ -116,42 +119,42 @@ class Draft:
         self.api_port: int | None = None
         """The published port of a server whose clients will use the daemon's REST port."""
 
-    def place(self, source: str, path: str = "") -> Place:
-        return Place(self, source, path)
+    def place(self, file: str, path: str = "") -> Place:
+        return Place(self, file, path)
 
-    def instance(self, wanted: str, place: Place, source: str) -> InstanceDraft:
+    def instance(self, wanted: str, place: Place, key: str) -> InstanceDraft:
         """A new instance, whose name is `wanted` made valid and unique.
 
         Raises:
             InvalidConfig: There are `MAX_INSTANCES` already.
         """
         if len(self.instances) >= MAX_INSTANCES:
-            raise InvalidConfig(f"{place.source}: more than {MAX_INSTANCES} models")
+            raise InvalidConfig(f"{place.file}: more than {MAX_INSTANCES} models")
         name = free_name(wanted, {instance.name for instance in self.instances})
         note = "" if name == wanted else "names begin with a letter or digit, are up to 64 characters long, and unique"
-        place.found(source, Outcome.CARRIED, f'name = "{name}"', note)
+        place.found(key, Outcome.CARRIED, f'name = "{name}"', note)
         self.instances.append(InstanceDraft(name, place))
         return self.instances[-1]
 
-    def put(self, place: Place, name: str, value: Any, source: str, default: Any = None, note: str = "") -> None:
+    def put(self, place: Place, name: str, value: Any, key: str, default: Any = None, note: str = "") -> None:
         """Give the setting `name` a value."""
         if value == default:
-            place.found(source, Outcome.SAME, f"{name} = {_toml(value)}", note)
+            place.found(key, Outcome.SAME, f"{name} = {toml(value)}", note)
             return
         self.settings[name] = value
-        place.found(source, Outcome.CARRIED, name if isinstance(value, Mapping) else f"{name} = {_toml(value)}", note)
+        place.found(key, Outcome.CARRIED, name if isinstance(value, Mapping) else f"{name} = {toml(value)}", note)
 
-    def put_port(self, instance: InstanceDraft, port: int, source: str) -> None:
+    def put_port(self, instance: InstanceDraft, port: int, key: str) -> None:
         """Give an instance the port that its clients use, where teimgr can."""
         taken = {each.keys.get("port"): each.name for each in self.instances}
         if port < UNPRIVILEGED_PORT:
             note = f"teimgr's ports begin at {UNPRIVILEGED_PORT}: `teimgr ps` shows the free one that it takes instead"
-            instance.place.found(source, Outcome.DECIDE, note=f"{port}: {note}; move the clients, or forward the port")
+            instance.place.found(key, Outcome.DECIDE, note=f"{port}: {note}; move the clients, or forward the port")
         elif port in taken:
             note = f"{port} is the port of {taken[port]}; `teimgr ps` shows the free one that it takes instead"
-            instance.place.found(source, Outcome.DECIDE, note=note)
+            instance.place.found(key, Outcome.DECIDE, note=note)
         else:
-            instance.put("port", port, source)
+            instance.put("port", port, key)
 
     def finish(self, defaults: Mapping[str, int]) -> None:
         """Settle what concerns all: addresses of the listeners, and the daemon's ports beside those of instances."""
@@ -213,11 +216,12 @@ def _default(name: str) -> Any:
     return fields[name].default if name in fields else None
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """A value as TOML on one line; tables are inline."""
     import tomli_w
 
-    return (
-        tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
-        if not isinstance(value, list)
-        else (f"[{', '.join(map(_toml, value))}]")
-    )
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {toml(each)}" for name, each in value.items()) + "}"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()

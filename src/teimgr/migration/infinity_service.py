@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from teimgr.config.settings import UNPRIVILEGED_PORT
 from teimgr.errors import InvalidConfig
@@ -36,17 +36,17 @@ _SHORT = {"--model-name-or-path": "--model-id"}  # the name of its command v1
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """An option with a key of instances: Infinity's words where they differ, and what is the same by default."""
+    """An option with a key of instances: what is the same by default, and why some values are left out."""
 
     key: str
-    words: Mapping[str, str]
     default: str
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 _KEYS = {
-    "--revision": _Named("revision", {}, ""),
-    "--dtype": _Named("dtype", {}, "auto"),
-    "--pooling-method": _Named("pooling", {}, "auto"),
+    "--revision": _Named("revision", ""),
+    "--dtype": _Named("dtype", "auto", {"int8": 'dtype = "int8" is for hosts without a GPU; set it if this is one'}),
+    "--pooling-method": _Named("pooling", "auto"),
 }
 _WITHOUT_KEY: dict[str, tuple[str, str]] = {  # the value that is the same here, and why others are not carried over
     "--engine": ("torch", "models run in PyTorch"),
@@ -91,13 +91,13 @@ def convert(service: Service, draft: Draft) -> None:
         place.found("command --model-id", Outcome.CARRIED, note=f"Infinity's default: {_DEFAULT_MODEL}")
     given = models or Option((_DEFAULT_MODEL,), "command --model-id")
     if len(given.values) > MAX_INSTANCES:
-        raise InvalidConfig(f"{place.source}: {place.path}: more than {MAX_INSTANCES} models")
+        raise InvalidConfig(f"{place.file}: {place.path}: more than {MAX_INSTANCES} models")
     _put_address(draft, place, service, options)
-    if (key := options.pop("--api-key", None)) is not None and key.value:
-        _put_key(draft, place, service, key)
+    if (api_key := options.pop("--api-key", None)) is not None and api_key.value:
+        _put_key(draft, place, service, api_key)
     for number, model in enumerate(given.values):
         own = {name: _of_model(place, option, number, len(given.values)) for name, option in options.items()}
-        _instance(draft, place, service, Option((model,), given.source), own, len(given.values))
+        _instance(draft, place, service, Option((model,), given.key), own, len(given.values))
     note_rest(place, service, [name for name in service.environ if name.startswith(_PREFIX)], _cache(service))
     place.found("image", Outcome.NONE, note="PyTorch workers in place of the image")
 
@@ -122,14 +122,14 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
         if not variable.startswith(_PREFIX):
             continue
         flag = "--" + variable.removeprefix(_PREFIX).lower().replace("_", "-")
-        source = f"environment.{variable}"
+        key = f"environment.{variable}"
         if flag in given:
-            place.found(source, Outcome.NONE, note=f"the command's {flag} is stronger")
+            place.found(key, Outcome.NONE, note=f"the command's {flag} is stronger")
         elif flag not in _KNOWN:
-            place.found(source, Outcome.NONE, note="no counterpart here, or not a variable of Infinity")
+            place.found(key, Outcome.NONE, note="no counterpart here, or not a variable of Infinity")
         else:
             values = [text] if flag in _SERVERS_OWN and flag != "--model-id" else text.removesuffix(";").split(";")
-            options[flag] = Option(tuple(values), source)
+            options[flag] = Option(tuple(values), key)
     return {**options, **given}
 
 
@@ -140,12 +140,12 @@ def _takes_value(name: str, following: Sequence[str]) -> bool:
 def _of_model(place: Place, option: Option, number: int, models: int) -> Option:
     """The option of one model: its own of as many as there are models, else the one for all."""
     if len(option.values) == models:
-        return Option((option.values[number],), option.source)
+        return Option((option.values[number],), option.key)
     if len(option.values) > 1 and number == 0:
         place.found(
-            option.source, Outcome.DECIDE, note=f"{len(option.values)} values for {models} models; the first is used"
+            option.key, Outcome.DECIDE, note=f"{len(option.values)} values for {models} models; the first is used"
         )
-    return Option(option.values[:1], option.source)
+    return Option(option.values[:1], option.key)
 
 
 def _put_address(draft: Draft, place: Place, service: Service, options: dict[str, Option]) -> None:
@@ -155,7 +155,7 @@ def _put_address(draft: Draft, place: Place, service: Service, options: dict[str
     port = published(service, inside)
     if port is None or port.published is None:
         note = f"no published port: in docker's network it was http://{service.name}:{inside}; the daemon's is api_port"
-        place.found(option.source, Outcome.DECIDE, note=note)
+        place.found(option.key, Outcome.DECIDE, note=note)
     elif port.published < UNPRIVILEGED_PORT or draft.api_port not in (None, port.published):
         reason = "the REST port is that of another server" if draft.api_port else f"ports begin at {UNPRIVILEGED_PORT}"
         place.found("ports", Outcome.DECIDE, "api_port", f"{reason}: clients of {port.published} have to use api_port")
@@ -166,9 +166,9 @@ def _put_address(draft: Draft, place: Place, service: Service, options: dict[str
         draft.hosts["api_host"].add(port.host or ALL_ADDRESSES)
     note_other_ports(place, service, [port])
     if (prefix := options.pop("--url-prefix", None)) is not None and prefix.value.strip("/"):
-        place.found(prefix.source, Outcome.DECIDE, note="clients replace this prefix in their base URL by /infinity")
+        place.found(prefix.key, Outcome.DECIDE, note="clients replace this prefix in their base URL by /infinity")
     if (cors := options.pop("--permissive-cors", None)) is not None:
-        draft.put(place, "allowed_origins", ["*"] if cors.value == "true" else [], cors.source, [])
+        draft.put(place, "allowed_origins", ["*"] if cors.value == "true" else [], cors.key, [])
 
 
 def _put_key(draft: Draft, place: Place, service: Service, option: Option) -> None:
@@ -176,9 +176,9 @@ def _put_key(draft: Draft, place: Place, service: Service, option: Option) -> No
     auth = draft.settings.setdefault("auth", {"enabled": True, "providers": ["api_keys"], "api_keys": []})
     digest = hashlib.sha256(option.value.encode()).hexdigest()
     auth["api_keys"].append({"name": service.name, "key_sha256": digest, "rights": ["inference", "read"]})
-    place.found(option.source, Outcome.CARRIED, "auth.api_keys", "by its SHA-256: the key itself is not in the output")
+    place.found(option.key, Outcome.CARRIED, "auth.api_keys", "by its SHA-256: the key itself is not in the output")
     note = "the REST and gRPC ports now ask for a key: `teimgr key new operator --rights admin read` makes yours"
-    place.found(option.source, Outcome.DECIDE, "auth.api_keys", note)
+    place.found(option.key, Outcome.DECIDE, "auth.api_keys", note)
 
 
 def _instance(
@@ -187,7 +187,7 @@ def _instance(
     served = options.pop("--served-model-name", Option(("",), "")).value or "/".join(model.value.split("/")[-2:])
     wanted = service.name if models == 1 else f"{service.name}-{served.rpartition('/')[2]}"
     instance = draft.instance(wanted, place, "name")
-    put_model(instance, service, model.value, model.source)
+    put_model(instance, service, model.value, model.key)
     if served not in (instance.name, instance.keys["model_id"]):
         _put_alias(draft, place, served, instance)
     if models == 1:
@@ -223,36 +223,38 @@ def _put_option(instance: InstanceDraft, name: str, option: Option) -> None:
     if name in _KEYS:
         named = _KEYS[name]
         if value == named.default:
-            place.found(option.source, Outcome.SAME, named.key)
+            place.found(option.key, Outcome.SAME, named.key)
+        elif value in named.left_out:
+            place.found(option.key, Outcome.DECIDE, named.key, f"left out: {named.left_out[value]}")
         else:
-            instance.put(named.key, value, option.source)
+            instance.put(named.key, value, option.key)
     elif name == "--batch-size":
         if whole_number(value):
-            instance.add_flag("--max-batch-requests", value, option.source, "beside max_batch_tokens")
+            instance.add_flag("--max-batch-requests", value, option.key, "beside max_batch_tokens")
         else:
-            place.found(option.source, Outcome.DECIDE, note="left out: not a positive number")
+            place.found(option.key, Outcome.DECIDE, note="left out: not a positive number")
     elif name == "--trust-remote-code":
-        instance.put("trust_remote_code", value.lower() in ("true", "1"), option.source)
+        instance.put("trust_remote_code", value.lower() in ("true", "1"), option.key)
         if value.lower() in ("true", "1"):
             note = "set allow_remote_code = true as well, to run the model's own code outside of a container"
-            place.found(option.source, Outcome.DECIDE, "allow_remote_code", note)
+            place.found(option.key, Outcome.DECIDE, "allow_remote_code", note)
     elif name == "--device-id":
         _put_devices(instance, option)
     elif name in _WITHOUT_KEY:
         same, why = _WITHOUT_KEY[name]
-        place.found(option.source, Outcome.SAME if value == same else Outcome.NONE, note=why)
+        place.found(option.key, Outcome.SAME if value == same else Outcome.NONE, note=why)
     else:
-        place.found(option.source, Outcome.DECIDE, note="not a flag of Infinity's v2: left out")
+        place.found(option.key, Outcome.DECIDE, note="not a flag of Infinity's v2: left out")
 
 
 def _put_devices(instance: InstanceDraft, option: Option) -> None:
     """`0` is a GPU; `0,1` is a replica on each of two."""
     devices = [each for each in option.value.split(",") if each.strip()]
     if len(devices) == 1 and (gpu := whole_number(devices[0])) is not None:
-        instance.put("gpu_id", gpu, option.source)
+        instance.put("gpu_id", gpu, option.key)
     elif devices:
         note = 'placed on the GPUs with most free memory; "per-gpu" is one on each'
-        instance.put("replicas", len(devices), option.source, note)
+        instance.put("replicas", len(devices), option.key, note)
 
 
 def _cache(service: Service) -> str:

@@ -66,20 +66,20 @@ def convert(path: Path, table: Mapping[str, Any], draft: Draft) -> None:
 def _settings(draft: Draft, place: Place, table: Mapping[str, Any]) -> None:
     fields = Settings.__dataclass_fields__
     for name, value in {**_DEFAULTS, **table}.items():
-        source = name if name in table else f"{name} (absent)"
+        key = name if name in table else f"{name} (absent)"
         if name in _NOT_CARRIED:
-            place.found(source, Outcome.NONE, note=_NOT_CARRIED[name])
+            place.found(key, Outcome.NONE, note=_NOT_CARRIED[name])
         elif name in _TABLES:
             if name != "instances":
                 _table(draft, place, name, value)
         elif name not in fields or isinstance(value, dict):
-            place.found(source, Outcome.NONE, note="not a key of tei-manager, which ignores it")
+            place.found(key, Outcome.NONE, note="not a key of tei-manager, which ignores it")
         else:
             problem = key_of(fields[name]).out_of_range(value)
             if problem:
-                place.found(source, Outcome.DECIDE, note=f"left out: {problem}")
+                place.found(key, Outcome.DECIDE, note=f"left out: {problem}")
             else:
-                draft.put(place, name, value, source, fields[name].default)
+                draft.put(place, name, value, key, fields[name].default)
     for name in _HOSTS:
         note = "tei-manager listens on all addresses; teimgr's default is this host alone"
         draft.put(place, name, ALL_ADDRESSES, f"{name} (absent)", note=note)

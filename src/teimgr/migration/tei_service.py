@@ -59,7 +59,7 @@ def convert(service: Service, draft: Draft) -> None:
         place.found("command --model-id", Outcome.DECIDE, note="no model is named: the service was left out")
         return
     instance = draft.instance(service.name, place, "name")
-    put_model(instance, service, model.value, model.source)
+    put_model(instance, service, model.value, model.key)
     _put_ports(instance, service, options)
     put_gpu(instance, service)
     put_processors(instance, service)
@@ -90,43 +90,43 @@ def put_flags(instance: InstanceDraft, options: Mapping[str, Option]) -> None:
     for name, option in options.items():
         if name in REFUSED:
             if name not in ("--hf-token", "--hf-api-token"):
-                place.found(option.source, Outcome.NONE, note=REFUSED[name])
+                place.found(option.key, Outcome.NONE, note=REFUSED[name])
             else:
                 place.draft.environment["HF_TOKEN"] = ""
-                place.found(option.source, Outcome.CARRIED, "HF_TOKEN in the daemon's environment", REFUSED[name])
+                place.found(option.key, Outcome.CARRIED, "HF_TOKEN in the daemon's environment", REFUSED[name])
             continue
         if name not in FLAGS:
-            place.found(option.source, Outcome.DECIDE, note=_UNKNOWN)
+            place.found(option.key, Outcome.DECIDE, note=_UNKNOWN)
             continue
         flag = FLAGS[name]
         try:
             value = flag.read(option.value)
         except ValueError as error:
-            place.found(option.source, Outcome.DECIDE, note=f"left out: its value {error}")
+            place.found(option.key, Outcome.DECIDE, note=f"left out: its value {error}")
             continue
         if flag.field is None:
-            place.found(option.source, Outcome.NONE, note=flag.why)
+            place.found(option.key, Outcome.NONE, note=flag.why)
         elif flag.field in KEYS:
-            instance.put(flag.field, value, option.source)
+            instance.put(flag.field, value, option.key)
             if flag.field == "trust_remote_code" and value:
                 note = "set allow_remote_code = true as well, to run the model's own code outside of a container"
-                place.found(option.source, Outcome.DECIDE, "allow_remote_code", note)
+                place.found(option.key, Outcome.DECIDE, "allow_remote_code", note)
         elif value == _worker_default(flag.field):
-            place.found(option.source, Outcome.SAME, f"{name} {option.value}")
+            place.found(option.key, Outcome.SAME, f"{name} {option.value}")
         else:
             for each in option.values if flag.repeats else option.values[-1:]:
-                instance.add_flag(name, each, option.source, _KEY_NOTE if name == API_KEY_FLAG else "")
+                instance.add_flag(name, each, option.key, _KEY_NOTE if name == API_KEY_FLAG else "")
 
 
-def options_of(words: Iterable[str], place: Place, source: str) -> dict[str, Option]:
-    """Flags of TEI by name; `source` is the key that has the words. Words without a flag have a finding."""
+def options_of(words: Iterable[str], place: Place, key: str) -> dict[str, Option]:
+    """Flags of TEI by name; `key` of the file has the words. Words without a flag have a finding."""
     options: dict[str, Option] = {}
     for name, value in split_options(words, _takes_value, _SHORT):
         if not name:
-            place.found(source, Outcome.DECIDE, note="a word without a flag: left out")
+            place.found(key, Outcome.DECIDE, note="a word without a flag: left out")
         else:
             before = options[name].values if name in options else ()
-            options[name] = Option((*before, "true" if value is None else value), f"{source} {name}")
+            options[name] = Option((*before, "true" if value is None else value), f"{key} {name}")
     return options
 
 
@@ -153,7 +153,7 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
             continue
         option = Option((service.environ[variable],), f"environment.{variable}")
         if flag in given:
-            place.found(option.source, Outcome.NONE, note=f"the command's {flag} is stronger")
+            place.found(option.key, Outcome.NONE, note=f"the command's {flag} is stronger")
         else:
             options[flag] = option
     return {**options, **given}
@@ -164,7 +164,7 @@ def _put_ports(instance: InstanceDraft, service: Service, options: dict[str, Opt
     given = options.pop("--port", None)
     inside = (whole_number(given.value) if given else None) or _PORT_OF_IMAGE
     if given:
-        place.found(given.source, Outcome.NONE, note="a port of the container; the instance has the published one")
+        place.found(given.key, Outcome.NONE, note="a port of the container; the instance has the published one")
     own = published(service, inside)
     metrics = (
         published(service, _metrics_port(options)) if "-grpc" in service.tag or "--prometheus-port" in options else None
@@ -200,9 +200,9 @@ def _put_otlp(draft: Draft, place: Place, option: Option) -> None:
     """The first endpoint becomes that of the daemon, whose workers have no other."""
     current = draft.settings.setdefault("otel", {}).setdefault("endpoint", option.value)
     if current == option.value:
-        place.found(option.source, Outcome.CARRIED, "otel.endpoint", "that of the daemon and all its workers")
+        place.found(option.key, Outcome.CARRIED, "otel.endpoint", "that of the daemon and all its workers")
     else:
-        place.found(option.source, Outcome.DECIDE, "otel.endpoint", "the daemon has one, which is another service's")
+        place.found(option.key, Outcome.DECIDE, "otel.endpoint", "the daemon has one, which is another service's")
 
 
 def _worker_default(field: str) -> object:
