@@ -23,7 +23,7 @@ U16 = 2**16 - 1
 U32 = 2**32 - 1
 I64 = 2**63 - 1  # what TOML can express
 
-# TEI's spelling, and "auto".
+# TEI's words; "auto", and "int8" on CPUs, are ours.
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # The time that nginx and most load balancers wait for an answer; after a longer one their callers are cut off anyway.

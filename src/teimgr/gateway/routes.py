@@ -41,6 +41,9 @@ class DialectPath(NamedTuple):
         return chosen if chosen is not None and chosen in self.others else self.dialect
 
 
+PREFIXED = (JINA, VLLM, INFINITY, VOYAGE)
+"""Dialects that have each of their paths under `/<dialect>` too, for clients that name theirs by the base URL."""
+
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/v1/embeddings": (OPENAI, VLLM, VOYAGE),
     "/v1/embed": (COHERE,),
@@ -71,7 +74,7 @@ def paths() -> Iterator[DialectPath]:
     for path, (first, *others) in _DIALECTS_OF_PATH.items():
         yield DialectPath(path, first, path, others=tuple(others))
         for dialect in (first, *others):
-            if dialect in (JINA, VLLM, INFINITY, VOYAGE):
+            if dialect in PREFIXED:
                 yield DialectPath(f"/{dialect}{path}", dialect, path)
     for inner in ("/v1/encode", "/v1/score"):
         yield DialectPath(inner + "/{model:path}", SIE, inner)

@@ -14,6 +14,7 @@ from teimgr.byte_budget import Charge
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core.rpc_table import SERVICE, Rpc
 from teimgr.grpc_core.streams import PairCollector, Receive, StreamPump
+from teimgr.observability.catalogue import MUX_SECONDS
 from teimgr.routing.links import PendingCall, WorkerReply
 from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
@@ -224,7 +225,7 @@ def _check_arrow(rpc: Rpc, message: bytes) -> None:
         raise InvalidInput("No RecordBatch in stream")
 
 
-BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_BOUNDS_S = MUX_SECONDS.bounds
 
 
 class CallRecord:
@@ -244,12 +245,13 @@ class CallRecord:
 
 
 class CallLatency:
-    """Histogram over `BOUNDS_S`, not cumulative, the last bucket for the rest; the sums of seconds and messages."""
+    """Histogram over the bounds of `MUX_SECONDS`, not cumulative, the last bucket for the rest; sums of seconds and of
+    messages."""
 
     __slots__ = ("buckets", "messages", "sum_s")
 
     def __init__(self) -> None:
-        self.buckets = [0] * (len(BOUNDS_S) + 1)
+        self.buckets = [0] * (len(_BOUNDS_S) + 1)
         self.messages = 0
         self.sum_s = 0.0
 
@@ -281,7 +283,7 @@ class CallCounters:
         if latency is None:
             latency = self._latency[instance][record.method] = CallLatency()
         duration_s = time.perf_counter() - record.began_s
-        latency.buckets[bisect_left(BOUNDS_S, duration_s)] += 1
+        latency.buckets[bisect_left(_BOUNDS_S, duration_s)] += 1
         latency.sum_s += duration_s
         latency.messages += record.messages
 
@@ -308,5 +310,5 @@ class CallCounters:
                 for instance, latencies in self._latency.items()
                 for method, latency in latencies.items()
             ],
-            "bounds_s": BOUNDS_S,
+            "bounds_s": _BOUNDS_S,
         }

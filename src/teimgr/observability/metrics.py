@@ -27,7 +27,8 @@ CollectorT = TypeVar("CollectorT", Counter, Gauge, Histogram)
 class DaemonMetrics:
     """The metrics of one daemon: `count`, `set` and `observe` record values of families of the catalogue.
 
-    `sources` give the pages of other processes with each page.
+    `sources` are asked for what they add to each page: metrics of other processes, and gauges that are read when the
+    page is made, such as those of the batches.
     The counters of a deleted instance stay, as Prometheus expects of counters.
     """
 

@@ -163,17 +163,29 @@ FAILED_EXIT_LIMIT_S = 5.0
 class Phase(Enum):
     """The phase of a replica; finer than the state in REST."""
 
-    STOPPED = State.STOPPED  # no process, none wanted
-    STARTING = State.STARTING, "loading"  # a process that is not ready yet
-    RUNNING = State.RUNNING  # a process that serves
-    REPLACING = State.STARTING, "replacing"  # a process that is ending; another one follows
-    WAITING = State.STARTING, "waiting"  # no process; the next one starts at `wake_at`
-    STOPPING = State.STOPPING  # a process that is ending; none follows
-    FAILED = State.FAILED  # no process: another one would fail in the same way; with a `wake_at`, until then
+    STOPPED = auto()  # no process, none wanted
+    STARTING = auto()  # a process that is not ready yet
+    RUNNING = auto()  # a process that serves
+    REPLACING = auto()  # a process that is ending; another one follows
+    WAITING = auto()  # no process; the next one starts at `wake_at`
+    STOPPING = auto()  # a process that is ending; none follows
+    FAILED = auto()  # no process: another one would fail in the same way; with a `wake_at`, until then
 
     @property
     def state(self) -> State:
-        return self.value if isinstance(self.value, State) else self.value[0]
+        """What users see of it: as long as a process that serves is to come, it is starting."""
+        return _STATES[self]
+
+
+_STATES = {
+    Phase.STOPPED: State.STOPPED,
+    Phase.STARTING: State.STARTING,
+    Phase.RUNNING: State.RUNNING,
+    Phase.REPLACING: State.STARTING,
+    Phase.WAITING: State.STARTING,
+    Phase.STOPPING: State.STOPPING,
+    Phase.FAILED: State.FAILED,
+}
 
 
 class WorkerHealth(Enum):
@@ -199,7 +211,7 @@ class CommandRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Exponential backoff of restarts; a process that lived `stable_after_s` resets it."""
+    """Exponential backoff of restarts; a process that served for `stable_after_s` resets it."""
 
     first_s: float = 0.2
     max_s: float = 30.0
@@ -309,8 +321,8 @@ class ReplicaState:
         return loading._without_probe_failures()
 
     def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
-        waiting = replace(self._loading(now), wake_at=None)  # for its load slot, without a limit
-        return replace(waiting, restarts=self.restarts + again), [Effect.LAUNCH]
+        queued = replace(self._loading(now), wake_at=None)  # for its load slot, without a limit
+        return replace(queued, restarts=self.restarts + again), [Effect.LAUNCH]
 
     def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:

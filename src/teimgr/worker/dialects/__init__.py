@@ -1,6 +1,8 @@
-"""HTTP dialects: a module each, with its request classes, handlers and table of routes; `ROUTES` has them by dialect.
+"""HTTP dialects: request classes, handlers and a table of routes of each product; `ROUTES` has the tables by dialect.
 
-Two modules are no dialects: `rerank.py`, reranking for several of them, and `openapi.py`, their documents.
+tei, openai, cohere, vllm, infinity, sie, voyage    a dialect each; Jina's is in `cohere`
+rerank, tokens, binary_vectors, truncation          what several dialects share
+openapi, examples                                   their OpenAPI documents, a request for each route
 
 A new dialect needs a module here, a line in `ROUTES`, its name and error body in `wire/error_bodies.py`, its paths in
 `gateway/routes.py`, its requests in `openapi.py`, and `gateway/openapi.json` generated again by
