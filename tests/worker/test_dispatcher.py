@@ -108,7 +108,7 @@ class Asked(WorkerCall):
     """A call that records its replies."""
 
     def __init__(self, may_wait: bool = False, deadline: float | None = None) -> None:
-        super().__init__(1, Lane.BULK, deadline, may_wait)
+        super().__init__(1, Lane.BULK, deadline, may_wait=may_wait)
         self.replies: list[CallReply | TeimgrError] = []
 
     def reply(self, reply: CallReply) -> None:

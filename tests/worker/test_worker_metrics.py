@@ -135,7 +135,7 @@ def test_scores_are_predictions_and_all_else_embeddings() -> None:
 def test_a_message_of_a_stream_is_no_request_but_has_durations() -> None:
     metrics = TeiMetrics()
 
-    metrics.finished(done(), WorkerCall(1, Lane.BULK, may_wait=True), None)
+    metrics.finished(done(), WorkerCall(1, Lane.BULK, streamed=True), None)
 
     families = parsed(metrics)
     assert "te_request_success" not in families

@@ -133,7 +133,6 @@ def _serve_table(
 ) -> None:
     """Admit the call, read its table on a codec thread, run the model unless `noop`, and write the reply."""
     call.output_dtype = _DTYPE_NAMES.get(form.dense, form.dense.value)
-    call.streamed = False  # each table of a stream counts as a request
 
     async def run() -> None:
         dispatcher.engine.check(options)

@@ -15,11 +15,15 @@ from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Timings, pack_error, retry_after_ms
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error, retry_after_ms
 
 # Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
 MAX_CALL_S = 3600.0
 _NUMBER_BYTES = 4
+# Queued when the worker is full, also without `Flag.WAIT`, as in TEI, where other unary calls are refused at once.
+_ALWAYS_WAITING = frozenset({Method.RERANK, Method.RERANK_STREAM})
+# May wait as messages of streams do, but count as requests: a unary call, or a whole table.
+_WAITING_REQUESTS = frozenset({Method.RERANK, Method.EMBED_ARROW, Method.EMBED_SPARSE_ARROW, Method.INFER_ARROW})
 # Tokens that an input may have beyond its characters: special tokens, a prompt, the padding of a query.
 _EXTRA_TOKENS = 64
 
@@ -52,13 +56,22 @@ class WorkerCall:
         *("size_bytes", "streamed"),
     )
 
-    def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None, may_wait: bool = False) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        lane: Lane,
+        deadline: float | None = None,
+        *,
+        may_wait: bool = False,
+        streamed: bool = False,
+    ) -> None:
         self.received = time.monotonic()
         self.size_bytes = size_bytes
         self.lane = lane
         self.has_deadline = deadline is not None
         self.deadline = deadline if deadline is not None else self.received + MAX_CALL_S
-        self.may_wait = self.streamed = may_wait
+        self.may_wait = may_wait
+        self.streamed = streamed
         self.context = CURRENT.get()
         self.output_dtype = "f32"
 
@@ -95,14 +108,18 @@ class WorkerCall:
 
 
 class MethodCall(WorkerCall):
-    """A call of a method of `wire/frames.py`; `payload` is its serialised message, `size_bytes` long."""
+    """A call of a method of `wire/frames.py`; `payload` is its serialised message, `size_bytes` long.
+
+    `flags` are those of a request's frame.
+    """
 
     __slots__ = ("method", "payload")
 
-    def __init__(
-        self, method: int, payload: bytes, lane: Lane, deadline: float | None = None, may_wait: bool = False
-    ) -> None:
-        super().__init__(len(payload), lane, deadline, may_wait)
+    def __init__(self, method: int, payload: bytes, flags: int, deadline: float | None = None) -> None:
+        lane = Lane.BULK if flags & Flag.BULK else Lane.INTERACTIVE
+        may_wait = bool(flags & Flag.WAIT) or method in _ALWAYS_WAITING
+        streamed = may_wait and method not in _WAITING_REQUESTS
+        super().__init__(len(payload), lane, deadline, may_wait=may_wait, streamed=streamed)
         self.method = method
         self.payload = payload
 
@@ -140,8 +157,7 @@ class LinkCall(MethodCall):
 
     def __init__(self, link: FrameProtocol, unanswered: dict[int, LinkCall], header: Header, payload: bytes) -> None:
         deadline = time.monotonic() + header.deadline_ms / 1000 if header.deadline_ms else None
-        lane = Lane.BULK if header.flags & Flag.BULK else Lane.INTERACTIVE
-        super().__init__(header.method, payload, lane, deadline, bool(header.flags & Flag.WAIT))
+        super().__init__(header.method, payload, header.flags, deadline)
         self.link = link
         self.header = header
         if header.context:

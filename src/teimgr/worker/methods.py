@@ -144,9 +144,6 @@ def _classify(dispatcher: Dispatcher, call: MethodCall, item: Input, options: In
 
 
 def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
-    """`Rerank`. A unary call that may wait, as in TEI, where other unary calls are refused at once."""
-    call.streamed = False
-    call.may_wait = True
     message = call.message(tei_pb2.RerankRequest)
     options = _score_options(message)
     if not message.texts:
@@ -167,7 +164,6 @@ def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
     Each message has its own query and truncation; `raw_scores` and `return_text` are those of the first one.
     """
     need_reranker_grpc(dispatcher.engine.info)
-    call.may_wait = call.streamed = True
 
     def read() -> tuple[list[Part], Encode]:
         requests = call.message(frames_pb2.RerankPairs).requests

@@ -14,7 +14,6 @@ from h2.exceptions import ProtocolError
 from uvicorn.server import ServerState
 
 from teimgr.byte_budget import ByteBudget, Charge
-from teimgr.engine.job import Lane
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -60,8 +59,7 @@ class GrpcCall(AwaitedReply, MethodCall):
         flags: Flag,
         deadline: float | None,
     ) -> None:
-        lane = Lane.BULK if flags & Flag.BULK else Lane.INTERACTIVE
-        super().__init__(method, payload, lane, deadline, bool(flags & Flag.WAIT))
+        super().__init__(method, payload, flags, deadline)
         self._dispatcher = dispatcher
         self._held = Charge(budget)
         self.answer = asyncio.get_running_loop().create_future()
