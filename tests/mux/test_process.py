@@ -28,6 +28,7 @@ from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig
 from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
+from teimgr.wire.status import CODE_KEY
 
 Status = grpc.StatusCode
 
@@ -475,6 +476,13 @@ async def test_a_call_without_target_goes_to_the_only_instance_of_its_key(keyed:
     status, _ = await ending_of(rpc, channel, bearer(ONLY_A))
     assert status not in (grpc.StatusCode.FAILED_PRECONDITION, DENIED)
     assert (await ending_of(rpc, channel, bearer(ASKER)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_refused_list_of_names_has_the_error_code_in_its_trailers(keyed: Control, channel: Any) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await health.List(health_pb2.HealthListRequest())
+    assert dict(refused.value.trailing_metadata())[CODE_KEY] == "UNAUTHENTICATED"
 
 
 async def test_health_and_reflection_are_open_but_a_list_of_names_is_not(keyed: Control, channel: Any) -> None:

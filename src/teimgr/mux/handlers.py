@@ -54,12 +54,12 @@ _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
+# Those of health and reflection, most of which need no key.
+_OPEN_STANDARD_CALLS = 64
+_STANDARD_MESSAGE_S = 20.0
 # Bytes of client streams that are collected into one request, and the part of them that one connection may hold.
 _COLLECTED_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
-# The same for calls of health and reflection, which need no key.
-_OPEN_STANDARD_CALLS = 64
-_STANDARD_MESSAGE_S = 20.0
 _CONTEXT_KEYS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
 STATUS_CODES = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -167,7 +167,7 @@ class MuxHandlers:
         return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, body))
 
     def _guarded(self, rpc: Rpc, body: Body) -> Callable[[Any, Context], Coroutine[Any, Any, bytes | None]]:
-        """`body` with authentication, counters and a span; the only place that turns failures into statuses."""
+        """`body` with authentication, counters and a span; its failures become statuses here."""
         name = f"{rpc.service}/{rpc.name}"
         attributes = {"rpc.system": "grpc", "rpc.service": rpc.service, "rpc.method": rpc.name}
 
@@ -188,8 +188,7 @@ class MuxHandlers:
             except TeimgrError as error:
                 failed = GrpcStatus.of(error)
                 status, failure = STATUS_CODES[failed.number], error.message
-                trailers = (*failed.metadata, (REQUEST_ID, request_context.request_id))
-                await context.abort(status, failed.message, trailers)
+                await _abort(context, failed, (REQUEST_ID, request_context.request_id))
             except Exception:
                 status = grpc.StatusCode.INTERNAL
                 _log.exception("call failed", extra={"method": rpc.name, "instance": record.instance})
@@ -258,6 +257,11 @@ class MuxHandlers:
         if budget is None:
             budget = self._collected_of[peer] = ByteBudget(_COLLECTED_BYTES // _CONNECTION_SHARE, self._collected)
         return budget
+
+
+async def _abort(context: Context, failed: GrpcStatus, *trailers: tuple[str, str]) -> None:
+    """End the call with a status, its metadata and `trailers`; raises what grpcio ends the handler by."""
+    await context.abort(STATUS_CODES[failed.number], failed.message, (*failed.metadata, *trailers))
 
 
 async def _next_message(context: Context) -> bytes | None:
@@ -341,7 +345,7 @@ class MuxHealth(HealthService):
             caller = authenticate_call(self._policy.now, context)
             caller.require(frozenset({Right.READ}))
         except TeimgrError as error:
-            await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
+            await _abort(context, GrpcStatus.of(error))
         shown = {name: each for name, each in self._statuses.items() if name in self._services or caller.covers(name)}
         return health_pb2.HealthListResponse(
             statuses={name: health_pb2.HealthCheckResponse(status=each) for name, each in shown.items()}
@@ -359,7 +363,7 @@ async def _standard_message(messages: MessageReader, context: Context) -> Any:
             raise InvalidInput("Missing message")
         return message
     except TeimgrError as error:
-        await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
+        await _abort(context, GrpcStatus.of(error))
 
 
 def reflection_handlers() -> tuple[Any, ...]:
@@ -373,7 +377,7 @@ def reflection_handlers() -> tuple[Any, ...]:
             try:
                 request = await messages.next(context)
             except TeimgrError as error:
-                await context.abort(STATUS_CODES[GrpcStatus.of(error).number], error.message)
+                await _abort(context, GrpcStatus.of(error))
             if request is None:
                 return
             yield reflection.answer(request)
