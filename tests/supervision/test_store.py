@@ -476,12 +476,12 @@ async def test_a_refused_change_does_not_begin(kept: Fixture) -> None:
 async def test_what_was_refused_is_written_when_the_disk_heals(kept: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_RETRY_S", 0.01)
     kept.obstacle.mkdir()
-    await kept.state.settle()
-    assert "cannot be saved" in str(kept.state.alarms)
+    await kept.state.write_quietly()
+    assert "cannot be saved" in str(kept.state.alarm_text)
 
     kept.obstacle.rmdir()
 
-    await eventually(lambda: kept.state.alarms is None)
+    await eventually(lambda: kept.state.alarm_text is None)
     assert kept.written() == [SPEC]
     await kept.state.close()
 
@@ -520,7 +520,7 @@ async def test_a_write_whose_caller_is_cancelled_is_completed_before_the_next(
 
 async def test_closing_tries_a_last_time(kept: Fixture) -> None:
     kept.obstacle.mkdir()
-    await kept.state.settle()
+    await kept.state.write_quietly()
     kept.obstacle.rmdir()
 
     await kept.state.close()

@@ -115,13 +115,13 @@ class Gateway:
         head = HttpRequest(path.dialect_in(headers), request.method, path.inner, request.url.query, headers)
         caller = caller_of(request.scope)
 
-        async def forwarded() -> HttpReply:
+        async def call_worker() -> HttpReply:
             check_encoding(headers)
             async with self._bodies.read(request, request_head(head)) as body:
-                call = self._forward(head, self._names_for(caller), request.path_params, body)
+                call = self._call_worker(head, self._names_for(caller), request.path_params, body)
                 return await unless_hung_up(call, request.receive)
 
-        reply = await self._answered(path, head.dialect, forwarded())
+        reply = await self._count(path, head.dialect, call_worker())
         return HeldResponse(reply.body, reply.status, reply.headers, self._bodies.large)
 
     async def answer(self, path: DialectPath, given: Mapping[bytes, bytes], body: bytes, caller: Caller) -> HttpReply:
@@ -129,15 +129,15 @@ class Gateway:
         headers = {name: value.decode("latin-1") for name, key in _KEYS if (value := given.get(key)) is not None}
         head = HttpRequest(path.dialect_in(headers), path.method, path.inner, "", headers)
 
-        async def forwarded() -> HttpReply:
+        async def call_worker() -> HttpReply:
             check_encoding(headers)
             held, charge = await self._bodies.hold(request_head(head), body)
             try:
-                return await self._forward(head, self._names_for(caller), {}, held)
+                return await self._call_worker(head, self._names_for(caller), {}, held)
             finally:
                 charge.release()
 
-        return await self._answered(path, head.dialect, forwarded())
+        return await self._count(path, head.dialect, call_worker())
 
     async def answer_bulk(self, path: DialectPath, body: bytes, caller: Caller) -> HttpReply:
         """As `answer`, in the bulk lane, of a JSON body that no client waits for (`batches/`).
@@ -149,7 +149,7 @@ class Gateway:
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
         held, charge = await self._bodies.hold(request_head(head), body, self._bodies.large)
         try:
-            reply = await self._forward(head, self._names_for(caller), {}, held, Flag.BULK)
+            reply = await self._call_worker(head, self._names_for(caller), {}, held, Flag.BULK)
             status = reply.status
             return reply
         except TeimgrError as error:
@@ -164,20 +164,21 @@ class Gateway:
         """Raises ModelNotFound, with similar names, for a name that is unknown or that the caller may not use."""
         self._names_for(caller).check(model)
 
-    async def _answered(self, path: DialectPath, dialect: str, forwarded: Coroutine[Any, Any, HttpReply]) -> HttpReply:
-        """The worker's reply, or a failure in the form of the dialect; counted by dialect, route and status."""
+    async def _count(self, path: DialectPath, dialect: str, calling: Coroutine[Any, Any, HttpReply]) -> HttpReply:
+        """`_as_dialect`, counted by dialect, route and status."""
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
         try:
-            reply = await self._reply_of(path, dialect, forwarded)
+            reply = await self._as_dialect(path, dialect, calling)
             status = reply.status
         finally:
             seconds = time.perf_counter() - began
             self._metrics.observe(catalogue.INFERENCE, seconds, dialect, path.inner, str(status))
         return reply
 
-    async def _reply_of(self, path: DialectPath, dialect: str, forwarded: Coroutine[Any, Any, HttpReply]) -> HttpReply:
+    async def _as_dialect(self, path: DialectPath, dialect: str, calling: Coroutine[Any, Any, HttpReply]) -> HttpReply:
+        """The worker's reply, or a failure in the form of the dialect."""
         try:
-            return await forwarded
+            return await calling
         except TeimgrError as error:
             return error_bodies.failure(dialect, error)
         except HeadTooLong:
@@ -190,7 +191,7 @@ class Gateway:
             log.exception("an inference request failed", extra={"path": path.path})
             return error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
 
-    async def _forward(
+    async def _call_worker(
         self,
         head: HttpRequest,
         names: ModelNames,
@@ -202,13 +203,13 @@ class Gateway:
         payload = body.payload
         with await self._lease(names, named, body) as lease, self._bodies.held_for(lease.instance, body):
             flags |= Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
-            kind = (head.path, flags)
-            lease.check_refusals(kind, len(payload), self._timeout_s)
+            call_class = (head.path, flags)
+            lease.check_refusals(call_class, len(payload), self._timeout_s)
             answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
             reply = read_reply(answer.payload)
             if reply.status == STATUS[Code.OVERLOADED].http:
                 whole_s = int(reply.headers.get("retry-after", "0"))  # rounded up
-                lease.refused(kind, len(payload), self._timeout_s, whole_s - 1)
+                lease.keep_refusal(call_class, len(payload), self._timeout_s, whole_s - 1)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "in", by=len(payload) - body.start)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "out", by=len(reply.body))
         return reply

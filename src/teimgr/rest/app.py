@@ -92,7 +92,7 @@ def create_app(
         settings: Also the authentication, where `policy` is None.
         metrics: Counts requests, and is the page of /metrics.
         alarms: The alarms of everything but the state file.
-        booted: False until the manager has restored all instances; /ready is 503 until then.
+        booted: Whether `Manager.booted` is set; /ready is 503 until then.
         registry: Routes of /models.
         gateway: Inference routes of all dialects.
         gpu_report: Routes of /gpus.

@@ -277,7 +277,7 @@ class Replica:
         self.calls = 0
         self.leases = 0
         self.failures = 0  # calls in a row
-        self.refusals: dict[object, Refusal] = {}  # of late, by kind of call
+        self.refusals: dict[object, Refusal] = {}  # of late, by class of call
         self.suspended = False
         self.lost = False
         self.retired = False

@@ -77,19 +77,20 @@ class Lease:
 
         Raises:
             Unavailable: the worker cannot be reached, or its connection was lost.
-            Overloaded, TooLarge: the call was not sent.
+            Overloaded: the call was not sent, or the worker refused it.
+            TooLarge: the call was not sent.
             DeadlineExceeded: `timeout_s` passed.
             TeimgrError: the worker's own error.
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        kind = (method, flags)
-        if method is not Method.HTTP:  # of many kinds
-            self.check_refusals(kind, len(payload), timeout_s)
+        call_class = (method, flags)
+        if method is not Method.HTTP:  # its class has the path too: the gateway checks it
+            self.check_refusals(call_class, len(payload), timeout_s)
         try:
             return await self._call(method, payload, flags, timeout_s)
         except Overloaded as refusal:
-            self.refused(kind, len(payload), timeout_s, refusal.retry_after_s or 0)
+            self.keep_refusal(call_class, len(payload), timeout_s, refusal.retry_after_s or 0)
             raise
         except ConnectionLost:  # it may have been the call that ended the worker
             raise
@@ -98,17 +99,17 @@ class Lease:
                 raise
         return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
 
-    def check_refusals(self, kind: object, size: int, timeout_s: float | None) -> None:
-        """Refuse a call where the worker has just refused one of its `kind` that asked for no more in no less time.
+    def check_refusals(self, call_class: object, size: int, timeout_s: float | None) -> None:
+        """Refuse a call where the worker has just refused one of its class that asked for no more in no less time.
 
         Raises:
             Overloaded: with the time that the worker named, less what has passed since.
         """
-        refusal, now = self._replica.refusals.get(kind), asyncio.get_running_loop().time()
+        refusal, now = self._replica.refusals.get(call_class), asyncio.get_running_loop().time()
         if refusal is not None and now < refusal.until and refusal.holds_for(size, timeout_s):
             raise Overloaded(retry_after_s=refusal.again_at - now)
 
-    def refused(self, kind: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
+    def keep_refusal(self, call_class: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
         """Keep the worker's refusal of a call for a part of the time that it named.
 
         So an overloaded worker has to read few of the calls that it would refuse. With a second or more of work ahead
@@ -117,7 +118,7 @@ class Lease:
         if retry_after_s >= _LEAST_RETRY_AFTER_S:
             now = asyncio.get_running_loop().time()
             until = now + retry_after_s * _REFUSAL_SHARE
-            self._replica.refusals[kind] = Refusal(size, timeout_s, until, now + retry_after_s)
+            self._replica.refusals[call_class] = Refusal(size, timeout_s, until, now + retry_after_s)
 
     async def _call(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> WorkerReply:
         call = await self._replica.start(method, payload, flags, timeout_s)
@@ -141,7 +142,9 @@ class Lease:
         self._replica.leases += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self._replica.lease_ended()
 
 
@@ -184,8 +187,8 @@ class _Instance:
         entry = self.entry
         if entry.state is not State.RUNNING:
             reason = f": {entry.reason}" if entry.reason else ""
-            kind = {State.STOPPED: Stopped, State.FAILED: FailedToLoad}.get(entry.state, Unavailable)
-            raise kind(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
+            error_type = {State.STOPPED: Stopped, State.FAILED: FailedToLoad}.get(entry.state, Unavailable)
+            raise error_type(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
         usable = [replica for replica in self.replicas if replica.usable]
         if not usable:
             why = "its worker is gone" if self.replicas else "its worker does not pass its health probes"
@@ -415,7 +418,8 @@ RouteListener = Callable[[str, RouteEntry | None], None]
 class Directory:
     """The current routes of the daemon, with listeners that are called synchronously with each change.
 
-    `version` counts these. Supervisors publish their own instance; routers, in the daemon and in each mux, follow.
+    `version` counts these. Each `ManagedInstance` publishes its own entry; routers, in the daemon and in each mux,
+    follow.
     """
 
     def __init__(self) -> None:

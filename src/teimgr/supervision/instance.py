@@ -74,7 +74,7 @@ class ManagedInstance:
         self._is_committed = False  # the update under way: it can no longer be rolled back
         self._is_deleted = False
         self._is_forgotten = False
-        self.begun = asyncio.Event()
+        self.adoption_done = asyncio.Event()
         """Set once workers of an earlier daemon are adopted; commands wait for it."""
         self._incident: Incident | None = None
         self._memory: MemoryLimit | None = None  # while there is a limit
@@ -89,7 +89,7 @@ class ManagedInstance:
         """RUNNING while one replica is running."""
         states = {each.state for each in self._serving}
         state = next(state for state in _PRECEDENCE if state in states)
-        is_to_start = self._with_role("joining") or (self.spec.wanted_running and not self.begun.is_set())
+        is_to_start = self._with_role("joining") or (self.spec.wanted_running and not self.adoption_done.is_set())
         return State.STARTING if state is State.STOPPED and is_to_start else state
 
     @property
@@ -138,7 +138,7 @@ class ManagedInstance:
         for each in self._serving:
             if start and each.state is State.STOPPED:
                 await each.accept(Command.START)
-        self.begun.set()
+        self.adoption_done.set()
 
     async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
         """Pass the command to every replica; `settle` waits until it is carried out.

@@ -196,13 +196,13 @@ class WorkerHealth(Enum):
     BAD = auto()  # several in a row were, or the worker answered that its self-test failed
 
 
-def is_routable(health: WorkerHealth, siblings: Iterable[WorkerHealth]) -> bool:
-    """Whether a worker gets calls beside the running `siblings` of its instance.
+def is_routable(health: WorkerHealth, all_health: Iterable[WorkerHealth]) -> bool:
+    """Whether a worker gets calls; `all_health` is that of all running workers of its instance, itself included.
 
     At its first missed probe it leaves the routes to those in good health. Where there are none it stays: one late
     answer on a loaded machine is more likely than a worker that hangs, and without routes every call fails.
     """
-    return health is WorkerHealth.GOOD or (health is WorkerHealth.DOUBTFUL and WorkerHealth.GOOD not in siblings)
+    return health is WorkerHealth.GOOD or (health is WorkerHealth.DOUBTFUL and WorkerHealth.GOOD not in all_health)
 
 
 class CommandRefused(Exception):

@@ -59,8 +59,9 @@ class Manager:
     """Owns the instances: `restore` and `boot` bring back those of the state file, REST calls the other methods.
 
     A check and the decision that rests on it happen without an await in between, so that two calls cannot both get the
-    last port. `booted` is set when adoption is over; commands wait for it. `on_view_changed` is called with a view
-    after every change; `history` gives the events of an instance. `tokens_per_gib` is changed by a reload.
+    last port. `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait
+    for it, and for late workers of their own instance. `on_view_changed` is called with a view after every change;
+    `history` gives the events of an instance. `tokens_per_gib` is changed by a reload.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Manager:
     async def boot(self) -> None:
         """Adopt live workers and begin to start the missing ones; includes `restore` if it has not run.
 
-        Connect the daemon's own routers to the directory when `booted` is set, muxes after `adoption_over`.
+        Connect muxes after `adoption_over`.
 
         Raises:
             InvalidConfig: the launcher cannot use the run directory.
@@ -159,7 +160,7 @@ class Manager:
         self.booted.set()
         for name in self._state.unfinished:
             self._in_background(self._resume_update(name), f"update of {name}, begun again")
-        await self._state.settle()
+        await self._state.write_quietly()
 
     async def adoption_over(self) -> None:
         """Return when each worker of an earlier daemon has answered, or has had its time to.
@@ -214,7 +215,7 @@ class Manager:
             spec = with_batch_tokens(spec, self._planner.inventory, self.tokens_per_gib)
             self._add(self._validator.readmit(spec, self._state.specs()))
         except (InvalidInstanceName, InstanceExists) as error:
-            self._state.alarm(f"not restored: {error.message}")
+            self._state.add_alarm(f"not restored: {error.message}")
         except TeimgrError as error:
             self._add(spec).mark_failed(error.message)
             self._not_startable.add(spec.name)
@@ -262,7 +263,7 @@ class Manager:
             StateNotSaved: the disk refused; nothing was changed.
             UpdateFailed: it failed, with `wait`.
         """
-        instance = await self._begun(name)
+        instance = await self._adopted_instance(name)
         if self._state.is_refused:
             await self._state.write()  # before workers are started for a change that could not be kept
         given = changes
@@ -315,7 +316,7 @@ class Manager:
                 log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
                 await self.update(name, changes, recreate=recreate)
         except (TeimgrError, ValueError, KeyError, TypeError) as error:
-            self._state.alarm(f"the update of '{name}' that was under way is given up: {error}")
+            self._state.add_alarm(f"the update of '{name}' that was under way is given up: {error}")
 
     async def start(self, name: str) -> InstanceView:
         """Begin to start an instance.
@@ -342,7 +343,7 @@ class Manager:
             InstanceNotFound.
             UpdateInProgress, UpdateFailed: as `update`.
         """
-        instance = await self._begun(name)
+        instance = await self._adopted_instance(name)
         if not rolling or not instance.spec.wanted_running:
             return await self._command(name, Command.RESTART)
         await self._planner.refresh()
@@ -357,7 +358,7 @@ class Manager:
         Raises:
             InstanceNotFound.
         """
-        instance = await self._begun(name)
+        instance = await self._adopted_instance(name)
         async with self._state.planning(name, None):
             await instance.accept(Command.DELETE)
             view = await instance.settle()
@@ -417,10 +418,10 @@ class Manager:
 
     @property
     def store_alarm(self) -> str | None:
-        return self._state.alarms
+        return self._state.alarm_text
 
     async def _command(self, name: str, command: Command) -> InstanceView:
-        instance = await self._begun(name)
+        instance = await self._adopted_instance(name)
         async with self._state.planning(name, replace(instance.spec, wanted_running=command is not Command.STOP)):
             await instance.accept(command)
         return await instance.settle()
@@ -439,11 +440,11 @@ class Manager:
             self._metrics.count(family, spec.name, by=0)
         return instance
 
-    async def _begun(self, name: str) -> ManagedInstance:
+    async def _adopted_instance(self, name: str) -> ManagedInstance:
         """The instance, once its workers of an earlier daemon are adopted. Raises InstanceNotFound."""
         await self.booted.wait()
         instance = self._find(name)
-        await instance.begun.wait()
+        await instance.adoption_done.wait()
         return instance
 
     def _find(self, name: str) -> ManagedInstance:

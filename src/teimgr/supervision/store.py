@@ -290,7 +290,7 @@ class WantedState:
         self._store.open()
         loaded = await asyncio.to_thread(wanted_at_boot, settings, self._store)
         if loaded.alarm is not None:
-            self.alarm(loaded.alarm)
+            self.add_alarm(loaded.alarm)
         self._unfinished = {spec.name: spec.pending_update for spec in loaded.specs if spec.pending_update}
         return [replace(spec, pending_update=None) for spec in loaded.specs]
 
@@ -306,11 +306,11 @@ class WantedState:
     # Alarms
 
     @property
-    def alarms(self) -> str | None:
+    def alarm_text(self) -> str | None:
         """The problems of the state file, in one line."""
         return "; ".join([*self._load_alarms, *filter(None, [self._save_alarm])]) or None
 
-    def alarm(self, text: str) -> None:
+    def add_alarm(self, text: str) -> None:
         """Log and keep a problem of what was loaded."""
         log.error("state alarm", extra={"reason": text})
         self._load_alarms.append(text)
@@ -343,7 +343,7 @@ class WantedState:
             yield
         finally:
             self._planned.pop(name, None)
-            await self.settle()
+            await self.write_quietly()
 
     async def save_spec(self, spec: InstanceSpec) -> None:
         """Write the state with `spec`, which takes effect when this returns.
@@ -385,7 +385,7 @@ class WantedState:
         """Write that the update is over."""
         del self._pending[name]
         self._tries.pop(name, None)
-        await self.settle()
+        await self.write_quietly()
 
     @asynccontextmanager
     async def resuming(self, name: str) -> AsyncIterator[tuple[dict[str, Any], bool]]:
@@ -409,7 +409,7 @@ class WantedState:
             del self._unfinished[name]
             if name not in self._pending:
                 self._tries.pop(name, None)
-            await self.settle()
+            await self.write_quietly()
 
     # Writing
 
@@ -448,7 +448,7 @@ class WantedState:
             self._saved = wanted
             self._save_alarm = None
 
-    async def settle(self) -> None:
+    async def write_quietly(self) -> None:
         """As `write`; a refusal is an alarm alone, for what was changed cannot be refused any more."""
         with suppress(StateNotSaved):
             await self.write()
@@ -457,6 +457,6 @@ class WantedState:
         while self._save_alarm is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _RETRY_S)
-            await self.settle()
+            await self.write_quietly()
             if self._closing.is_set():
                 return
