@@ -15,6 +15,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from enum import Enum, IntEnum
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from teimgr.errors import InvalidInstanceName
@@ -486,3 +487,8 @@ class RoutingSnapshot:
     @classmethod
     def from_json(cls, text: str) -> RoutingSnapshot:
         return cls(tuple(map(RouteEntry.from_dict, json.loads(text))))
+
+
+def worker_file(folder: Path, incarnation: str, suffix: Literal["sock", "json", "exit"]) -> Path:
+    """A worker's control socket, run file or exit report in the run directory `folder`."""
+    return folder / f"{incarnation}.{suffix}"

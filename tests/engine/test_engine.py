@@ -316,10 +316,10 @@ def test_a_forward_that_hangs_is_noticed_after_a_limit_by_its_size(
     job = bert.send(["fog"])
     assert gate.held.wait(WAIT_S)
     for _ in range(11):  # the first sees that a batch is under way; the limit is 5 s
-        bert.engine.watch(0.5)
+        bert.engine.detect_hang(0.5)
     assert faults.empty()
 
-    bert.engine.watch(0.5)
+    bert.engine.detect_hang(0.5)
     assert "has not ended within 5 s" in faults.get(timeout=WAIT_S)
     (record,) = (record for record in caplog.records if record.message == "a forward hangs")
     assert "self.open.wait" in record.stacks
@@ -333,7 +333,7 @@ def test_slow_batches_raise_the_limit_of_a_forward(bert: Served, gate: Gate) -> 
     job = bert.send(["fog"])
     assert gate.held.wait(WAIT_S)
     for _ in range(100):
-        bert.engine.watch(1.0)
+        bert.engine.detect_hang(1.0)
 
     assert bert.engine.stats().healthy
     gate.open.set()

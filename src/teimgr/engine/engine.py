@@ -69,7 +69,7 @@ class Engine:
         self._reference: SelfTest | None = None
         self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; finisher thread
         self._doubted_at = -_BAD_RESULT_PAUSE_S
-        self._departures = 0  # of batches, at the last call of `watch`
+        self._departures = 0  # of batches, at the last call of `detect_hang`
         self._stalled_s = 0.0
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
@@ -175,7 +175,7 @@ class Engine:
         if self._fault is not None:
             raise Unavailable(self._fault)
 
-    def watch(self, passed_s: float) -> None:
+    def detect_hang(self, passed_s: float) -> None:
         """Detect a forward that hangs. Called at regular intervals by the event loop, with the length of one.
 
         The intervals count, not the clock: time in which the whole process was stopped, or had no processor, does not.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Job, Lane, Output, SparseRow
-from teimgr.engine.queue import QueueEntry
+from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ Floats = NDArray[np.float32]
 _BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
 _HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
 _CHECK_S = 0.2
-_COST_TOKENS = 64  # the fixed cost of a batch in tokens
 _FORGET = 0.99  # of the slowest batch, with each later one
 _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
@@ -188,7 +187,7 @@ class Finisher:
         self.in_flight = InFlightLimit()
         self.stats = EngineStats()
         self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
-        self.slowest_s = 0.0  # per token of a batch (`_COST_TOKENS` added): the slowest batch of late
+        self.slowest_s = 0.0  # per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest batch of late
 
     def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
@@ -288,12 +287,14 @@ class Finisher:
         stats.by_tokens[(batch.tokens - 1).bit_length()] += 1
         stats.busy_s += duration_ns / 1e9
         stats.padding_saved_tokens += texts * max(entry.length for entry in batch.entries) - batch.tokens
-        self.slowest_s = max(duration_ns / 1e9 / (batch.tokens + _COST_TOKENS), self.slowest_s * _FORGET)
+        self.slowest_s = max(duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS), self.slowest_s * _FORGET)
         self.finished_at = time.monotonic()
 
     def forward_limit_s(self, floor_s: float, factor: float) -> float:
         """How long the batches in flight may take: `factor` times what the slowest one of late would have taken."""
-        return max(floor_s, factor * self.slowest_s * (self.in_flight.tokens + _BATCHES_IN_FLIGHT * _COST_TOKENS))
+        return max(
+            floor_s, factor * self.slowest_s * (self.in_flight.tokens + _BATCHES_IN_FLIGHT * BATCH_OVERHEAD_TOKENS)
+        )
 
 
 def _written(results: BatchResults, job: Job, texts: Sequence[int], rows: Sequence[int]) -> dict[int, InferenceFailed]:

@@ -27,7 +27,8 @@ _NORMS = ("layer", "rms")
 _INDICES = ("ids", "positions", "types")
 _MOST_TABLES = 4
 _NO_SLOT = -1
-_SLOT_COLUMNS = 64  # a slot's rows are a multiple of so many elements, as wide as a panel
+# A row of a slot is a multiple of so many elements, the columns of the widest panel; a quantised one of so many bytes.
+_SLOT_UNIT = 64
 _ERRORS = {1: NO_MEMORY, 2: "this CPU lacks the instructions"}
 _FIRST_POSITIONS = 512
 _ROW_SCALE_BYTES = 8  # struct row_scale
@@ -292,25 +293,25 @@ class ForwardKernel:
             for read in step.reads:
                 (operands if read in step.reads_operands else floats).add(read.key)
                 until[read.key] = max(until.get(read.key, 0), step.key)
-        memory = _SharedMemory()
+        layout = _SlotLayout()
         values: dict[int, _Value] = {}
         for step in program.steps:
-            key, elements = step.key, -(-step.width * step.groups // _SLOT_COLUMNS) * _SLOT_COLUMNS
+            key, elements = step.key, -(-step.width * step.groups // _SLOT_UNIT) * _SLOT_UNIT
             if step.kind == "attend" and self._bfloat16 and key in floats:
                 raise CannotLowerError("attention's result as float32")
-            memory.release(key)
+            layout.release(key)
             last_read = until.get(key, key)
             if step.kind == "quantise":
-                slot = memory.take(-(-(step.width + _ROW_SCALE_BYTES) // _SLOT_COLUMNS) * _SLOT_COLUMNS, last_read)
+                slot = layout.take(-(-(step.width + _ROW_SCALE_BYTES) // _SLOT_UNIT) * _SLOT_UNIT, last_read)
                 values[key] = _Value(operands=slot)
             elif self._bfloat16:
-                wide = memory.take(elements * 4, last_read) if key in floats else _NO_SLOT
-                narrow = memory.take(elements * 2, last_read) if key in operands else _NO_SLOT
+                wide = layout.take(elements * 4, last_read) if key in floats else _NO_SLOT
+                narrow = layout.take(elements * 2, last_read) if key in operands else _NO_SLOT
                 values[key] = _Value(wide, narrow)
             else:
-                slot = memory.take(elements * 4, last_read)
+                slot = layout.take(elements * 4, last_read)
                 values[key] = _Value(slot, slot)
-        return memory.slots, values
+        return layout.slots, values
 
 
 def _scale(step: Step) -> float:
@@ -319,7 +320,7 @@ def _scale(step: Step) -> float:
     return float(step.heads[2] ** -0.5) if step.kind == "attend" else 1.0
 
 
-class _SharedMemory:
+class _SlotLayout:
     """Places for results in the memory of a token, each free again behind the last step that reads it."""
 
     def __init__(self) -> None:

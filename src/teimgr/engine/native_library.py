@@ -16,7 +16,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")  # `attention_level` of library.h
-NO_MEMORY = "can't allocate memory"  # torch's words too: the caller tells by them that the batch was too large
+NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees that a batch was too large
 # "0": the library is not used. "attention": only its attention is, within the model's own forward.
 _SWITCH = "TEIMGR_NATIVE"
 

@@ -161,7 +161,7 @@ _AHEAD_TOKENS = 2**20
 _AHEAD_BATCHES = 4
 
 # The fixed cost of a batch in tokens: one short query alone keeps the device busy for about this much.
-_BATCH_OVERHEAD_TOKENS = 64
+BATCH_OVERHEAD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class EntryQueue:
 
     def _settle(self, lane: Lane, tokens: int) -> None:
         """Credit or charge the bulk lane for a batch; `_next_lane` resets the credit while no bulk entries wait."""
-        cost = tokens + _BATCH_OVERHEAD_TOKENS
+        cost = tokens + BATCH_OVERHEAD_TOKENS
         share = self._limits.bulk_share
         if lane is Lane.INTERACTIVE:
             self._bulk_credit += cost * share / (1 - share)

@@ -23,6 +23,7 @@ from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
+from teimgr.engine.native_library import NO_MEMORY
 from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
 from teimgr.spec import CpuThreads
@@ -231,4 +232,4 @@ def _host_rows(values: Tensor | None, *others: Tensor | None) -> HostRows:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_MEMORY in str(error)

@@ -25,7 +25,7 @@ from typing import Self
 from teimgr.durable_files import write_atomically
 from teimgr.errors import Code, InvalidConfig
 from teimgr.observability.logs import LogSpan
-from teimgr.spec import WorkerSpec
+from teimgr.spec import WorkerSpec, worker_file
 
 KILL_LIMIT_S = 10.0
 """How long a process may take to vanish after SIGKILL before we call it stuck."""
@@ -283,15 +283,15 @@ class WorkerPaths:
 
     @property
     def socket(self) -> Path:
-        return self.folder / f"{self.incarnation}.sock"
+        return worker_file(self.folder, self.incarnation, "sock")
 
     @property
     def run_file(self) -> Path:
-        return self.folder / f"{self.incarnation}.json"
+        return worker_file(self.folder, self.incarnation, "json")
 
     @property
     def exit_report(self) -> Path:
-        return self.folder / f"{self.incarnation}.exit"
+        return worker_file(self.folder, self.incarnation, "exit")
 
     def read_exit_report(self) -> ExitReport | None:
         """The exit report, None when the worker left none that can be read."""

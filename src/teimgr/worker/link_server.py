@@ -30,7 +30,8 @@ class LinkServer:
     """The link connections of one worker, the watchers among them, and its control commands.
 
     `controls` maps a control method to its handler: JSON bytes and a limit in seconds in, JSON bytes out.
-    `ports` are the listening sockets, by number, that other workers of the instance may get copies of.
+    `ports` are the sockets that other workers of the instance may get copies of: listening ones by port number, and the
+    ends of the connection queue as -1 and -2.
     """
 
     def __init__(self, dispatcher: Dispatcher, controls: dict[Method, Control]) -> None:

@@ -32,7 +32,7 @@ from teimgr.errors import Broken, Code, Internal, OutOfDeviceMemory, PortConflic
 from teimgr.http_server import Listener, bind, serving
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
-from teimgr.spec import CpuThreads, WorkerSpec
+from teimgr.spec import CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
@@ -54,7 +54,7 @@ _DRAIN_ON_SIGNAL_S = 30.0
 _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
 _LEFT_POLL_S = 0.05
-_WATCH_S = 0.5
+_HANG_CHECK_S = 0.5
 _CORE_LOAD_FILE = "cores"  # in the run directory, which the workers of a daemon share
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
 # Failures to load that the same files and flags will cause again, and those subclasses that may pass by themselves.
@@ -65,7 +65,8 @@ _TRANSIENT = (PortConflict, Internal)
 def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str = "{}") -> int:
     """Serve one model until stopped; the result is the exit status.
 
-    `ports` is a JSON object: port number → descriptor of its listening socket, bound by another worker of the instance.
+    `ports` is a JSON object: port number → descriptor of its listening socket, bound by another worker of the instance;
+    -1 and -2 stand for the ends of the connection queue.
     The process must exit immediately afterwards: a thread may still be loading a model.
     """
     spec = WorkerSpec.from_json(spec_json)
@@ -115,7 +116,7 @@ class Worker:
         server = await loop.create_unix_server(self._links.protocol, sock=listener)
         try:
             status = await self._load_and_serve()
-            (self.run_dir / f"{self.incarnation}.json").unlink(missing_ok=True)  # ended in order: no crash
+            worker_file(self.run_dir, self.incarnation, "json").unlink(missing_ok=True)  # ended in order: no crash
             return status
         except TeimgrError as error:
             return self._give_up(error)
@@ -155,9 +156,9 @@ class Worker:
                 queue.serve(partial(self._take, listeners))
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
-                watch = asyncio.create_task(_watch(engine))
+                hang_detection = asyncio.create_task(_detect_hangs(engine))
                 await self._until_stopped()
-                watch.cancel()
+                hang_detection.cancel()
                 await self._leave_ports(listeners, queue)
                 grpc.stop()
                 await self._drain_calls()
@@ -284,7 +285,7 @@ class Worker:
         log.error("worker failed: %s", error.message, extra=self._log_fields | {"code": error.code.name})
         facts = self._announce("failed", reason=error.message, code=int(error.code), permanent=permanent)
         with suppress(OSError):
-            (self.run_dir / f"{self.incarnation}.exit").write_text(json.dumps(facts))
+            worker_file(self.run_dir, self.incarnation, "exit").write_text(json.dumps(facts))
         return EXIT_PERMANENT if permanent else EXIT_TRANSIENT
 
     def _announce(self, state: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -377,10 +378,10 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
-async def _watch(engine: Engine) -> None:
+async def _detect_hangs(engine: Engine) -> None:
     while True:
-        await asyncio.sleep(_WATCH_S)
-        engine.watch(_WATCH_S)
+        await asyncio.sleep(_HANG_CHECK_S)
+        engine.detect_hang(_HANG_CHECK_S)
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[str], None], reason: str) -> None:

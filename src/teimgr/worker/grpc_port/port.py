@@ -35,7 +35,7 @@ _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKA
 _WINDOW = 1024
 # Longest wait for the next message of a stream that is collected: those before it are held in memory.
 _PAUSE_S = 30.0
-# The engine has no event for a failing device, so watches of health look at its flag.
+# The engine's one `on_fault` is the worker process's, set before this port exists: watches of health look at its flag.
 _HEALTH_POLL_S = 1.0
 _ALWAYS_SERVING = ("", "tei.v1.Info", "tei.v1.Tokenize")
 _KINDS_OF_SERVICE = {
