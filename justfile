@@ -34,7 +34,7 @@ proto:
 docs *args:
     {{python}} dev.py docs {{args}}
 
-# one named benchmark: engine, peers, forward, start, mux, fidelity, gpu
+# one named benchmark; `bench --help` lists them
 bench name *args:
     {{python}} dev.py bench {{name}} {{args}}
 

@@ -74,7 +74,12 @@ class Settings:
     grpc_max_parallel_streams: int = key(
         1024, "messages of one stream in flight", low=1, high=U32, also="TEI_MANAGER_GRPC_MAX_STREAMS"
     )
-    grpc_request_timeout_secs: int = key(30, "limit of a unary call; 0: none", low=0, high=I64)
+    grpc_request_timeout_secs: int = key(
+        30,
+        "limit of a unary call, and of the wait for each message of RerankStream; 0: none, and 120 s",
+        low=0,
+        high=I64,
+    )
     mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
     arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies whose request has none")
 

@@ -293,8 +293,8 @@ async def _reply(rpc: Rpc, reply: WorkerReply, context: Context) -> bytes:
 class MuxHealth(HealthService):
     """Health by instance name, updated from the directory: SERVING while the instance is running.
 
-    Check and Watch need no key, as /health does: monitors have none, and give a name themselves. List shows
-    the names, so it requires the right to read by `policy`. `services` are served as long as the process, besides "".
+    Check and Watch need no key, as /health does: monitors send none, and already have the name they ask for. List shows
+    all names, so it requires the right to read by `policy`. `services` and "" are SERVING until `stop`.
     """
 
     def __init__(self, policy: PolicyInForce, *services: str) -> None:

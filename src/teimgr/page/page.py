@@ -72,7 +72,7 @@ class Page:
 
     def routes(self) -> PageRoutes:
         """What `create_app` takes."""
-        views: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        pages: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self._home,
             "/ui/fleet": self._fleet,
             "/ui/create": self._create,
@@ -83,7 +83,7 @@ class Page:
             "/ui/playground": self._playground,
         }
         routes = [
-            *(Route(path, self._with_errors(view)) for path, view in views.items()),
+            *(Route(path, self._with_errors(answer)) for path, answer in pages.items()),
             Route("/ui/fleet/live", self._fleet_live),
             Route("/ui/instances/{name}/live", self._instance_live),
             Route("/ui/static/{digest}/{name}", _static),

@@ -1,6 +1,7 @@
-"""What each request of REST passes first: metrics, logs and traces; HEAD; path checks; authentication; rights.
+"""What each request of REST passes first: metrics, logs and traces; authentication and rights; path checks; HEAD.
 
-As ASGI middleware, and as `DirectInference` for small requests of inference, which it does in one step without ASGI.
+As ASGI middleware in this order, with CORS after the first, and as `DirectInference` for small requests of inference,
+which does it in one step without ASGI.
 
 A route that is missing in `PERMISSIONS` requires the right to administer, so an omission is safe; a test compares the
 table with the application's routes.
@@ -137,7 +138,7 @@ class HeadAsGet:
 
 
 class RejectEncodedSeparators:
-    """Rejects an encoded path separator in an instance's name, and a name that is not UTF-8.
+    """Rejects an encoded path separator anywhere below /instances/, and an instance's name that is not UTF-8.
 
     Routing works on the decoded path, where `a%2Flogs` would be the log of `a`, and every invalid byte is U+FFFD.
     """
@@ -379,8 +380,8 @@ class Authentication:
 class DirectInference:
     """Answers requests to a route of inference that no web page sent, of callers who have its right.
 
-    All other requests go on to the application, which alone refuses: a check that were missing here could neither
-    refuse a request wrongly nor grant a right.
+    All other requests go on to the application. This refuses nothing itself, but what it answers does not pass the
+    middleware: every check of `Authentication` must be repeated here.
     """
 
     def __init__(self, gateway: Gateway, observe: Observe, policy: PolicyInForce) -> None:

@@ -78,7 +78,7 @@ class Method(IntEnum):
     # JSON {"batches": n or null} → {"batches": m}, without a self-test where more than n batches were run
     PROBE = 65
     STATS = 66  # empty → JSON object of counters
-    THREADS = 67  # JSON {"threads": n} → empty
+    THREADS = 67  # JSON {"threads": n, "most": m} → empty; m while other workers are idle
     DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes its calls and exits 0
     # empty → JSON [port, …], with a copy of each socket as ancillary data; -1, -2: the ends of the connection queue
     SHARE_PORTS = 69
@@ -90,7 +90,7 @@ class Flag(IntFlag):
 
     NONE = 0
     BULK = 1  # request: the bulk lane, else the interactive one
-    WAIT = 2  # request: wait for room in the worker instead of OVERLOADED (messages of a stream)
+    WAIT = 2  # request: wait for room in the worker instead of OVERLOADED: messages of streams, Arrow, rerank
     TIMINGS = 4  # reply: the payload starts with a `Timings` block
 
 

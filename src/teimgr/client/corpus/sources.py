@@ -54,7 +54,7 @@ class TextSource(ABC):
         """
 
     def position(self) -> float | None:
-        """The share of the file that was read, from 0 to 1; None except of CSV."""
+        """The share of the file that was read, from 0 to 1, of CSV; None of other formats."""
         return None
 
     def _chosen(self, schema: pa.Schema) -> pa.Schema:
