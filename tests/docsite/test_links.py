@@ -36,7 +36,8 @@ def test_headings_become_anchors_as_on_the_site(tmp_path: Path) -> None:
 def test_files_and_folders_that_guides_name_exist(name: str) -> None:
     named = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", (ROOT / name).read_text())
     assert named
-    missing = [each for each in named if not any((base / each).exists() for base in (ROOT, ROOT / "src" / "teimgr"))]
+    known = [each for each in named if not each.startswith("build/")]  # what the verbs make
+    missing = [each for each in known if not any((base / each).exists() for base in (ROOT, ROOT / "src" / "teimgr"))]
     assert missing == []
 
 
