@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,20 @@ async def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path) -> None:
     assert isinstance(first, BatchFault)
     assert isinstance(second, InputRequest)
     assert (second.row, second.number) == (1, 2)
+
+
+async def test_a_file_whose_opening_is_cancelled_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)  # opening it to read ends when it is opened to write
+    disk = Disk()
+    requests = read_requests(disk, path, EMBEDDINGS, LIMIT_BYTES)
+    reading = asyncio.ensure_future(anext(requests))
+    await asyncio.wait({reading}, timeout=0)
+    reading.cancel()
+    writer = await asyncio.to_thread(path.open, "wb")
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    disk.close()
+
+    with writer, pytest.raises(BrokenPipeError):
+        os.write(writer.fileno(), b"x")

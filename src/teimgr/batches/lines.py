@@ -6,6 +6,7 @@ A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`; bla
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -51,17 +52,14 @@ async def read_requests(disk: Disk, path: Path, url: str, max_line_bytes: int) -
     Raises:
         OSError: it cannot be read.
     """
-    file: BinaryIO = await disk.run(_opened, path)
+    opened = ExitStack()  # also of a file whose opening ends after its caller was cancelled
     try:
+        file: BinaryIO = await disk.run(lambda: opened.enter_context(path.open("rb")))
         reader = _Reader(file, url, max_line_bytes)
         while chunk := await disk.run(reader.chunk):
             yield chunk
     finally:
-        await disk.run(file.close)
-
-
-def _opened(path: Path) -> BinaryIO:
-    return path.open("rb")
+        await disk.run(opened.close)
 
 
 class _Reader:
