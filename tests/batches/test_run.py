@@ -16,7 +16,8 @@ from tests.support.mux_process import running
 from tests.support.polling import eventually
 
 from teimgr.batches import calls, disk, results
-from teimgr.batches.batch import Status
+from teimgr.batches.batch import ResultPart, Status
+from teimgr.batches.files import DAY_S
 from teimgr.errors import Code, InferenceFailed, Overloaded, error_from_code
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page
@@ -32,6 +33,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(calls, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(results, "NO_ROOM_PAUSE_S", 0.01)
+
+
+def append(desk: Desk, part: ResultPart, data: bytes) -> None:
+    """Write behind the committed results."""
+    with desk.batches.files.path(part.id).open("ab") as file:
+        file.write(data)
 
 
 async def test_every_request_has_one_result(at_work: Desk) -> None:
@@ -297,9 +304,8 @@ async def test_a_killed_daemon_is_resumed_without_doing_anything_twice(desk: Des
     await eventually(lambda: batch.progress.output.lines == 499 and batch.progress.error.lines == 1)
     await desk.stop()
     # What a kill between the write of results and that of the record leaves.
-    path = desk.batches.files.path(batch.progress.output.id)
-    with path.open("ab") as output:
-        output.write(b'{"custom_id":"torn')
+    append(desk, batch.progress.output, b'{"custom_id":"torn')
+    append(desk, batch.progress.error, b'{"custom_id":"torn')
     first = set(asked)
 
     again: Counter[str] = Counter()
@@ -317,6 +323,33 @@ async def test_a_killed_daemon_is_resumed_without_doing_anything_twice(desk: Des
     assert len(again) == 500
     assert set(again.values()) == {1}
     assert len(first & set(again)) <= 64  # those that were in the worker
+
+
+@pytest.mark.parametrize("end", [Status.EXPIRED, Status.CANCELLED])
+async def test_results_that_a_kill_left_uncommitted_are_not_served(
+    desk: Desk, start_worker: StartWorker, end: Status
+) -> None:
+    def some(request: Request) -> None:
+        if input_of(request) == "text 0":
+            answer(request)
+
+    desk.worker("mini", await start_worker(some))
+    await desk.start()
+    batch = await desk.begin(lines(3))
+    await eventually(lambda: batch.progress.output.lines == 1)
+    await desk.stop()
+    append(desk, batch.progress.output, b'{"custom_id":"r-1","response":{"status_code":200,"body":{}},"error":null}\n')
+    await desk.start(at_work=False)
+    if end is Status.CANCELLED:
+        await desk.batches.cancel(OWNER, batch.id)
+    else:
+        desk.now += 2 * DAY_S
+    await desk.work()
+    batch = await desk.ended(batch)
+
+    assert batch.status is end
+    found = desk.all_results(batch)
+    assert [found[f"r-{number}"]["error"] is None for number in range(3)] == [True, False, False]
 
 
 async def test_a_batch_that_was_being_published_is_published(at_work: Desk) -> None:

@@ -150,6 +150,22 @@ async def test_old_batches_and_their_files_end(at_work: Desk) -> None:
         at_work.batches.get(OWNER, batch.id)
 
 
+async def test_a_batch_is_kept_from_its_end_on(desk: Desk, start_worker: StartWorker) -> None:
+    desk.worker("mini", await start_worker(answer))
+    await desk.start(at_work=False)
+    batch = await desk.begin(lines(1), window="7d")
+    desk.now += 5 * DAY_S
+    await desk.work()
+    await desk.ended(batch)
+    desk.now += 29 * DAY_S
+    await desk.batches.sweep()
+    assert [each.id for each in desk.batches.of(OWNER)] == [batch.id]
+    desk.now += 2 * DAY_S
+    await desk.batches.sweep()
+
+    assert desk.batches.of(OWNER) == []
+
+
 async def test_ended_batches_are_bounded(at_work: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("teimgr.batches.store.MAX_ENDED", 2)
     made = [await at_work.ended(await at_work.begin(lines(1))) for _ in range(4)]

@@ -127,6 +127,11 @@ class Batch:
     output_file_id: str | None = None
     error_file_id: str | None = None
 
+    @property
+    def ended(self) -> int | None:
+        """When its final status was reached; None before."""
+        return self.moments[f"{self.status.value}_at"] if self.status.is_final else None
+
     def enter(self, status: Status, now: float) -> None:
         self.status = status
         self.moments[f"{status.value}_at"] = int(now)

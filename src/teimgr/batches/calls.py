@@ -76,9 +76,10 @@ class _Failure(NamedTuple):
 
 async def answered(batch_id: str, request: InputRequest, dialect: str, send: Send, slots: CallSlots) -> ResultLine:
     """The result of a request. While no worker takes it, it is sent again, with growing pauses, without a limit."""
-    failures, pause_s = 0, _FIRST_PAUSE_S
+    failures, attempts = 0, 0
     CURRENT.set(RequestContext(f"{batch_id}-{request.row}"))
     while True:
+        attempts += 1
         async with slots.slot(request.cost):
             outcome = await _attempt(request, dialect, send)
         if isinstance(outcome, HttpReply):
@@ -86,9 +87,17 @@ async def answered(batch_id: str, request: InputRequest, dialect: str, send: Sen
         failures += outcome.counts
         if outcome.is_final or failures == _MAX_FAILURES:
             return result_line(batch_id, request, outcome.answer)
-        # The queue that a worker names is mostly of this batch, and shorter by the time that another request is done.
-        pause_s = min(max(pause_s * 2, outcome.retry_after_s), _LONGEST_PAUSE_S)
-        await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+        await asyncio.sleep(pause_s(attempts, outcome.retry_after_s, random.random()))
+
+
+def pause_s(attempts: int, named_s: float, jitter: float) -> float:
+    """The pause after so many attempts (>= 1): doubled each time, or `named_s`, the worker's own, where that is longer.
+
+    It is shortened by up to a half for a jitter in [0, 1], and bounded: the queue that a worker names is mostly of this
+    batch, and shorter by the time that another request is done.
+    """
+    doubled_s = _FIRST_PAUSE_S * 2.0 ** min(attempts - 1, 40)
+    return min(max(doubled_s, named_s), _LONGEST_PAUSE_S) * (1 - jitter / 2)
 
 
 async def _attempt(request: InputRequest, dialect: str, send: Send) -> HttpReply | _Failure:

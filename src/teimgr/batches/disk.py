@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -56,6 +57,14 @@ def make_private_folder(folder: Path) -> None:
     """Create `folder`, which only this user may read; its parent exists."""
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     folder.chmod(FOLDER_MODE)
+
+
+def cut_at(path: Path, size: int) -> None:
+    """Make the file no longer than `size`, durably; a shorter or missing one stays as it is."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        if os.fstat(file.fileno()).st_size > size:
+            file.truncate(size)
+            os.fsync(file.fileno())
 
 
 def append_at(path: Path, offset: int, data: bytes) -> None:

@@ -1,7 +1,8 @@
 """One batch at work: validation, its requests, and the publication of its results.
 
 The record of a batch has the set of requests with a result, and the lengths up to which the two files of results are
-complete. After a kill the run cuts the files to these lengths and goes on with the requests that are not in the set.
+complete. After a kill the run goes on with the requests that are not in the set. What the kill left behind these
+lengths is cut off by the next commit to the file, at the latest before it is published.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RunTools:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class Destination:
     """Where the requests of one batch go, as its owner."""
 
     path: DialectPath
@@ -58,9 +59,9 @@ class Endpoint:
 class BatchRun:
     """The run of one batch, from its present status to its end."""
 
-    def __init__(self, batch: Batch, endpoint: Endpoint, tools: RunTools) -> None:
+    def __init__(self, batch: Batch, destination: Destination, tools: RunTools) -> None:
         self.batch = batch
-        self._endpoint = endpoint
+        self._destination = destination
         self._tools = tools
         self._results = Results(batch, tools.store, tools.metrics)
         self._problem: str | None = None
@@ -112,7 +113,7 @@ class BatchRun:
         batch, tools = self.batch, self._tools
         limits = (tools.max_line_bytes, tools.files.settings.max_lines)
         path = tools.files.path(batch.input_file_id)
-        found = await validate(tools.disk, path, batch.endpoint, *limits, self._endpoint.check_model)
+        found = await validate(tools.disk, path, batch.endpoint, *limits, self._destination.check_model)
         batch.total, batch.model, batch.faults = found.total, found.model, found.faults
         await self._enter(Status.FAILED if found.faults else Status.IN_PROGRESS)
 
@@ -133,8 +134,8 @@ class BatchRun:
 
         async def one(request: InputRequest) -> None:
             try:
-                endpoint = self._endpoint
-                line = await answered(self.batch.id, request, endpoint.path.dialect, endpoint.send, self._tools.slots)
+                to = self._destination
+                line = await answered(self.batch.id, request, to.path.dialect, to.send, self._tools.slots)
                 self._results.add(line)
             finally:
                 bodies.give_back(len(request.body))
@@ -161,6 +162,7 @@ class BatchRun:
     async def _publish(self, end: Status) -> None:
         """Make the results files of the owner, and end the batch."""
         batch, progress = self.batch, self.batch.progress
+        await self._tools.store.cut_tails(batch)
         batch.output_file_id = await self._published(progress.output, "output")
         batch.error_file_id = await self._published(progress.error, "error")
         await self._enter(end)

@@ -17,7 +17,7 @@ from teimgr.batches.batch import Batch, Status, new_batch_id, window_s
 from teimgr.batches.calls import CallSlots
 from teimgr.batches.disk import Disk, make_private_folder
 from teimgr.batches.files import BATCH, DAY_S, FileStore, StoredFile
-from teimgr.batches.run import BatchRun, Endpoint, RunTools
+from teimgr.batches.run import BatchRun, Destination, RunTools
 from teimgr.batches.store import BatchStore
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidConfig, ObjectInUse, QuotaExceeded, ValidationError
@@ -170,7 +170,7 @@ class Batches:
 
         Raises:
             ObjectNotFound: there is no such batch.
-            ObjectInUse: it has ended.
+            ObjectInUse: it has ended, or its results are being published (`finalizing`).
             StorageFull: the disk has no room; it is cancelled all the same, unless the daemon is killed.
         """
         batch = self._store.get(owner, id)
@@ -223,7 +223,8 @@ class Batches:
             waiting.remove(batch)
             at_work[batch.owner] += 1
             send, check = partial(self._send, batch), partial(self._check_model, batch)
-            run = self._runs[batch.id] = BatchRun(batch, Endpoint(ENDPOINTS[batch.endpoint], send, check), self._tools)
+            to = Destination(ENDPOINTS[batch.endpoint], send, check)
+            run = self._runs[batch.id] = BatchRun(batch, to, self._tools)
             # A context of its own, without the request that happened to start it.
             task = self._tasks[batch.id] = asyncio.create_task(run.run(), name=batch.id, context=Context())
             task.add_done_callback(partial(self._run_ended, batch))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from teimgr.batches.batch import Batch, Progress, Status
-from teimgr.batches.disk import FILE_MODE, Disk, append_at, make_private_folder
+from teimgr.batches.disk import FILE_MODE, Disk, append_at, cut_at, make_private_folder
 from teimgr.batches.files import FileStore
 from teimgr.durable_files import write_atomically
 from teimgr.errors import ObjectNotFound
@@ -68,8 +68,8 @@ class BatchStore:
         return [batch for batch in self._batches.values() if not batch.status.is_final]
 
     def ended_before(self, moment: float) -> list[Batch]:
-        """Batches that ended, and were made before `moment`."""
-        return [batch for batch in self._batches.values() if batch.status.is_final and batch.created < moment]
+        """Batches that ended before `moment`."""
+        return [batch for batch in self._batches.values() if batch.ended is not None and batch.ended < moment]
 
     def unpublished(self) -> dict[str, tuple[str, int]]:
         """The results of unfinished batches: owner and committed bytes by the id of the file."""
@@ -110,7 +110,7 @@ class BatchStore:
     async def commit(self, batch: Batch, lines: list[ResultLine]) -> None:
         """Append results to the files of the batch and then, with their lengths, to its record; all or nothing.
 
-        What a kill leaves behind these lengths is cut off by the next commit.
+        What a kill leaves behind these lengths is cut off by the next commit to the file, or by `cut_tails`.
 
         Raises:
             QuotaExceeded: the owner's files, or all files, may not hold more.
@@ -142,6 +142,12 @@ class BatchStore:
                 self._files.release(batch.owner, size)
                 raise
             batch.progress = after
+
+    async def cut_tails(self, batch: Batch) -> None:
+        """Cut both files of results to what is committed: behind it are lines that a kill left without a record."""
+        async with self._lock(batch):
+            for part in (batch.progress.output, batch.progress.error):
+                await self._disk.run(cut_at, self._files.path(part.id), part.size)
 
     async def remove(self, batch: Batch) -> None:
         """Forget an ended batch; its files stay until they expire."""
