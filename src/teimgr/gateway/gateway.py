@@ -363,7 +363,11 @@ class Bodies:
             charge.release()
 
     async def hold(self, head: bytes, body: bytes, budget: ByteBudget | None = None) -> tuple[ReadBody, Charge]:
-        """As `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge."""
+        """As `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
+
+        Raises:
+            Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.
+        """
         self._check_replies()
         charge = Charge(budget or self.small)
         await charge_body(charge, len(body))
