@@ -18,7 +18,7 @@ from tests.support.polling import eventually
 
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.batches import Batches
-from teimgr.batches.batch import Batch
+from teimgr.batches.batch_record import Batch
 from teimgr.batches.files import BATCH, StoredFile
 from teimgr.batches.service import BatchRequest
 from teimgr.config.settings import Settings

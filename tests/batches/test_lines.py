@@ -11,7 +11,7 @@ import orjson
 import pytest
 from tests.batches.conftest import EMBEDDINGS, line
 
-from teimgr.batches.batch import BatchFault
+from teimgr.batches.batch_record import BatchFault
 from teimgr.batches.disk import Disk
 from teimgr.batches.lines import InputRequest, Parsed, read_requests
 

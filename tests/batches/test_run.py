@@ -15,8 +15,8 @@ from tests.support.frame_worker import FrameWorker, Request, Script, hold
 from tests.support.mux_process import running
 from tests.support.polling import eventually
 
-from teimgr.batches import calls, disk, results
-from teimgr.batches.batch import ResultPart, Status
+from teimgr.batches import disk, line_calls, results
+from teimgr.batches.batch_record import ResultPart, Status
 from teimgr.batches.files import DAY_S
 from teimgr.errors import Code, InferenceFailed, Overloaded, error_from_code
 from teimgr.observability import catalogue
@@ -30,8 +30,8 @@ StartWorker = Callable[[Script], Any]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses before further attempts are short."""
-    monkeypatch.setattr(calls, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(calls, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(line_calls, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(line_calls, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(results, "NO_ROOM_PAUSE_S", 0.01)
 
 

@@ -12,7 +12,7 @@ from tests.support.polling import eventually
 
 from teimgr.auth.policy import Key, Policy
 from teimgr.batches import service
-from teimgr.batches.batch import Status
+from teimgr.batches.batch_record import Status
 from teimgr.batches.files import BATCH_OUTPUT, DAY_S
 from teimgr.batches.service import BatchRequest
 from teimgr.errors import InvalidConfig, ObjectInUse, ObjectNotFound, QuotaExceeded, ValidationError
@@ -167,7 +167,7 @@ async def test_a_batch_is_kept_from_its_end_on(desk: Desk, start_worker: StartWo
 
 
 async def test_ended_batches_are_bounded(at_work: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teimgr.batches.store.MAX_ENDED", 2)
+    monkeypatch.setattr("teimgr.batches.batch_store.MAX_ENDED", 2)
     made = [await at_work.ended(await at_work.begin(lines(1))) for _ in range(4)]
 
     assert [each.id for each in at_work.batches.of(OWNER)] == [each.id for each in made[1:]]

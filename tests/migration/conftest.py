@@ -13,7 +13,7 @@ import pytest
 
 from teimgr.config.sources import Source, read
 from teimgr.migration.conversion import convert, toml_of
-from teimgr.migration.draft import Draft, Finding, Outcome
+from teimgr.migration.draft import Draft, KeyFinding, KeyOutcome
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Converted:
     def instances(self) -> list[dict[str, Any]]:
         return self.table["instances"]  # type: ignore[no-any-return]
 
-    def found(self, key: str) -> Finding:
+    def found(self, key: str) -> KeyFinding:
         """The last finding of this key."""
         return [each for each in self.draft.findings if each.path.endswith(key)][-1]
 
     def decisions(self) -> list[str]:
-        return [each.path for each in self.draft.findings if each.outcome is Outcome.DECIDE]
+        return [each.path for each in self.draft.findings if each.outcome is KeyOutcome.DECIDE]
 
 
 Convert = Callable[..., Converted]

@@ -14,7 +14,7 @@ from teimgr.config.instance_keys import FLAGS, REFUSED
 from teimgr.config.sources import Source, read
 from teimgr.errors import InvalidConfig
 from teimgr.migration.conversion import convert, toml_of
-from teimgr.migration.draft import Outcome, free_name
+from teimgr.migration.draft import KeyOutcome, free_name
 
 IMAGES = ("text-embeddings-inference:cpu-1.9-grpc", "michaelf34/infinity")
 _SERVICE = "command entrypoint environment env_file ports volumes deploy gpus runtime cpus scale network_mode"
@@ -68,7 +68,7 @@ def test_services_that_stay_and_name_one_that_moves(converted: Convert) -> None:
         "services.manager.image",
         "services.mirror.image",
     ]
-    assert done.found("services.app.image").outcome is Outcome.NONE
+    assert done.found("services.app.image").outcome is KeyOutcome.NONE
     assert "pw" not in str(done.draft.findings)
 
 
@@ -108,7 +108,7 @@ def test_files_that_docker_merges_need_a_decision(converted: Convert, tmp_path: 
         "compose.override.yml",
         "services.b.image",
     ]
-    assert done.found("volumes").outcome is Outcome.NONE
+    assert done.found("volumes").outcome is KeyOutcome.NONE
 
 
 def test_the_output_of_docker_compose_config(converted: Convert) -> None:

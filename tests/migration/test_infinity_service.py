@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.migration.conftest import Convert
 
-from teimgr.migration.draft import Outcome
+from teimgr.migration.draft import KeyOutcome
 
 IMAGE = "image: michaelf34/infinity:0.0.77"
 FLAGS = """
@@ -46,7 +46,7 @@ def test_an_instance_for_each_model(converted_service: Convert, given: str) -> N
 def test_an_address_that_others_reach_needs_a_key(converted_service: Convert) -> None:
     open_ = converted_service(f"{IMAGE}\nports: ['7997:7997']\ncommand: v2 --model-id org/a\n")
     assert "api_host" not in open_.table
-    assert open_.found("ports").outcome is Outcome.DECIDE
+    assert open_.found("ports").outcome is KeyOutcome.DECIDE
 
     key = "k" * 20
     done = converted_service(f"{IMAGE}\nports: ['7997:7997']\ncommand: v2 --model-id org/a --api-key {key}\n")
@@ -85,7 +85,7 @@ def test_options_without_a_counterpart(converted_service: Convert) -> None:
         "--what",
     ]
     for key in ("--engine", "--no-model-warmup", "environment.INFINITY_QUEUE_SIZE", "environment.DO_NOT_TRACK"):
-        assert done.found(key).outcome is Outcome.NONE
+        assert done.found(key).outcome is KeyOutcome.NONE
 
 
 def test_two_servers_share_the_one_rest_port(converted: Convert) -> None:
@@ -114,4 +114,4 @@ def test_the_database_of_the_same_name_is_another_product(converted: Convert) ->
     )
 
     assert [each["name"] for each in done.instances] == ["a"]
-    assert done.found("services.db.image").outcome is Outcome.NONE
+    assert done.found("services.db.image").outcome is KeyOutcome.NONE

@@ -6,7 +6,7 @@ import pytest
 from tests.migration.conftest import Convert
 
 from teimgr.errors import InvalidConfig
-from teimgr.migration.draft import Outcome
+from teimgr.migration.draft import KeyOutcome
 
 CONFIG = """
 api_port = 9100
@@ -71,9 +71,9 @@ def test_a_configuration(converted: Convert) -> None:
     }
     assert done.decisions() == ["instances[0].extra_args --what"]
     for key in ("state_file", "tei_binary_path", "unknown_key"):
-        assert done.found(key).outcome is Outcome.NONE
+        assert done.found(key).outcome is KeyOutcome.NONE
     for key in ("grpc_port", "health_check_interval_secs", "auth"):
-        assert done.found(key).outcome is Outcome.SAME
+        assert done.found(key).outcome is KeyOutcome.SAME
     assert "a-secret-key" not in str(done.draft.findings)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.migration.conftest import Convert
 
 from teimgr.config.instance_keys import FLAGS, REFUSED, parse
-from teimgr.migration.draft import Outcome
+from teimgr.migration.draft import KeyOutcome
 from teimgr.migration.tei_service import variable_of
 
 IMAGE = "image: ghcr.io/huggingface/text-embeddings-inference:1.9"
@@ -78,8 +78,8 @@ def test_the_first_endpoint_of_traces_is_the_daemons(converted: Convert) -> None
 
     assert done.table["otel"] == {"endpoint": "http://c:4317"}
     assert [each.outcome for each in done.draft.findings if each.target == "otel.endpoint"] == [
-        Outcome.CARRIED,
-        Outcome.DECIDE,
+        KeyOutcome.CARRIED,
+        KeyOutcome.DECIDE,
     ]
 
 
@@ -107,7 +107,7 @@ def test_what_is_not_known_is_reported_and_left_out(converted_service: Convert) 
         f"{own} --max-batch-tokens",
     ]
     for key in ("environment.WHAT", "environment.LOG_LEVEL", "privileged", "command --json-output"):
-        assert done.found(key).outcome is Outcome.NONE
+        assert done.found(key).outcome is KeyOutcome.NONE
 
 
 def test_defaults_are_the_same(converted_service: Convert) -> None:
@@ -116,7 +116,7 @@ def test_defaults_are_the_same(converted_service: Convert) -> None:
     )
 
     assert done.instances == [{"name": "tei", "model_id": "m"}]
-    assert [each.key for each in done.draft.findings if each.outcome is Outcome.SAME] == [
+    assert [each.key for each in done.draft.findings if each.outcome is KeyOutcome.SAME] == [
         "command --max-batch-tokens",
         "command --auto-truncate",
         "command --payload-limit",
@@ -197,7 +197,7 @@ def test_directories_and_the_cache_of_models(converted_service: Convert, tmp_pat
     done = converted_service(f"{IMAGE}\ncommand: --model-id /baked/in\nvolumes: ['models:/data']\n")
     assert done.instances[0]["model_id"] == "/baked/in"
     assert "services.tei.command --model-id" in done.decisions()
-    assert (done.found("volumes /data").outcome, done.draft.environment) == (Outcome.NONE, {})
+    assert (done.found("volumes /data").outcome, done.draft.environment) == (KeyOutcome.NONE, {})
 
 
 def test_processors_and_replicas(converted_service: Convert) -> None:
@@ -206,7 +206,7 @@ def test_processors_and_replicas(converted_service: Convert) -> None:
     )
 
     assert done.instances[0] == {"name": "tei", "model_id": "m", "threads": 2, "replicas": 3}
-    assert done.found("limits.memory").outcome is Outcome.NONE
+    assert done.found("limits.memory").outcome is KeyOutcome.NONE
 
 
 def test_a_service_without_a_model_is_left_out(converted: Convert) -> None:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from teimgr.batches.batch import BatchFault
+from teimgr.batches.batch_record import BatchFault
 from teimgr.batches.disk import Disk
 
 MAX_ID_CHARS = 512

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from teimgr.batches.batch import Batch
-from teimgr.batches.store import BatchStore, ResultLine
+from teimgr.batches.batch_record import Batch
+from teimgr.batches.batch_store import BatchStore, ResultLine
 from teimgr.errors import QuotaExceeded, StorageFull
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics

@@ -14,14 +14,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from teimgr.batches.batch import Batch, BatchFault, ResultPart, Status
-from teimgr.batches.calls import CANCELLED, EXPIRED, CallSlots, LineError, Send, answered, result_line
+from teimgr.batches.batch_record import Batch, BatchFault, ResultPart, Status
+from teimgr.batches.batch_store import BatchStore
 from teimgr.batches.disk import Disk
 from teimgr.batches.files import BATCH_OUTPUT, FileStore, StoredFile
+from teimgr.batches.input_validation import CheckModel, validate
+from teimgr.batches.line_calls import CANCELLED, EXPIRED, CallSlots, LineError, Send, answered, result_line
 from teimgr.batches.lines import InputRequest, read_requests
 from teimgr.batches.results import NO_ROOM_PAUSE_S, Results
-from teimgr.batches.store import BatchStore
-from teimgr.batches.validation import CheckModel, validate
 from teimgr.byte_budget import ByteBudget
 from teimgr.errors import StorageFull
 from teimgr.gateway.routes import DialectPath

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from teimgr.auth.policy import ANONYMOUS, Caller, PolicyInForce, Right
-from teimgr.batches.batch import Batch, Status, new_batch_id, window_s
-from teimgr.batches.calls import CallSlots
+from teimgr.batches.batch_record import Batch, Status, new_batch_id, window_s
+from teimgr.batches.batch_store import BatchStore
 from teimgr.batches.disk import Disk, make_private_folder
 from teimgr.batches.files import BATCH, DAY_S, FileStore, StoredFile
+from teimgr.batches.line_calls import CallSlots
 from teimgr.batches.run import BatchRun, Destination, RunTools
-from teimgr.batches.store import BatchStore
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidConfig, ObjectInUse, QuotaExceeded, ValidationError
 from teimgr.gateway import Gateway

@@ -43,14 +43,14 @@ def import_files(
     Prints what became of every key of the sources: carried over, same by default, no counterpart, or needs a decision.
     """
     from teimgr.migration.conversion import convert, toml_of
-    from teimgr.migration.draft import Outcome
+    from teimgr.migration.draft import KeyOutcome
 
     if out.exists() and not overwrite:
         raise Refused(f"{out} exists; --overwrite replaces it, -o names another")
     draft = convert(files, os.environ, env_file)
     faults, warnings = _write(out, toml_of(draft))
     counted = Counter(each.outcome for each in draft.findings)
-    outcomes = {outcome.value: counted[outcome] for outcome in Outcome if counted[outcome]}
+    outcomes = {outcome.value: counted[outcome] for outcome in KeyOutcome if counted[outcome]}
     if output.as_json:
         output.value(
             {
@@ -69,7 +69,7 @@ def import_files(
             output.note(text)
     if faults:
         return ExitStatus.FAILED
-    return ExitStatus.INCOMPLETE if strict and counted[Outcome.DECIDE] else ExitStatus.OK
+    return ExitStatus.INCOMPLETE if strict and counted[KeyOutcome.DECIDE] else ExitStatus.OK
 
 
 def _write(out: Path, text: str) -> tuple[list[str], list[str]]:
@@ -96,7 +96,7 @@ def _write(out: Path, text: str) -> tuple[list[str], list[str]]:
 
 def _print(output: CommandOutput, draft: Draft, outcomes: Mapping[str, int], out: Path) -> None:
     """The findings as tables, one for each service or instance of the sources; then decisions and the next command."""
-    from teimgr.migration.draft import Outcome
+    from teimgr.migration.draft import KeyOutcome
 
     for place in dict.fromkeys((each.file, each.place) for each in draft.findings):
         found = [each for each in draft.findings if (each.file, each.place) == place]
@@ -109,7 +109,7 @@ def _print(output: CommandOutput, draft: Draft, outcomes: Mapping[str, int], out
     if output.is_terminal:
         output.note("")
     for each in draft.findings:
-        if each.outcome is Outcome.DECIDE:
+        if each.outcome is KeyOutcome.DECIDE:
             output.note(f"decide: {each.path}: {each.note}")
     count = len(draft.instances)
     counts = ", ".join(f"{word}: {number}" for word, number in outcomes.items())

@@ -45,7 +45,7 @@ def _count(value: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class TeiFlag:
     """`read` converts the text; `field` is that of WorkerSpec, None for a flag without effect, for the reason `why`.
 
     The value of a boolean may be absent, which means true; the values of a flag that `repeats` are a tuple.
@@ -61,36 +61,36 @@ class Flag:
         return self.read is not _boolean or bool(following and following[0] in ("true", "false"))
 
 
-def _flag_of(name: str, key: InstanceKey) -> Flag:
+def _flag_of(name: str, key: InstanceKey) -> TeiFlag:
     def word(value: str) -> str:
         if problem := key.not_a_word(value):
             raise ValueError(problem.partition(" (got")[0])
         return value
 
     kinds = {_HINTS[name], *get_args(_HINTS[name])}
-    return Flag(word if key.words else _boolean if bool in kinds else _count if int in kinds else str, name)
+    return TeiFlag(word if key.words else _boolean if bool in kinds else _count if int in kinds else str, name)
 
 
-FLAGS: dict[str, Flag] = {
+FLAGS: dict[str, TeiFlag] = {
     **{f"--{name.replace('_', '-')}": _flag_of(name, key) for name, key in KEYS.items() if key.flag},
-    "--served-model-name": Flag(str, "served_model_name"),
-    "--max-batch-requests": Flag(_count, "max_batch_requests"),
-    "--max-client-batch-size": Flag(_count, "max_client_batch_size"),
-    "--auto-truncate": Flag(_boolean, "auto_truncate"),
-    "--default-prompt-name": Flag(str, "default_prompt_name"),
-    "--default-prompt": Flag(str, "default_prompt"),
-    "--payload-limit": Flag(_count, "payload_limit_bytes"),
-    API_KEY_FLAG: Flag(_secret, "api_key"),
-    "--cors-allow-origin": Flag(str, "cors_allow_origin", repeats=True),
+    "--served-model-name": TeiFlag(str, "served_model_name"),
+    "--max-batch-requests": TeiFlag(_count, "max_batch_requests"),
+    "--max-client-batch-size": TeiFlag(_count, "max_client_batch_size"),
+    "--auto-truncate": TeiFlag(_boolean, "auto_truncate"),
+    "--default-prompt-name": TeiFlag(str, "default_prompt_name"),
+    "--default-prompt": TeiFlag(str, "default_prompt"),
+    "--payload-limit": TeiFlag(_count, "payload_limit_bytes"),
+    API_KEY_FLAG: TeiFlag(_secret, "api_key"),
+    "--cors-allow-origin": TeiFlag(str, "cors_allow_origin", repeats=True),
     # Accepted without effect: teimgr settles these elsewhere.
-    "--tokenization-workers": Flag(_count, why="the tokenizer runs on the worker's own threads: key threads"),
-    "--prometheus-port": Flag(why="the port of te_* metrics is the instance's own key prometheus_port"),
-    "--hostname": Flag(why="instance_host of the settings is the address of all instances"),
-    "--uds-path": Flag(why="no back end is reached by a socket"),
-    "--otlp-endpoint": Flag(why="endpoint of [otel] is that of the daemon and all its workers"),
-    "--otlp-service-name": Flag(why="service_name of [otel] is that of the daemon and all its workers"),
-    "--json-output": Flag(_boolean, why="logs are stored as JSON; log_format is how the daemon prints its own"),
-    "--disable-spans": Flag(_boolean, why="log lines have trace_id and span_id where there is a trace"),
+    "--tokenization-workers": TeiFlag(_count, why="the tokenizer runs on the worker's own threads: key threads"),
+    "--prometheus-port": TeiFlag(why="the port of te_* metrics is the instance's own key prometheus_port"),
+    "--hostname": TeiFlag(why="instance_host of the settings is the address of all instances"),
+    "--uds-path": TeiFlag(why="no back end is reached by a socket"),
+    "--otlp-endpoint": TeiFlag(why="endpoint of [otel] is that of the daemon and all its workers"),
+    "--otlp-service-name": TeiFlag(why="service_name of [otel] is that of the daemon and all its workers"),
+    "--json-output": TeiFlag(_boolean, why="logs are stored as JSON; log_format is how the daemon prints its own"),
+    "--disable-spans": TeiFlag(_boolean, why="log lines have trace_id and span_id where there is a trace"),
 }
 
 # Refused: ignoring these would change what is served, or to whom.
@@ -132,7 +132,7 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _take(rest: list[str]) -> tuple[str, Flag, str]:
+def _take(rest: list[str]) -> tuple[str, TeiFlag, str]:
     """Remove the next flag and its value from `rest`."""
     name, equals, value = rest.pop(0).partition("=")
     if name in REFUSED:

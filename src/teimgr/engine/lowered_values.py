@@ -20,7 +20,7 @@ TOKEN = 1 << 32  # the places of two tokens are so far apart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class StepRows:
     """Elements of the result of step `key`: those at `places` (token × TOKEN + column), negated where set."""
 
     key: int
@@ -55,7 +55,7 @@ class Lookups:
 class Function:
     """A function of each number of `rows`; which one is found when the result is needed."""
 
-    rows: Rows
+    rows: StepRows
     run: Callable[[Tensor], Tensor]
 
 
@@ -65,7 +65,7 @@ class MeanSquare:
     `epsilon`; where `inverse`, the inverse root of that.
     """
 
-    rows: Rows
+    rows: StepRows
     epsilon: float = 0.0
     is_mean: bool = False
     inverse: bool = False
@@ -75,19 +75,19 @@ class MeanSquare:
 class Normalised:
     """`rows` divided by the root of their mean square, not yet multiplied by weights."""
 
-    rows: Rows
+    rows: StepRows
     epsilon: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turned:
-    """Rows times what depends on their position: half of a rotation."""
+    """StepRows times what depends on their position: half of a rotation."""
 
-    rows: Rows
+    rows: StepRows
     factor: OfPositions
 
 
-SYMBOLIC = (Rows, Index, OfPositions, Lookups, Function, MeanSquare, Normalised, Turned)
+SYMBOLIC = (StepRows, Index, OfPositions, Lookups, Function, MeanSquare, Normalised, Turned)
 # The functions that steps compute, by their names there.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -120,13 +120,13 @@ def combine_pointwise(function: Any, a: Any, b: Any) -> Function | None:
     numbers = [number_of(one) for one in (a, b)]
     kinds = [isinstance(one, Function) for one in (a, b)]
     rows = [one.rows if isinstance(one, Function) else one for one in (a, b)]
-    if not any(isinstance(one, Rows) for one in rows):
+    if not any(isinstance(one, StepRows) for one in rows):
         return None
-    same = all(isinstance(one, Rows) for one in rows) and rows[0].key == rows[1].key
+    same = all(isinstance(one, StepRows) for one in rows) and rows[0].key == rows[1].key
     same = same and any(kinds) and torch.equal(rows[0].places, rows[1].places)
     if not same and all(one is None for one in numbers):
         return None
-    base = rows[0] if isinstance(rows[0], Rows) else rows[1]
+    base = rows[0] if isinstance(rows[0], StepRows) else rows[1]
 
     def run(x: Tensor) -> Tensor:
         values = []
@@ -152,16 +152,16 @@ def at_positions(args: Any, positions: Tensor) -> Any:
     return args.run(positions) if isinstance(args, OfPositions) else args
 
 
-def viewed(rows: Rows, places: Any) -> Any:
+def viewed(rows: StepRows, places: Any) -> Any:
     """Other views of the same rows: one, or several as a list; raises CannotLowerError for negated ones."""
     if rows.negated is not None:
         raise CannotLowerError("a view of negated values")
     if isinstance(places, (list, tuple)):
-        return [Rows(rows.key, one) for one in places]
-    return Rows(rows.key, places)
+        return [StepRows(rows.key, one) for one in places]
+    return StepRows(rows.key, places)
 
 
-def arranged(rows: Rows, like: Rows) -> Rows:
+def arranged(rows: StepRows, like: StepRows) -> StepRows:
     """The result [1, T, columns] of a step in the arrangement of the values that it was made from."""
     shape = like.places.shape
     if len(shape) == 4 and shape[2] == TRACED_TOKENS:

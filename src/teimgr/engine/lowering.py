@@ -1,9 +1,10 @@
 """Lowering: a record of ATen operators becomes the steps of a native forward, without model code of ours.
 
 `lower` interprets the record of `forward_trace`. A value of every token is represented by what stands in it: a tensor
-of its shape that holds, for every element, the token and the column of the step's result that it is (`Rows.places`).
-So views, transpositions, slices and splits are computed by torch itself, and a step only has to check that the elements
-lie as it reads them. What depends on positions alone becomes a table; what depends on nothing is computed at once.
+of its shape that holds, for every element, the token and the column of the step's result that it is
+(`StepRows.places`). So views, transpositions, slices and splits are computed by torch itself, and a step only has to
+check that the elements lie as it reads them. What depends on positions alone becomes a table; what depends on nothing
+is computed at once.
 
 Whether the steps compute what the model does is decided by the fidelity gate, like every other way of running it.
 """
@@ -29,7 +30,7 @@ from teimgr.engine.lowered_values import (
     MeanSquare,
     Normalised,
     OfPositions,
-    Rows,
+    StepRows,
     Turned,
     arranged,
     at_positions,
@@ -85,7 +86,7 @@ class _Lowering:
     record: ForwardRecord
     steps: list[Step] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)  # by identity of a tensor of the record
-    computed: dict[int, tuple[Any, Rows]] = field(default_factory=dict)  # by identity of a value
+    computed: dict[int, tuple[Any, StepRows]] = field(default_factory=dict)  # by identity of a value
 
     def run(self) -> ForwardProgram:
         record = self.record
@@ -133,7 +134,7 @@ class _Lowering:
         """
         if target not in (_aten.add.Tensor, _aten.mul.Tensor):
             args = tuple(self._rows(one) if isinstance(one, (Lookups, Normalised)) else one for one in args)
-        if target in _VIEWS and isinstance(args[0], (Rows, Function)):
+        if target in _VIEWS and isinstance(args[0], (StepRows, Function)):
             rows = self._rows(args[0])
             return viewed(rows, target(rows.places, *args[1:], **kwargs))
         if (handler := _HANDLERS.get(target)) is None:
@@ -142,7 +143,7 @@ class _Lowering:
 
     # Values and steps
 
-    def _add(self, kind: str, width: int, **fields: Any) -> Rows:
+    def _add(self, kind: str, width: int, **fields: Any) -> StepRows:
         """Append a step; its result, [1, T, groups · width]."""
         groups = fields.get("groups", 1)
         if width % _COLUMNS and kind != "rotate":
@@ -150,17 +151,17 @@ class _Lowering:
         key = len(self.steps)
         self.steps.append(Step(kind, key, width, **fields))
         places = torch.arange(TRACED_TOKENS)[:, None] * TOKEN + torch.arange(width * groups)[None, :]
-        return Rows(key, places[None])
+        return StepRows(key, places[None])
 
-    def _rows(self, value: Any) -> Rows:
+    def _rows(self, value: Any) -> StepRows:
         """A value as the result of a step, which is added where it has not been computed yet."""
-        if isinstance(value, Rows):
+        if isinstance(value, StepRows):
             return value
         if id(value) not in self.computed:
             self.computed[id(value)] = value, self._compute(value)
         return self.computed[id(value)][1]
 
-    def _compute(self, value: Any) -> Rows:
+    def _compute(self, value: Any) -> StepRows:
         if isinstance(value, Lookups) and value.tables:
             width = value.tables[0][0].shape[1]
             return self._add("embed", width, tables=value.tables, bias=value.constant, scale=value.scale)
@@ -172,7 +173,7 @@ class _Lowering:
             return arranged(made, value.rows)
         raise CannotLowerError(f"a {type(value).__name__.strip('_').lower()} where rows are needed")
 
-    def _columns(self, rows: Rows) -> Columns:
+    def _columns(self, rows: StepRows) -> Columns:
         """The columns of values [1, T, …] or [1, heads, T, d], which must be consecutive in every token."""
         places = rows.places
         if places.dim() == 4 and places.shape[2] == TRACED_TOKENS:
@@ -199,7 +200,7 @@ class _Lowering:
             return table[int(index.flatten()[0])].expand(1, TRACED_TOKENS, -1)
         raise CannotLowerError("an embedding by something computed")
 
-    def _linear(self, x: Any, weight: Tensor, bias: Tensor | None = None) -> Rows:
+    def _linear(self, x: Any, weight: Tensor, bias: Tensor | None = None) -> StepRows:
         columns = self._columns(self._rows(x))
         if weight.shape[1] != columns.width or weight.shape[1] % _PAIR:
             raise CannotLowerError(f"a linear layer of {tuple(weight.shape)} for {columns.width} columns")
@@ -207,13 +208,13 @@ class _Lowering:
 
     def _layer_norm(
         self, x: Any, shape: list[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
-    ) -> Rows:
+    ) -> StepRows:
         columns = self._columns(self._rows(x))
         if shape != [columns.width]:
             raise CannotLowerError(f"a layer norm of {shape} for {columns.width} columns")
         return self._add("norm", columns.width, x=columns, weights=weight, bias=bias, epsilon=eps)
 
-    def _norm(self, value: Normalised, weight: Tensor | None) -> Rows:
+    def _norm(self, value: Normalised, weight: Tensor | None) -> StepRows:
         columns, width = self._columns(value.rows), value.rows.places.shape[-1]
         if weight is not None and weight.shape != (width,):
             raise CannotLowerError(f"weights {tuple(weight.shape)} of a norm of {width} columns")
@@ -223,7 +224,7 @@ class _Lowering:
 
     def _attention(
         self, query: Any, key: Any, value: Any, scale: float | None, causal: bool, window: int | None
-    ) -> Rows:
+    ) -> StepRows:
         """[1, T, heads, d] of queries [1, heads, T, d] and of keys and values [1, key heads, T, d]. A window has the
         token itself in it, so it reaches `window - 1` tokens far.
         """
@@ -270,16 +271,16 @@ class _Lowering:
                 return Normalised(one, other.epsilon)
             if isinstance(one, Normalised) and isinstance(other, Tensor):
                 return self._norm(one, other)
-            if isinstance(one, Rows) and isinstance(other, OfPositions):
+            if isinstance(one, StepRows) and isinstance(other, OfPositions):
                 return Turned(one, other)
-        if isinstance(a, (Rows, Function)) and isinstance(b, (Rows, Function)):
+        if isinstance(a, (StepRows, Function)) and isinstance(b, (StepRows, Function)):
             x, y = (self._columns(self._rows(one)) for one in (a, b))
             if x.width != y.width:
                 raise CannotLowerError("a product of different widths")
             return self._add("gate", x.width, x=x, with_=y)
         raise CannotLowerError(f"a product of {type(a).__name__} and {type(b).__name__}")
 
-    def _rotate(self, a: Turned, b: Turned) -> Rows:
+    def _rotate(self, a: Turned, b: Turned) -> StepRows:
         """x · cos + (−second half, first half) · sin, of heads [1, heads, T, d]."""
         straight, turned = (a, b) if b.rows.negated is not None else (b, a)
         columns, size = self._columns(straight.rows), straight.rows.places.shape[-1]
@@ -301,7 +302,7 @@ def _apply_pointwise(function: Any) -> Callable[..., Any]:
     """The handler of a function of each number, for rows and for functions of rows."""
 
     def handler(_: _Lowering, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, Rows):
+        if isinstance(x, StepRows):
             return Function(x, lambda values: function(values, *args, **kwargs))
         if isinstance(x, Function):
             return Function(x.rows, lambda values: function(x.run(values), *args, **kwargs))
@@ -312,7 +313,7 @@ def _apply_pointwise(function: Any) -> Callable[..., Any]:
 
 def _power(lowering: _Lowering, x: Any, exponent: float) -> Any:
     """A square is taken for the beginning of an RMS norm."""
-    if exponent == 2 and isinstance(x, Rows):
+    if exponent == 2 and isinstance(x, StepRows):
         return MeanSquare(x)
     return _apply_pointwise(_aten.pow.Tensor_Scalar)(lowering, x, exponent)
 
@@ -329,20 +330,20 @@ def _inverse_root(_: _Lowering, x: Any) -> MeanSquare:
     return replace(x, inverse=True)
 
 
-def _negated(_: _Lowering, x: Any) -> Rows:
-    if not isinstance(x, Rows) or x.negated is not None:
+def _negated(_: _Lowering, x: Any) -> StepRows:
+    if not isinstance(x, StepRows) or x.negated is not None:
         raise CannotLowerError("a negation")
     return replace(x, negated=torch.ones_like(x.places, dtype=torch.bool))
 
 
-def _joined(_: _Lowering, parts: list[Any], dim: int = 0) -> Rows:
-    if not all(isinstance(one, Rows) and one.key == parts[0].key for one in parts):
+def _joined(_: _Lowering, parts: list[Any], dim: int = 0) -> StepRows:
+    if not all(isinstance(one, StepRows) and one.key == parts[0].key for one in parts):
         raise CannotLowerError("a concatenation")
     places = torch.cat([one.places for one in parts], dim)
     if all(one.negated is None for one in parts):
-        return Rows(parts[0].key, places)
+        return StepRows(parts[0].key, places)
     signs = [torch.zeros_like(one.places, dtype=torch.bool) if one.negated is None else one.negated for one in parts]
-    return Rows(parts[0].key, places, torch.cat(signs, dim))
+    return StepRows(parts[0].key, places, torch.cat(signs, dim))
 
 
 _ATEN_ACTIVATIONS = (_aten.gelu, _aten.relu, _aten.sigmoid, _aten.silu, _aten.tanh)

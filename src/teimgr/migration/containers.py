@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.migration.compose_file import PublishedPort, Service, whole_number
-from teimgr.migration.draft import InstanceDraft, Outcome, Place
+from teimgr.migration.draft import InstanceDraft, KeyOutcome, Place
 
 NOT_FOLLOWED = "not followed: import the output of `docker compose config`, which has all of it"
 """The note about a key that names another file."""
 
 # Keys of a service that are read elsewhere.
 _READ = ("image", "command", "entrypoint", "environment", "env_file", "ports", "volumes", "deploy", "gpus", "runtime")
-_DOCKER: dict[str, tuple[Outcome, str]] = {
-    "restart": (Outcome.SAME, "a worker that dies is started again; the daemon itself is systemd's or docker's"),
-    "healthcheck": (Outcome.SAME, "workers are probed and verify their vectors; /health and /ready of the daemon"),
-    "container_name": (Outcome.NONE, "there is no container"),
-    "network_mode": (Outcome.SAME, "instances listen on the host's network"),
-    "networks": (Outcome.NONE, "there is no container"),
-    "expose": (Outcome.NONE, "there is no container"),
-    "hostname": (Outcome.NONE, "there is no container"),
-    "shm_size": (Outcome.NONE, "workers use no shared memory"),
-    "ipc": (Outcome.NONE, "workers use no shared memory"),
-    "pull_policy": (Outcome.NONE, "there is no image"),
-    "platform": (Outcome.NONE, "there is no image"),
-    "build": (Outcome.NONE, "there is no image"),
-    "depends_on": (Outcome.NONE, "instances start in parallel; /ready answers when all of them serve"),
-    "stop_grace_period": (Outcome.NONE, "graceful_shutdown_timeout_secs is the daemon's"),
-    "logging": (Outcome.NONE, "log_max_bytes and log_keep of the settings bound the files of logs"),
-    "mem_limit": (Outcome.NONE, "a worker of PyTorch needs other amounts; max_rss_mib replaces one above a limit"),
-    "labels": (Outcome.NONE, "tags of an instance are for people and filters"),
-    "extends": (Outcome.DECIDE, NOT_FOLLOWED),
-    "profiles": (Outcome.NONE, "every instance is started; `teimgr stop` stops one for good"),
+_DOCKER: dict[str, tuple[KeyOutcome, str]] = {
+    "restart": (KeyOutcome.SAME, "a worker that dies is started again; the daemon itself is systemd's or docker's"),
+    "healthcheck": (KeyOutcome.SAME, "workers are probed and verify their vectors; /health and /ready of the daemon"),
+    "container_name": (KeyOutcome.NONE, "there is no container"),
+    "network_mode": (KeyOutcome.SAME, "instances listen on the host's network"),
+    "networks": (KeyOutcome.NONE, "there is no container"),
+    "expose": (KeyOutcome.NONE, "there is no container"),
+    "hostname": (KeyOutcome.NONE, "there is no container"),
+    "shm_size": (KeyOutcome.NONE, "workers use no shared memory"),
+    "ipc": (KeyOutcome.NONE, "workers use no shared memory"),
+    "pull_policy": (KeyOutcome.NONE, "there is no image"),
+    "platform": (KeyOutcome.NONE, "there is no image"),
+    "build": (KeyOutcome.NONE, "there is no image"),
+    "depends_on": (KeyOutcome.NONE, "instances start in parallel; /ready answers when all of them serve"),
+    "stop_grace_period": (KeyOutcome.NONE, "graceful_shutdown_timeout_secs is the daemon's"),
+    "logging": (KeyOutcome.NONE, "log_max_bytes and log_keep of the settings bound the files of logs"),
+    "mem_limit": (KeyOutcome.NONE, "a worker of PyTorch needs other amounts; max_rss_mib replaces one above a limit"),
+    "labels": (KeyOutcome.NONE, "tags of an instance are for people and filters"),
+    "extends": (KeyOutcome.DECIDE, NOT_FOLLOWED),
+    "profiles": (KeyOutcome.NONE, "every instance is started; `teimgr stop` stops one for good"),
 }
 # Variables of a container that are the daemon's environment here; True: the value is a secret.
 _DAEMON_VARIABLES: dict[str, bool] = {
@@ -94,7 +94,7 @@ def put_model(instance: InstanceDraft, service: Service, model: str, key: str) -
     instance.put("model_id", model, key)
     if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
         note = "a directory in the container that no directory of the host is mounted to: copy it out, and name it here"
-        instance.place.found(key, Outcome.DECIDE, f"model_id of {instance.name}", note)
+        instance.place.found(key, KeyOutcome.DECIDE, f"model_id of {instance.name}", note)
 
 
 def published(service: Service, port: int) -> PublishedPort | None:
@@ -109,7 +109,7 @@ def note_other_ports(place: Place, service: Service, used: Iterable[PublishedPor
     for each in service.ports:
         if each not in used:
             text = f"{each.published or 'a free port'} to {each.target}"
-            place.found("ports", Outcome.DECIDE, note=f"{text}: teimgr has nothing that listens there")
+            place.found("ports", KeyOutcome.DECIDE, note=f"{text}: teimgr has nothing that listens there")
 
 
 def put_gpu(instance: InstanceDraft, service: Service) -> None:
@@ -130,10 +130,10 @@ def put_gpu(instance: InstanceDraft, service: Service) -> None:
         return
     key = ", ".join(given)
     if devices is None:
-        place.found(key, Outcome.SAME, note="without gpu_id an instance has the GPU with most free memory")
+        place.found(key, KeyOutcome.SAME, note="without gpu_id an instance has the GPU with most free memory")
     elif (gpu := whole_number(devices[0])) is None:
         note = "gpu_id is an index: `teimgr gpus` shows which GPU has this id; without it the most free one is taken"
-        place.found(key, Outcome.DECIDE, note=note)
+        place.found(key, KeyOutcome.DECIDE, note=note)
     else:
         others = 'the server used the first of several; replicas = "per-gpu" uses all' if len(devices) > 1 else ""
         instance.put("gpu_id", gpu, key, others)
@@ -165,13 +165,13 @@ def put_processors(instance: InstanceDraft, service: Service, number: int = 1) -
         if value is None:
             continue
         if "threads" in instance.keys or number > 1 or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", str(value)):
-            instance.place.found(key, Outcome.NONE, note="the host's cores are shared out; threads is the key for them")
+            instance.place.found(key, KeyOutcome.NONE, note="cores are shared out; threads is the key for them")
         else:
             instance.put("threads", max(1, int(float(value))), key, "CPU threads of each worker")
     if "memory" in limits:
         instance.place.found("deploy.resources.limits.memory", *_without_target("mem_limit"))
     for key in deploy.keys() - {"resources", "replicas"}:
-        instance.place.found(f"deploy.{key}", Outcome.NONE, note="of the container, not of the model")
+        instance.place.found(f"deploy.{key}", KeyOutcome.NONE, note="of the container, not of the model")
     for key, value in (("deploy.replicas", deploy.get("replicas")), ("scale", service.table.get("scale"))):
         if value is not None:
             number_of = whole_number(str(value))
@@ -190,17 +190,17 @@ def note_rest(place: Place, service: Service, used_variables: Iterable[str], cac
             is_secret = _DAEMON_VARIABLES[name]
             place.draft.environment[name] = "" if is_secret else service.environ[name]
             note = "its value is not written anywhere" if is_secret else ""
-            place.found(key, Outcome.CARRIED, f"{name} in the daemon's environment", note)
+            place.found(key, KeyOutcome.CARRIED, f"{name} in the daemon's environment", note)
         elif name in _GPU_VARIABLES:
             continue
         elif name not in known:
-            place.found(key, Outcome.NONE, note="not a variable of the server, as far as is known here")
+            place.found(key, KeyOutcome.NONE, note="not a variable of the server, as far as is known here")
     _note_volumes(place, service, cache)
     for key in service.table:
         if key in _DOCKER:
             place.found(key, *_without_target(key))
         elif key not in (*_READ, "cpus", "scale") and not key.startswith("x-"):
-            place.found(key, Outcome.NONE, note="of the container, not of the model")
+            place.found(key, KeyOutcome.NONE, note="of the container, not of the model")
 
 
 def _note_volumes(place: Place, service: Service, cache: str) -> None:
@@ -210,17 +210,17 @@ def _note_volumes(place: Place, service: Service, cache: str) -> None:
             if volume.is_directory:
                 path = service.on_host(cache) or volume.source
                 place.draft.environment.setdefault("HF_HUB_CACHE", path)
-                place.found(key, Outcome.CARRIED, "HF_HUB_CACHE in the daemon's environment", "downloaded models")
+                place.found(key, KeyOutcome.CARRIED, "HF_HUB_CACHE in the daemon's environment", "downloaded models")
             else:
                 note = "downloaded models in a volume of docker: without HF_HUB_CACHE they are downloaded once more"
-                place.found(key, Outcome.NONE, note=note)
+                place.found(key, KeyOutcome.NONE, note=note)
         elif volume.is_directory:
-            place.found(key, Outcome.CARRIED, "paths of the host", "workers read the host's files themselves")
+            place.found(key, KeyOutcome.CARRIED, "paths of the host", "workers read the host's files themselves")
         else:
-            place.found(key, Outcome.NONE, note="a volume of docker")
+            place.found(key, KeyOutcome.NONE, note="a volume of docker")
 
 
-def _without_target(key: str) -> tuple[Outcome, str, str]:
+def _without_target(key: str) -> tuple[KeyOutcome, str, str]:
     outcome, note = _DOCKER[key]
     return outcome, "", note
 

@@ -11,7 +11,7 @@ from teimgr.errors import InvalidConfig
 from teimgr.migration import infinity_service, tei_manager_file, tei_service
 from teimgr.migration.compose_file import ComposeFile, Service, read_compose
 from teimgr.migration.containers import NOT_FOLLOWED
-from teimgr.migration.draft import Draft, InstanceDraft, Outcome, toml
+from teimgr.migration.draft import Draft, InstanceDraft, KeyOutcome, toml
 
 MAX_FILES = 32
 _YAML = (".yml", ".yaml")
@@ -49,7 +49,7 @@ def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | 
             tei_manager_file.convert(file, tei_manager_file.read_toml(file), draft)
     if not draft.instances:
         seen = f"; its services are {', '.join(sorted(images))}" if images else ""
-        why = [f"{each.path}: {each.note}" for each in draft.findings if each.outcome is Outcome.DECIDE]
+        why = [f"{each.path}: {each.note}" for each in draft.findings if each.outcome is KeyOutcome.DECIDE]
         names = ", ".join(map(str, files))
         raise InvalidConfig("\n".join([f"{names}: no model of TEI, Infinity or tei-manager in it{seen}", *why]))
     defaults = Settings()
@@ -61,14 +61,16 @@ def _compose(compose: ComposeFile, draft: Draft) -> None:
     place = draft.place(str(compose.path))
     for name in compose.unset:
         place.found(
-            f"${{{name}}}", Outcome.DECIDE, note="the variable is not set here and was taken as empty, as docker does"
+            f"${{{name}}}",
+            KeyOutcome.DECIDE,
+            note="the variable is not set here and taken as empty, as docker does",
         )
     for key in compose.others:
-        outcome = Outcome.DECIDE if key == "include" else Outcome.NONE
+        outcome = KeyOutcome.DECIDE if key == "include" else KeyOutcome.NONE
         place.found(key, outcome, note=NOT_FOLLOWED if key == "include" else "of docker, not of a model")
     for name in _OVERRIDES.get(compose.path.name, ()):
         if (compose.path.parent / name).exists():
-            place.found(name, Outcome.DECIDE, note=f"docker merges this file as well: {NOT_FOLLOWED}")
+            place.found(name, KeyOutcome.DECIDE, note=f"docker merges this file as well: {NOT_FOLLOWED}")
     moved, others = [], []
     for service in compose.services:
         convert_service = next((convert for runs, convert in _SERVERS if runs(service)), None)
@@ -86,16 +88,16 @@ def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
     place = draft.place(str(service.file), f"services.{service.name}")
     if "tei-manager" in service.image:
         note = "import tei-manager's own TOML and its state file: the volumes show where they are"
-        place.found("image", Outcome.DECIDE, note=note)
+        place.found("image", KeyOutcome.DECIDE, note=note)
     elif "MODEL_ID" in service.environ or any(word.startswith("--model-id") for word in service.words):
         note = "no known image of TEI or Infinity: if it is one, name theirs in a copy of the file"
-        place.found("image", Outcome.DECIDE, note=note)
+        place.found("image", KeyOutcome.DECIDE, note=note)
     elif not service.image and "build" not in service.table:
         place.found(
-            "image", Outcome.DECIDE, note=f"no image: where it is part of another file's service, {NOT_FOLLOWED}"
+            "image", KeyOutcome.DECIDE, note=f"no image: where it is part of another file's service, {NOT_FOLLOWED}"
         )
     else:
-        place.found("image", Outcome.NONE, note="no image of TEI or Infinity: it stays in the compose file")
+        place.found("image", KeyOutcome.NONE, note="no image of TEI or Infinity: it stays in the compose file")
     texts = {f"environment.{name}": value for name, value in service.environ.items()}
     texts["command"] = " ".join(service.words)
     for name in moved:
@@ -105,7 +107,7 @@ def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
                     f"names {name}, which is not in docker's network any more: host.docker.internal and its published"
                     " port instead, with `extra_hosts: [host.docker.internal:host-gateway]`"
                 )
-                place.found(key, Outcome.DECIDE, note=note)
+                place.found(key, KeyOutcome.DECIDE, note=note)
 
 
 def toml_of(draft: Draft) -> str:
@@ -130,7 +132,7 @@ def _instance(draft: Draft, instance: InstanceDraft) -> str:
     lines += [
         f"# Decide: {_comment(finding.key)}: {_comment(finding.note)}"
         for finding in (draft.findings if instance is first else ())
-        if (finding.file, finding.place, finding.outcome) == (place.file, place.path, Outcome.DECIDE)
+        if (finding.file, finding.place, finding.outcome) == (place.file, place.path, KeyOutcome.DECIDE)
     ]
     keys = [f"{name} = {toml(value)}" for name, value in instance.table().items()]
     return "\n".join([*lines, "[[instances]]", *keys, ""])

@@ -22,7 +22,7 @@ ALL_ADDRESSES = "0.0.0.0"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Outcome(str, Enum):
+class KeyOutcome(str, Enum):
     """What became of a key of a file."""
 
     CARRIED = "carried over"
@@ -32,7 +32,7 @@ class Outcome(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class KeyFinding:
     """What became of one key: `key` of the table `place` in `file`; `target` is what it is in teimgr.
 
     No text has a value that may be a secret.
@@ -41,7 +41,7 @@ class Finding:
     file: str
     place: str
     key: str
-    outcome: Outcome
+    outcome: KeyOutcome
     target: str = ""
     note: str = ""
 
@@ -63,9 +63,9 @@ class Place:
     file: str
     path: str
 
-    def found(self, key: str, outcome: Outcome, target: str = "", note: str = "") -> None:
+    def found(self, key: str, outcome: KeyOutcome, target: str = "", note: str = "") -> None:
         note = " ".join(note.split())
-        finding = Finding(file=self.file, place=self.path, key=key, outcome=outcome, target=target, note=note)
+        finding = KeyFinding(file=self.file, place=self.path, key=key, outcome=outcome, target=target, note=note)
         self.draft.findings.append(finding)
 
 
@@ -85,20 +85,20 @@ class InstanceDraft:
             if problem := KEYS[name].not_a_word(typed):
                 raise schema.refused(name, problem)
         except ConfigFaults as error:
-            self.place.found(key, Outcome.DECIDE, note=f"left out: {error.message}")
+            self.place.found(key, KeyOutcome.DECIDE, note=f"left out: {error.message}")
             return
         if typed == _default(name):
             self.keys.pop(name, None)
-            self.place.found(key, Outcome.SAME, f"{name} = {toml(typed)}", note)
+            self.place.found(key, KeyOutcome.SAME, f"{name} = {toml(typed)}", note)
             return
         self.keys[name] = list(typed) if isinstance(typed, tuple) else typed
-        self.place.found(key, Outcome.CARRIED, f"{name} = {toml(self.keys[name])}", note)
+        self.place.found(key, KeyOutcome.CARRIED, f"{name} = {toml(self.keys[name])}", note)
 
     def add_flag(self, flag: str, value: str, key: str, note: str = "") -> None:
         """Put a flag of TEI into `extra_args`."""
         words = [flag, value]
         self.extra_args += words
-        self.place.found(key, Outcome.CARRIED, f"extra_args = {toml(shown_args(words))}", note)
+        self.place.found(key, KeyOutcome.CARRIED, f"extra_args = {toml(shown_args(words))}", note)
 
     def table(self) -> dict[str, Any]:
         extra = {"extra_args": self.extra_args} if self.extra_args else {}
@@ -111,7 +111,7 @@ class Draft:
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self.instances: list[InstanceDraft] = []
-        self.findings: list[Finding] = []
+        self.findings: list[KeyFinding] = []
         self.environment: dict[str, str] = {}
         """Variables that the daemon's environment should have; the value is empty where it is a secret."""
         self.hosts: dict[str, set[str]] = {"instance_host": set(), "api_host": set()}
@@ -132,27 +132,27 @@ class Draft:
             raise InvalidConfig(f"{place.file}: more than {MAX_INSTANCES} models")
         name = free_name(wanted, {instance.name for instance in self.instances})
         note = "" if name == wanted else "names begin with a letter or digit, are up to 64 characters long, and unique"
-        place.found(key, Outcome.CARRIED, f'name = "{name}"', note)
+        place.found(key, KeyOutcome.CARRIED, f'name = "{name}"', note)
         self.instances.append(InstanceDraft(name, place))
         return self.instances[-1]
 
     def put(self, place: Place, name: str, value: Any, key: str, default: Any = None, note: str = "") -> None:
         """Give the setting `name` a value."""
         if value == default:
-            place.found(key, Outcome.SAME, f"{name} = {toml(value)}", note)
+            place.found(key, KeyOutcome.SAME, f"{name} = {toml(value)}", note)
             return
         self.settings[name] = value
-        place.found(key, Outcome.CARRIED, name if isinstance(value, Mapping) else f"{name} = {toml(value)}", note)
+        place.found(key, KeyOutcome.CARRIED, name if isinstance(value, Mapping) else f"{name} = {toml(value)}", note)
 
     def put_port(self, instance: InstanceDraft, port: int, key: str) -> None:
         """Give an instance the port that its clients use, where teimgr can."""
         taken = {each.keys.get("port"): each.name for each in self.instances}
         if port < UNPRIVILEGED_PORT:
             note = f"teimgr's ports begin at {UNPRIVILEGED_PORT}: `teimgr ps` shows the free one that it takes instead"
-            instance.place.found(key, Outcome.DECIDE, note=f"{port}: {note}; move the clients, or forward the port")
+            instance.place.found(key, KeyOutcome.DECIDE, note=f"{port}: {note}; move the clients, or forward the port")
         elif port in taken:
             note = f"{port} is the port of {taken[port]}; `teimgr ps` shows the free one that it takes instead"
-            instance.place.found(key, Outcome.DECIDE, note=note)
+            instance.place.found(key, KeyOutcome.DECIDE, note=note)
         else:
             instance.put("port", port, key)
 
@@ -173,7 +173,7 @@ class Draft:
                 )
                 self.settings[setting] = free
                 note = f"{port} is {'the port of ' + ports[port] if port in ports else 'taken'}"
-                place.found("", Outcome.CARRIED, f"{setting} = {free}", f"{note}; commands find it by TEIMGR_URL")
+                place.found("", KeyOutcome.CARRIED, f"{setting} = {free}", f"{note}; commands find it by TEIMGR_URL")
                 port = free
             taken.add(port)
 
@@ -186,15 +186,15 @@ class Draft:
         target = f'{setting} = "{host}"'
         if setting == "api_host" and "auth" not in self.settings:
             note = "left at 127.0.0.1: from other hosts, too, every caller could create instances; [auth] first"
-            place.found("ports", Outcome.DECIDE, target, note)
+            place.found("ports", KeyOutcome.DECIDE, target, note)
             return
         self.settings[setting] = host
         if len(wanted) > 1:
             note = f"the ports were published on several addresses; {setting} is one for all of them"
-            place.found("ports", Outcome.DECIDE, target, note)
+            place.found("ports", KeyOutcome.DECIDE, target, note)
         else:
             note = "" if host != ALL_ADDRESSES else "as docker publishes a port without an address: to every caller"
-            place.found("ports", Outcome.CARRIED, target, note)
+            place.found("ports", KeyOutcome.CARRIED, target, note)
 
 
 def free_name(wanted: str, taken: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from teimgr.migration.containers import (
     put_processors,
     split_options,
 )
-from teimgr.migration.draft import ALL_ADDRESSES, MAX_INSTANCES, Draft, InstanceDraft, Outcome, Place
+from teimgr.migration.draft import ALL_ADDRESSES, MAX_INSTANCES, Draft, InstanceDraft, KeyOutcome, Place
 
 PROGRAM = "infinity_emb"
 _IMAGES = ("michaelf34/infinity", "infinity_emb", "infinity-emb")
@@ -88,7 +88,7 @@ def convert(service: Service, draft: Draft) -> None:
     options = _options(service, place)
     models = options.pop("--model-id", None)
     if models is None:
-        place.found("command --model-id", Outcome.CARRIED, note=f"Infinity's default: {_DEFAULT_MODEL}")
+        place.found("command --model-id", KeyOutcome.CARRIED, note=f"Infinity's default: {_DEFAULT_MODEL}")
     given = models or Option((_DEFAULT_MODEL,), "command --model-id")
     if len(given.values) > MAX_INSTANCES:
         raise InvalidConfig(f"{place.file}: {place.path}: more than {MAX_INSTANCES} models")
@@ -99,7 +99,7 @@ def convert(service: Service, draft: Draft) -> None:
         own = {name: _of_model(place, option, number, len(given.values)) for name, option in options.items()}
         _instance(draft, place, service, Option((model,), given.key), own, len(given.values))
     note_rest(place, service, [name for name in service.environ if name.startswith(_PREFIX)], _cache(service))
-    place.found("image", Outcome.NONE, note="PyTorch workers in place of the image")
+    place.found("image", KeyOutcome.NONE, note="PyTorch workers in place of the image")
 
 
 def _options(service: Service, place: Place) -> dict[str, Option]:
@@ -113,7 +113,7 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
     for name, value in split_options(words, _takes_value, _SHORT):
         flag, value = (f"--{name[5:]}", "false") if name.startswith("--no-") else (name, value)
         if not name:
-            place.found("command", Outcome.DECIDE, note="a word without a flag: left out")
+            place.found("command", KeyOutcome.DECIDE, note="a word without a flag: left out")
             continue
         before = given[flag].values if flag in given else ()
         given[flag] = Option((*before, "true" if value is None else value), f"command {name}")
@@ -124,9 +124,9 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
         flag = "--" + variable.removeprefix(_PREFIX).lower().replace("_", "-")
         key = f"environment.{variable}"
         if flag in given:
-            place.found(key, Outcome.NONE, note=f"the command's {flag} is stronger")
+            place.found(key, KeyOutcome.NONE, note=f"the command's {flag} is stronger")
         elif flag not in _KNOWN:
-            place.found(key, Outcome.NONE, note="no counterpart here, or not a variable of Infinity")
+            place.found(key, KeyOutcome.NONE, note="no counterpart here, or not a variable of Infinity")
         else:
             values = [text] if flag in _SERVERS_OWN and flag != "--model-id" else text.removesuffix(";").split(";")
             options[flag] = Option(tuple(values), key)
@@ -143,7 +143,7 @@ def _of_model(place: Place, option: Option, number: int, models: int) -> Option:
         return Option((option.values[number],), option.key)
     if len(option.values) > 1 and number == 0:
         place.found(
-            option.key, Outcome.DECIDE, note=f"{len(option.values)} values for {models} models; the first is used"
+            option.key, KeyOutcome.DECIDE, note=f"{len(option.values)} values for {models} models; the first is used"
         )
     return Option(option.values[:1], option.key)
 
@@ -155,18 +155,18 @@ def _put_address(draft: Draft, place: Place, service: Service, options: dict[str
     port = published(service, inside)
     if port is None or port.published is None:
         note = f"no published port: in docker's network it was http://{service.name}:{inside}; the daemon's is api_port"
-        place.found(option.key, Outcome.DECIDE, note=note)
+        place.found(option.key, KeyOutcome.DECIDE, note=note)
     elif port.published < UNPRIVILEGED_PORT or draft.api_port not in (None, port.published):
         reason = "the REST port is that of another server" if draft.api_port else f"ports begin at {UNPRIVILEGED_PORT}"
-        place.found("ports", Outcome.DECIDE, "api_port", f"{reason}: clients of {port.published} have to use api_port")
+        place.found("ports", KeyOutcome.DECIDE, "api_port", f"{reason}: clients of {port.published} must use api_port")
     else:
         draft.api_port = port.published
         note = "the REST port; clients of /classify and /models add /infinity to their base URL, all others may"
-        place.found("ports", Outcome.CARRIED, f"api_port = {port.published}", note)
+        place.found("ports", KeyOutcome.CARRIED, f"api_port = {port.published}", note)
         draft.hosts["api_host"].add(port.host or ALL_ADDRESSES)
     note_other_ports(place, service, [port])
     if (prefix := options.pop("--url-prefix", None)) is not None and prefix.value.strip("/"):
-        place.found(prefix.key, Outcome.DECIDE, note="clients replace this prefix in their base URL by /infinity")
+        place.found(prefix.key, KeyOutcome.DECIDE, note="clients replace this prefix in their base URL by /infinity")
     if (cors := options.pop("--permissive-cors", None)) is not None:
         draft.put(place, "allowed_origins", ["*"] if cors.value == "true" else [], cors.key, [])
 
@@ -176,9 +176,9 @@ def _put_key(draft: Draft, place: Place, service: Service, option: Option) -> No
     auth = draft.settings.setdefault("auth", {"enabled": True, "providers": ["api_keys"], "api_keys": []})
     digest = hashlib.sha256(option.value.encode()).hexdigest()
     auth["api_keys"].append({"name": service.name, "key_sha256": digest, "rights": ["inference", "read"]})
-    place.found(option.key, Outcome.CARRIED, "auth.api_keys", "by its SHA-256: the key itself is not in the output")
+    place.found(option.key, KeyOutcome.CARRIED, "auth.api_keys", "by its SHA-256: the key itself is not in the output")
     note = "the REST and gRPC ports now ask for a key: `teimgr key new operator --rights admin read` makes yours"
-    place.found(option.key, Outcome.DECIDE, "auth.api_keys", note)
+    place.found(option.key, KeyOutcome.DECIDE, "auth.api_keys", note)
 
 
 def _instance(
@@ -194,7 +194,7 @@ def _instance(
         note = "Infinity with one model ignores `model` in requests; here it is " + " or ".join(
             dict.fromkeys((served, instance.name))
         )
-        place.found("command --served-model-name", Outcome.NONE, note=note)
+        place.found("command --served-model-name", KeyOutcome.NONE, note=note)
     for name, option in options.items():
         _put_option(instance, name, option)
     device = options.get("--device", Option(("",), "")).value
@@ -203,7 +203,7 @@ def _instance(
         instance.put("dtype", "float32", "image (no --dtype)", note)
     if "--trust-remote-code" not in options:
         note = "Infinity's default is true; a model with code of its own needs trust_remote_code and allow_remote_code"
-        place.found("command --trust-remote-code", Outcome.NONE, note=note)
+        place.found("command --trust-remote-code", KeyOutcome.NONE, note=note)
     if "--device-id" not in options or not options["--device-id"].value:
         put_gpu(instance, service)
     put_processors(instance, service, models)
@@ -212,10 +212,10 @@ def _instance(
 def _put_alias(draft: Draft, place: Place, served: str, instance: InstanceDraft) -> None:
     aliases = draft.settings.setdefault("aliases", {})
     if aliases.setdefault(served, instance.name) == instance.name:
-        place.found("command --served-model-name", Outcome.CARRIED, f"aliases.{served} = {instance.name}")
+        place.found("command --served-model-name", KeyOutcome.CARRIED, f"aliases.{served} = {instance.name}")
     else:
         note = f"the alias {served} is {aliases[served]}: clients have to name {instance.name}"
-        place.found("command --served-model-name", Outcome.DECIDE, note=note)
+        place.found("command --served-model-name", KeyOutcome.DECIDE, note=note)
 
 
 def _put_option(instance: InstanceDraft, name: str, option: Option) -> None:
@@ -223,28 +223,28 @@ def _put_option(instance: InstanceDraft, name: str, option: Option) -> None:
     if name in _KEYS:
         named = _KEYS[name]
         if value == named.default:
-            place.found(option.key, Outcome.SAME, named.key)
+            place.found(option.key, KeyOutcome.SAME, named.key)
         elif value in named.left_out:
-            place.found(option.key, Outcome.DECIDE, named.key, f"left out: {named.left_out[value]}")
+            place.found(option.key, KeyOutcome.DECIDE, named.key, f"left out: {named.left_out[value]}")
         else:
             instance.put(named.key, value, option.key)
     elif name == "--batch-size":
         if whole_number(value):
             instance.add_flag("--max-batch-requests", value, option.key, "beside max_batch_tokens")
         else:
-            place.found(option.key, Outcome.DECIDE, note="left out: not a positive number")
+            place.found(option.key, KeyOutcome.DECIDE, note="left out: not a positive number")
     elif name == "--trust-remote-code":
         instance.put("trust_remote_code", value.lower() in ("true", "1"), option.key)
         if value.lower() in ("true", "1"):
             note = "set allow_remote_code = true as well, to run the model's own code outside of a container"
-            place.found(option.key, Outcome.DECIDE, "allow_remote_code", note)
+            place.found(option.key, KeyOutcome.DECIDE, "allow_remote_code", note)
     elif name == "--device-id":
         _put_devices(instance, option)
     elif name in _WITHOUT_KEY:
         same, why = _WITHOUT_KEY[name]
-        place.found(option.key, Outcome.SAME if value == same else Outcome.NONE, note=why)
+        place.found(option.key, KeyOutcome.SAME if value == same else KeyOutcome.NONE, note=why)
     else:
-        place.found(option.key, Outcome.DECIDE, note="not a flag of Infinity's v2: left out")
+        place.found(option.key, KeyOutcome.DECIDE, note="not a flag of Infinity's v2: left out")
 
 
 def _put_devices(instance: InstanceDraft, option: Option) -> None:

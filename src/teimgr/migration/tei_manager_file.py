@@ -9,7 +9,7 @@ from typing import Any
 
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
-from teimgr.migration.draft import ALL_ADDRESSES, MAX_INSTANCES, Draft, Outcome, Place
+from teimgr.migration.draft import ALL_ADDRESSES, MAX_INSTANCES, Draft, KeyOutcome, Place
 from teimgr.migration.interpolation import read_text
 from teimgr.migration.tei_service import options_of, put_flags
 from teimgr.spec import KEYS, key_of
@@ -51,7 +51,7 @@ def convert(path: Path, table: Mapping[str, Any], draft: Draft) -> None:
     """
     place = draft.place(str(path))
     if is_state(table):
-        place.found("last_updated", Outcome.NONE, note="the state of teimgr has its own")
+        place.found("last_updated", KeyOutcome.NONE, note="the state of teimgr has its own")
     else:
         _settings(draft, place, table)
     instances = table.get("instances", [])
@@ -68,16 +68,16 @@ def _settings(draft: Draft, place: Place, table: Mapping[str, Any]) -> None:
     for name, value in {**_DEFAULTS, **table}.items():
         key = name if name in table else f"{name} (absent)"
         if name in _NOT_CARRIED:
-            place.found(key, Outcome.NONE, note=_NOT_CARRIED[name])
+            place.found(key, KeyOutcome.NONE, note=_NOT_CARRIED[name])
         elif name in _TABLES:
             if name != "instances":
                 _table(draft, place, name, value)
         elif name not in fields or isinstance(value, dict):
-            place.found(key, Outcome.NONE, note="not a key of tei-manager, which ignores it")
+            place.found(key, KeyOutcome.NONE, note="not a key of tei-manager, which ignores it")
         else:
             problem = key_of(fields[name]).out_of_range(value)
             if problem:
-                place.found(key, Outcome.DECIDE, note=f"left out: {problem}")
+                place.found(key, KeyOutcome.DECIDE, note=f"left out: {problem}")
             else:
                 draft.put(place, name, value, key, fields[name].default)
     for name in _HOSTS:
@@ -91,9 +91,9 @@ def _table(draft: Draft, place: Place, name: str, value: Any) -> None:
         value = dict(value)
         if value.pop("require_cert_headers", False):
             note = "a certificate in a header proves nothing and is refused: clients present theirs in the handshake"
-            place.found("auth.require_cert_headers", Outcome.DECIDE, note=note)
+            place.found("auth.require_cert_headers", KeyOutcome.DECIDE, note=note)
         if not value.get("enabled") and "mtls" not in value:
-            place.found("auth", Outcome.SAME, "auth.enabled = false")
+            place.found("auth", KeyOutcome.SAME, "auth.enabled = false")
             return
     draft.put(place, name, value, name)
 
@@ -103,9 +103,9 @@ def _instance(draft: Draft, place: Place, keys: Mapping[str, Any], from_state: b
     known = next((each for each in draft.instances if each.name == name), None)
     if known is not None and from_state:
         draft.instances.remove(known)
-        place.found("name", Outcome.CARRIED, f'name = "{name}"', "in place of the configuration's instance")
+        place.found("name", KeyOutcome.CARRIED, f'name = "{name}"', "in place of the configuration's instance")
     elif known is not None:
-        place.found("name", Outcome.NONE, note=f"{name} is in the state file, which counts")
+        place.found("name", KeyOutcome.NONE, note=f"{name} is in the state file, which counts")
         return
     instance = draft.instance(name, place, "name")
     flags = keys.get("extra_args", [])
@@ -113,18 +113,18 @@ def _instance(draft: Draft, place: Place, keys: Mapping[str, Any], from_state: b
         if key in ("name", "extra_args"):
             continue
         if key == "created_at":
-            place.found(key, Outcome.NONE, note="the time of the creation by teimgr")
+            place.found(key, KeyOutcome.NONE, note="the time of the creation by teimgr")
         elif key == "port":
             draft.put_port(instance, value, key) if isinstance(value, int) and value else None
         elif key not in KEYS or not KEYS[key].in_config:
-            place.found(key, Outcome.NONE, note="not a key of tei-manager, which ignores it")
+            place.found(key, KeyOutcome.NONE, note="not a key of tei-manager, which ignores it")
         else:
             instance.put(key, value, key)
     if "model_id" not in instance.keys:
         draft.instances.remove(instance)
-        place.found("model_id", Outcome.DECIDE, note="no model is named: the instance was left out")
+        place.found("model_id", KeyOutcome.DECIDE, note="no model is named: the instance was left out")
         return
     if isinstance(flags, list) and all(isinstance(word, str) for word in flags):
         put_flags(instance, options_of(flags, place, "extra_args"))
     else:
-        place.found("extra_args", Outcome.DECIDE, note="left out: not a list of texts")
+        place.found("extra_args", KeyOutcome.DECIDE, note="left out: not a list of texts")

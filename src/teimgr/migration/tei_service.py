@@ -19,7 +19,7 @@ from teimgr.migration.containers import (
     put_processors,
     split_options,
 )
-from teimgr.migration.draft import ALL_ADDRESSES, Draft, InstanceDraft, Outcome, Place
+from teimgr.migration.draft import ALL_ADDRESSES, Draft, InstanceDraft, KeyOutcome, Place
 from teimgr.spec import KEYS, WorkerSpec
 
 PROGRAM = "text-embeddings-router"
@@ -56,7 +56,7 @@ def convert(service: Service, draft: Draft) -> None:
     options = _options(service, place)
     model = options.pop("--model-id", None)
     if model is None or not model.value:
-        place.found("command --model-id", Outcome.DECIDE, note="no model is named: the service was left out")
+        place.found("command --model-id", KeyOutcome.DECIDE, note="no model is named: the service was left out")
         return
     instance = draft.instance(service.name, place, "name")
     put_model(instance, service, model.value, model.key)
@@ -71,12 +71,12 @@ def convert(service: Service, draft: Draft) -> None:
     note_rest(place, service, [*map(variable_of, (*FLAGS, *REFUSED)), *_OTHER_VARIABLES], cache)
     for name, note in _OTHER_VARIABLES.items():
         if name in service.environ:
-            place.found(f"environment.{name}", Outcome.NONE, note=note)
+            place.found(f"environment.{name}", KeyOutcome.NONE, note=note)
     if "--dtype" not in options:
         _put_dtype(instance, service)
     if service.image:
         note = "PyTorch workers in place of the image; instances are placed on GPUs where the host has them"
-        place.found("image", Outcome.NONE, note=note)
+        place.found("image", KeyOutcome.NONE, note=note)
 
 
 def variable_of(flag: str) -> str:
@@ -90,29 +90,29 @@ def put_flags(instance: InstanceDraft, options: Mapping[str, Option]) -> None:
     for name, option in options.items():
         if name in REFUSED:
             if name not in ("--hf-token", "--hf-api-token"):
-                place.found(option.key, Outcome.NONE, note=REFUSED[name])
+                place.found(option.key, KeyOutcome.NONE, note=REFUSED[name])
             else:
                 place.draft.environment["HF_TOKEN"] = ""
-                place.found(option.key, Outcome.CARRIED, "HF_TOKEN in the daemon's environment", REFUSED[name])
+                place.found(option.key, KeyOutcome.CARRIED, "HF_TOKEN in the daemon's environment", REFUSED[name])
             continue
         if name not in FLAGS:
-            place.found(option.key, Outcome.DECIDE, note=_UNKNOWN)
+            place.found(option.key, KeyOutcome.DECIDE, note=_UNKNOWN)
             continue
         flag = FLAGS[name]
         try:
             value = flag.read(option.value)
         except ValueError as error:
-            place.found(option.key, Outcome.DECIDE, note=f"left out: its value {error}")
+            place.found(option.key, KeyOutcome.DECIDE, note=f"left out: its value {error}")
             continue
         if flag.field is None:
-            place.found(option.key, Outcome.NONE, note=flag.why)
+            place.found(option.key, KeyOutcome.NONE, note=flag.why)
         elif flag.field in KEYS:
             instance.put(flag.field, value, option.key)
             if flag.field == "trust_remote_code" and value:
                 note = "set allow_remote_code = true as well, to run the model's own code outside of a container"
-                place.found(option.key, Outcome.DECIDE, "allow_remote_code", note)
+                place.found(option.key, KeyOutcome.DECIDE, "allow_remote_code", note)
         elif value == _worker_default(flag.field):
-            place.found(option.key, Outcome.SAME, f"{name} {option.value}")
+            place.found(option.key, KeyOutcome.SAME, f"{name} {option.value}")
         else:
             for each in option.values if flag.repeats else option.values[-1:]:
                 instance.add_flag(name, each, option.key, _KEY_NOTE if name == API_KEY_FLAG else "")
@@ -123,7 +123,7 @@ def options_of(words: Iterable[str], place: Place, key: str) -> dict[str, Option
     options: dict[str, Option] = {}
     for name, value in split_options(words, _takes_value, _SHORT):
         if not name:
-            place.found(key, Outcome.DECIDE, note="a word without a flag: left out")
+            place.found(key, KeyOutcome.DECIDE, note="a word without a flag: left out")
         else:
             before = options[name].values if name in options else ()
             options[name] = Option((*before, "true" if value is None else value), f"{key} {name}")
@@ -143,7 +143,7 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
         words.pop(0)
     elif words and service.table.get("entrypoint"):
         place.found(
-            "entrypoint", Outcome.DECIDE, note=f"not {PROGRAM}: what it does with the command is not known here"
+            "entrypoint", KeyOutcome.DECIDE, note=f"not {PROGRAM}: what it does with the command is not known here"
         )
     given = options_of(words, place, "command")
     options: dict[str, Option] = {}
@@ -153,7 +153,7 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
             continue
         option = Option((service.environ[variable],), f"environment.{variable}")
         if flag in given:
-            place.found(option.key, Outcome.NONE, note=f"the command's {flag} is stronger")
+            place.found(option.key, KeyOutcome.NONE, note=f"the command's {flag} is stronger")
         else:
             options[flag] = option
     return {**options, **given}
@@ -164,7 +164,7 @@ def _put_ports(instance: InstanceDraft, service: Service, options: dict[str, Opt
     given = options.pop("--port", None)
     inside = (whole_number(given.value) if given else None) or _PORT_OF_IMAGE
     if given:
-        place.found(given.key, Outcome.NONE, note="a port of the container; the instance has the published one")
+        place.found(given.key, KeyOutcome.NONE, note="a port of the container; the instance has the published one")
     own = published(service, inside)
     metrics = (
         published(service, _metrics_port(options)) if "-grpc" in service.tag or "--prometheus-port" in options else None
@@ -173,7 +173,7 @@ def _put_ports(instance: InstanceDraft, service: Service, options: dict[str, Opt
         note = (
             f"no published port: in docker's network it was http://{service.name}:{inside}; `teimgr ps` shows the port"
         )
-        place.found("ports", Outcome.DECIDE, note=note)
+        place.found("ports", KeyOutcome.DECIDE, note=note)
     else:
         place.draft.put_port(instance, own.published, "ports")
         place.draft.hosts["instance_host"].add(own.host or ALL_ADDRESSES)
@@ -200,9 +200,9 @@ def _put_otlp(draft: Draft, place: Place, option: Option) -> None:
     """The first endpoint becomes that of the daemon, whose workers have no other."""
     current = draft.settings.setdefault("otel", {}).setdefault("endpoint", option.value)
     if current == option.value:
-        place.found(option.key, Outcome.CARRIED, "otel.endpoint", "that of the daemon and all its workers")
+        place.found(option.key, KeyOutcome.CARRIED, "otel.endpoint", "that of the daemon and all its workers")
     else:
-        place.found(option.key, Outcome.DECIDE, "otel.endpoint", "the daemon has one, which is another service's")
+        place.found(option.key, KeyOutcome.DECIDE, "otel.endpoint", "the daemon has one, which is another service's")
 
 
 def _worker_default(field: str) -> object:

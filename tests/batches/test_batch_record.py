@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teimgr.batches.batch import Batch, BatchFault, Progress, ResultPart, RowSet, Status, window_s
+from teimgr.batches.batch_record import Batch, BatchFault, BatchProgress, ResultPart, RowSet, Status, window_s
 from teimgr.errors import ObjectInUse, ValidationError
 
 
@@ -25,7 +25,7 @@ def batch(**values: object) -> Batch:
 
 def test_a_record_is_read_as_it_was_written() -> None:
     done = RowSet().with_rows([0, 9])
-    progress = Progress(ResultPart("file-2", 1, 20), ResultPart("file-3", 1, 30), done, tokens=77)
+    progress = BatchProgress(ResultPart("file-2", 1, 20), ResultPart("file-3", 1, 30), done, tokens=77)
     before = batch(metadata={"a": "b"}, faults=[BatchFault("x", "y", 3, "z")], progress=progress, total=12)
     before.enter(Status.IN_PROGRESS, 11.9)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from teimgr.batches.batch import Batch, Progress, Status
+from teimgr.batches.batch_record import Batch, BatchProgress, Status
 from teimgr.batches.disk import FILE_MODE, Disk, append_at, cut_at, make_private_folder
 from teimgr.batches.files import FileStore
 from teimgr.durable_files import write_atomically
@@ -121,7 +121,7 @@ class BatchStore:
         size = len(outputs) + len(errors)
         async with self._lock(batch):
             before = batch.progress
-            after = Progress(
+            after = BatchProgress(
                 replace(
                     before.output,
                     size=before.output.size + len(outputs),
@@ -155,7 +155,7 @@ class BatchStore:
         self._saving.pop(batch.id, None)
         await self._disk.run(lambda: self._path(batch.id).unlink(missing_ok=True))
 
-    def _write_results(self, id: str, before: Progress, outputs: bytes, errors: bytes, record: bytes) -> None:
+    def _write_results(self, id: str, before: BatchProgress, outputs: bytes, errors: bytes, record: bytes) -> None:
         for part, data in ((before.output, outputs), (before.error, errors)):
             if data:
                 append_at(self._files.path(part.id), part.size, data)

@@ -85,7 +85,7 @@ class ResultPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BatchProgress:
     """The committed results: those of the rows in `done`, each in one of the two files; `tokens` are of all inputs."""
 
     output: ResultPart = field(default_factory=ResultPart)
@@ -123,7 +123,7 @@ class Batch:
     faults: list[BatchFault] = field(default_factory=list)
     model: str | None = None
     total: int = 0
-    progress: Progress = field(default_factory=Progress)
+    progress: BatchProgress = field(default_factory=BatchProgress)
     output_file_id: str | None = None
     error_file_id: str | None = None
 
@@ -166,7 +166,7 @@ class Batch:
             "metadata": self.metadata,
         }
 
-    def to_record(self, progress: Progress | None = None) -> bytes:
+    def to_record(self, progress: BatchProgress | None = None) -> bytes:
         """The record of this batch, with `progress` instead of its own where that is given."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values["faults"] = [tuple(fault) for fault in self.faults]
@@ -181,7 +181,7 @@ class Batch:
             raise ValueError("another version")
         values["status"] = Status(values["status"])
         values["faults"] = [BatchFault(*each) for each in values["faults"]]
-        values["progress"] = Progress.from_plain(values["progress"])
+        values["progress"] = BatchProgress.from_plain(values["progress"])
         return cls(**values)
 
 

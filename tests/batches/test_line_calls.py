@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from teimgr.batches.calls import pause_s
+from teimgr.batches.line_calls import pause_s
 
 
 def test_pauses_double_from_the_first_to_the_longest() -> None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import orjson
 
+from teimgr.batches.batch_store import ResultLine
 from teimgr.batches.lines import InputRequest
-from teimgr.batches.store import ResultLine
 from teimgr.byte_budget import ByteBudget
 from teimgr.errors import Broken, DeadlineExceeded, Refused, TeimgrError, TryLater
 from teimgr.http_protocol import is_json

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
-from teimgr.batches.batch import BatchFault
+from teimgr.batches.batch_record import BatchFault
 from teimgr.batches.disk import Disk
 from teimgr.batches.lines import InputRequest, read_requests
 from teimgr.errors import TeimgrError
