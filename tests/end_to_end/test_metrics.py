@@ -62,6 +62,7 @@ TABLE: dict[str, list[Family]] = {
     ],
     "texts are embedded over HTTP": [c.INFERENCE, c.INFERENCE_BYTES],
     "texts of many lengths are embedded together": [c.PADDING_SAVED],
+    "a batch of requests is run": [c.BATCHES_BY_STATUS, c.BATCH_LINES, c.STORED_BYTES],
     "passages are reranked": parts(c.PREDICTIONS),
     "a text is empty": [c.REQUEST_FAILURE, c.FAILED_TEXTS],
     "much is asked at once": [c.QUEUED_TEXTS, c.QUEUED_TOKENS, c.RUNNING_TOKENS, c.WORKER_CALLS, c.QUEUE_SIZE],
@@ -325,9 +326,11 @@ def test_the_numbers_move_as_things_happen(watched: Watched, tmp_path: Path) -> 
             for word in WORDS:
                 client.embed(word, instance="a")
         with watched.moving("texts are embedded over HTTP"):
-            post(f"{daemon.api}/instances/a/embed", {"inputs": WORDS})
+            send(f"{daemon.api}/instances/a/embed", json.dumps({"inputs": WORDS}).encode())
         with watched.moving("texts of many lengths are embedded together"):
             client.embed_arrow([" ".join(WORDS * n) for n in range(1, 9)], instance="a", truncate=True)
+        with watched.moving("a batch of requests is run"):
+            run_batch(daemon.api)
         client.create("r", str(reranker), dtype="float32", threads=1)
         client.wait_until_running("r", deadline_s=LIMIT_S)
         with watched.moving("passages are reranked"):
@@ -387,7 +390,18 @@ async def late(daemon: DaemonProcess) -> None:
     await link.closed()
 
 
-def post(url: str, body: object) -> None:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+def run_batch(api: str) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {"model": "a", "input": "fog"}}
+    parts = (("name=purpose", "batch"), ("name=file; filename=in.jsonl", json.dumps(line)))
+    form = "".join(f"--x\r\nContent-Disposition: form-data; {what}\r\n\r\n{part}\r\n" for what, part in parts)
+    file = send(f"{api}/v1/files", f"{form}--x--\r\n".encode(), "multipart/form-data; boundary=x")
+    wanted = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = send(f"{api}/v1/batches", json.dumps(wanted).encode())
+    until(lambda: send(f"{api}/v1/batches/{batch['id']}")["status"] == "completed", "the batch is completed")
+
+
+def send(url: str, body: bytes | None = None, content_type: str = "application/json") -> Any:
+    """A POST where there is a body, else a GET; the reply's JSON."""
+    request = urllib.request.Request(url, body, {"content-type": content_type})
     with urllib.request.urlopen(request, timeout=30) as reply:
-        reply.read()
+        return json.loads(reply.read())
