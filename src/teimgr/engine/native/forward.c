@@ -24,6 +24,25 @@ static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + 
 
 enum { MOST_ROWS = 6 };  // that share a load of the weights
 
+// The body of a function of (step, group, unit): `multiply` takes the unit's rows in blocks of nearly equal height, whose
+// number is a constant in each call, so that sums stay in registers.
+#define IN_BLOCKS(multiply)                                                                             \
+    const int64_t panels = (step->width + PANEL - 1) / PANEL, panel = unit % panels;                    \
+    const int64_t first = unit / panels * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);     \
+    const int64_t blocks = (last - first + MOST_ROWS - 1) / MOST_ROWS;                                  \
+    for (int64_t i = 0, row = first; i < blocks; i++) {                                                 \
+        const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);                              \
+        switch (rows) {                                                                                 \
+        case 1: multiply(step, group, row, 1, panel); break;                                            \
+        case 2: multiply(step, group, row, 2, panel); break;                                            \
+        case 3: multiply(step, group, row, 3, panel); break;                                            \
+        case 4: multiply(step, group, row, 4, panel); break;                                            \
+        case 5: multiply(step, group, row, 5, panel); break;                                            \
+        default: multiply(step, group, row, 6, panel);                                                  \
+        }                                                                                               \
+        row += rows;                                                                                    \
+    }
+
 #define LEVEL(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define WIDTH 8

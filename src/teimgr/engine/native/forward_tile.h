@@ -77,6 +77,15 @@ INLINE OPERAND *LEVEL(operands_of)(const struct group *group, int32_t slot, int6
     return slot == NO_SLOT ? NULL : (OPERAND *)LEVEL(row)(group, slot, row);
 }
 
+// Completes a register of a linear layer's results: bias, activation, the sum with `with`.
+INLINE void LEVEL(finish)(const struct step *step, const struct group *group, int64_t row, int64_t column, FLOATS result) {
+    const float *with = LEVEL(floats_of)(group, step->with.slot, row);
+    if (step->bias != NULL) result += LEVEL(load)(step->bias + column);
+    result = LEVEL(activated)(result, step->activation);
+    if (with != NULL) result += LEVEL(load)(with + step->with.column + column);
+    LEVEL(store)(result, LEVEL(floats_of)(group, step->floats, row), LEVEL(operands_of)(group, step->operands, row), column);
+}
+
 // `rows` rows times one panel.
 INLINE void LEVEL(multiply_panel)(const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
     const int64_t elements = step->inner / (1 + PAIRS);
@@ -89,38 +98,14 @@ INLINE void LEVEL(multiply_panel)(const struct step *step, const struct group *g
     for (int64_t e = 0; e < elements; e++, weights += PANEL)
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = LEVEL(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
-    for (int r = 0; r < rows; r++) {
-        float *floats = LEVEL(floats_of)(group, step->floats, row + r);
-        OPERAND *operands = LEVEL(operands_of)(group, step->operands, row + r);
-        const float *with = LEVEL(floats_of)(group, step->with.slot, row + r);
-        for (int c = 0; c < COLUMNS; c++) {
-            const int64_t column = panel * PANEL + c * WIDTH;
-            FLOATS result = sums[r][c];
-            if (step->bias != NULL) result += LEVEL(load)(step->bias + column);
-            result = LEVEL(activated)(result, step->activation);
-            if (with != NULL) result += LEVEL(load)(with + step->with.column + column);
-            LEVEL(store)(result, floats, operands, column);
-        }
-    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++)
+            LEVEL(finish)(step, group, row + r, panel * PANEL + c * WIDTH, sums[r][c]);
 }
 
 // A panel of columns of up to ROW_TILE rows, in blocks of nearly equal height.
 static TARGET void LEVEL(linear)(const struct step *step, const struct group *group, int64_t unit) {
-    const int64_t panels = (step->width + PANEL - 1) / PANEL, panel = unit % panels;
-    const int64_t first = unit / panels * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);
-    const int64_t blocks = (last - first + MOST_ROWS - 1) / MOST_ROWS;
-    for (int64_t i = 0, row = first; i < blocks; i++) {
-        const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);
-        switch (rows) {
-        case 1: LEVEL(multiply_panel)(step, group, row, 1, panel); break;
-        case 2: LEVEL(multiply_panel)(step, group, row, 2, panel); break;
-        case 3: LEVEL(multiply_panel)(step, group, row, 3, panel); break;
-        case 4: LEVEL(multiply_panel)(step, group, row, 4, panel); break;
-        case 5: LEVEL(multiply_panel)(step, group, row, 5, panel); break;
-        default: LEVEL(multiply_panel)(step, group, row, 6, panel);
-        }
-        row += rows;
-    }
+    IN_BLOCKS(LEVEL(multiply_panel))
 }
 
 #if WIDTH == 16
@@ -147,38 +132,17 @@ INLINE_BYTES void LEVEL(multiply_byte_panel)(
                 sums[r][c] = LEVEL(multiply_add_bytes)(x[r][e], weights + c * WIDTH, sums[r][c]);
     for (int r = 0; r < rows; r++) {
         const struct row_scale *of_row = (const struct row_scale *)(x[r] + fours);
-        float *floats = LEVEL(floats_of)(group, step->floats, row + r);
-        OPERAND *operands = LEVEL(operands_of)(group, step->operands, row + r);
-        const float *with = LEVEL(floats_of)(group, step->with.slot, row + r);
         for (int c = 0; c < COLUMNS; c++) {
             const int64_t column = panel * PANEL + c * WIDTH;
             const INTS exact = sums[r][c] - *(const INTS *)(step->sums + column) * of_row->zero;
-            FLOATS result = (FLOATS)_mm512_cvtepi32_ps((__m512i)exact);
-            result *= LEVEL(load)(step->scales + column) * of_row->scale;
-            if (step->bias != NULL) result += LEVEL(load)(step->bias + column);
-            result = LEVEL(activated)(result, step->activation);
-            if (with != NULL) result += LEVEL(load)(with + step->with.column + column);
-            LEVEL(store)(result, floats, operands, column);
+            const FLOATS scales = LEVEL(load)(step->scales + column) * of_row->scale;
+            LEVEL(finish)(step, group, row + r, column, (FLOATS)_mm512_cvtepi32_ps((__m512i)exact) * scales);
         }
     }
 }
 
 static BYTES_TARGET void LEVEL(linear_bytes)(const struct step *step, const struct group *group, int64_t unit) {
-    const int64_t panels = (step->width + PANEL - 1) / PANEL, panel = unit % panels;
-    const int64_t first = unit / panels * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);
-    const int64_t blocks = (last - first + MOST_ROWS - 1) / MOST_ROWS;
-    for (int64_t i = 0, row = first; i < blocks; i++) {
-        const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);
-        switch (rows) {
-        case 1: LEVEL(multiply_byte_panel)(step, group, row, 1, panel); break;
-        case 2: LEVEL(multiply_byte_panel)(step, group, row, 2, panel); break;
-        case 3: LEVEL(multiply_byte_panel)(step, group, row, 3, panel); break;
-        case 4: LEVEL(multiply_byte_panel)(step, group, row, 4, panel); break;
-        case 5: LEVEL(multiply_byte_panel)(step, group, row, 5, panel); break;
-        default: LEVEL(multiply_byte_panel)(step, group, row, 6, panel);
-        }
-        row += rows;
-    }
+    IN_BLOCKS(LEVEL(multiply_byte_panel))
 }
 
 INLINE FLOATS LEVEL(load_operands)(const OPERAND *from) {
