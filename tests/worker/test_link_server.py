@@ -287,7 +287,8 @@ async def test_a_lost_link_takes_its_calls_with_it(worker: WorkerProcess, link: 
 
     await link.emptied()
 
-    assert (await link.ask(Method.STATS)).json["texts"] - before < 500
+    # What was on the device is finished: a batch of the 10,500 texts, and one behind it.
+    assert (await link.ask(Method.STATS)).json["texts"] - before < 4000
     assert len((await link.answer(link.embed())).vector) == 32
 
 
