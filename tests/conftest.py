@@ -31,6 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write what failed into the file that TEIMGR_FAILED_TESTS names, an id on each line; `.ci/run` reads it."""
+    if file := os.environ.get("TEIMGR_FAILED_TESTS"):
+        reports = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
+        ids = dict.fromkeys(report.nodeid.rpartition("@")[0] for report in reports)  # xdist appends @ and the group
+        Path(file).write_text("".join(f"{name}\n" for name in ids))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Captured output in characters that can go from process to process: some tests print none such."""
