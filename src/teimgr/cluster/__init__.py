@@ -1,0 +1,1 @@
+"""A fleet on several hosts: the certificate authority of the fleet, and how nodes join it."""

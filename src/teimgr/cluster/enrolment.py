@@ -1,0 +1,182 @@
+"""Who may join the fleet: one-time join tokens, and the nodes that have joined, in one file beside the authority.
+
+A token is `teimgr1.ID.SECRET.FINGERPRINT`: 256 random bits, of which the file has the SHA-256 alone, and the
+fingerprint of the fleet's authority, by which the joining node recognises the daemon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from teimgr.durable_files import write_atomically
+from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, ValidationError
+from teimgr.fleet_tls import check_node_name
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENS = 256
+MAX_NODES = 4096
+MAX_TOKEN_LIFE_S = 7 * 86_400.0
+DEFAULT_TOKEN_LIFE_S = 3600.0
+_PREFIX = "teimgr1"
+_SECRET_BYTES = 32
+_MAX_TOKEN_CHARS = 256
+
+
+class JoinToken(NamedTuple):
+    """The parts of a token, as the joining node reads them."""
+
+    id: str
+    secret: str
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return ".".join((_PREFIX, *self))
+
+    @classmethod
+    def parse(cls, text: str) -> JoinToken:
+        """The inverse of `str`.
+
+        Raises:
+            ValidationError: it is no join token.
+        """
+        prefix, *parts = text.strip().split(".") if len(text) <= _MAX_TOKEN_CHARS else [""]
+        if prefix != _PREFIX or len(parts) != 3 or not all(part.isascii() and part for part in parts):
+            raise ValidationError(f"token: not a join token, which begins with {_PREFIX}.")
+        return cls(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token at rest. Times are seconds since the epoch; `node` is the only name that it admits, where it has one."""
+
+    id: str
+    secret_sha256: str
+    expires_at: float
+    node: str | None = None
+    used_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """A node that has joined; its certificate is renewed while it is here. Times are seconds since the epoch."""
+
+    name: str
+    joined_at: float
+    renewed_at: float
+
+
+class Enrolment:
+    """Tokens and nodes of the fleet. One process writes the file, which is replaced before an answer is given.
+
+    Raises:
+        InvalidConfig: the file cannot be read.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._tokens: dict[str, TokenRecord] = {}
+        self._nodes: dict[str, NodeRecord] = {}
+        try:
+            values = json.loads(path.read_bytes()) if path.exists() else {"tokens": [], "nodes": []}
+            self._tokens = {each["id"]: TokenRecord(**each) for each in values["tokens"]}
+            self._nodes = {each["name"]: NodeRecord(**each) for each in values["nodes"]}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InvalidConfig(f"the nodes of the fleet cannot be read from {path}: {error!r}") from error
+
+    @property
+    def nodes(self) -> list[NodeRecord]:
+        """Those that have joined and were not removed, by name."""
+        return [self._nodes[name] for name in sorted(self._nodes)]
+
+    def create_token(
+        self, fingerprint: str, node: str | None = None, life_s: float = DEFAULT_TOKEN_LIFE_S
+    ) -> JoinToken:
+        """A token for one node, to be used within `life_s` seconds; one for a `node` may also replace that node.
+
+        Raises:
+            ValidationError: the name, the life, or the number of tokens that were not used yet exceeds its limit.
+        """
+        if node is not None:
+            check_node_name(node)
+        if not 0 < life_s <= MAX_TOKEN_LIFE_S:
+            raise ValidationError(f"life: {life_s:g} s, must be above 0 and at most {MAX_TOKEN_LIFE_S:g}")
+        self._forget_expired()
+        if len(self._tokens) >= MAX_TOKENS:
+            raise ValidationError(f"tokens: {MAX_TOKENS} wait to be used or to expire")
+        token = JoinToken(secrets.token_hex(8), secrets.token_urlsafe(_SECRET_BYTES), fingerprint)
+        record = TokenRecord(token.id, _sha256(token.secret), self._clock() + life_s, node)
+        self._tokens[token.id] = record
+        self._write()
+        return token
+
+    def redeem(self, token: JoinToken, node: str) -> None:
+        """Use up the token and enter the node, durably, before a certificate is given out.
+
+        Raises:
+            Unauthenticated: the token is unknown, expired, or was used.
+            Forbidden: it is for another node, or a node of this name is in the fleet and the token is not for it.
+            ValidationError: `node` is no name of a node, or the fleet has as many as it may.
+        """
+        check_node_name(node)
+        record = self._tokens.get(token.id)
+        if record is None or not hmac.compare_digest(record.secret_sha256, _sha256(token.secret)):
+            raise Unauthenticated("the join token is unknown")
+        if self._clock() >= record.expires_at:
+            raise Unauthenticated("the join token has expired")
+        if record.used_by is not None:
+            raise Unauthenticated(f"the join token was used by node '{record.used_by}'")
+        if record.node not in (None, node):
+            raise Forbidden(f"The join token is not for node '{node}'")
+        if record.node is None and node in self._nodes:
+            raise Forbidden(f"A node '{node}' is in the fleet: remove it, or join with a token made for this name")
+        if node not in self._nodes and len(self._nodes) >= MAX_NODES:
+            raise ValidationError(f"nodes: the fleet has {MAX_NODES}, which is the limit")
+        now = self._clock()
+        self._tokens[token.id] = TokenRecord(**asdict(record) | {"used_by": node})
+        self._nodes[node] = NodeRecord(node, now, now)
+        self._write()
+
+    def renew(self, node: str) -> None:
+        """Note a renewal.
+
+        Raises:
+            Forbidden: the node was removed.
+        """
+        record = self._nodes.get(node)
+        if record is None:
+            raise Forbidden(f"Node '{node}' is not in the fleet")
+        self._nodes[node] = NodeRecord(node, record.joined_at, self._clock())
+        self._write()
+
+    def remove(self, node: str) -> bool:
+        """Take the node out of the fleet: its certificate is not renewed again. False where it was not in it."""
+        was_there = self._nodes.pop(node, None) is not None
+        if was_there:
+            self._write()
+        return was_there
+
+    def _forget_expired(self) -> None:
+        now = self._clock()
+        self._tokens = {id: record for id, record in self._tokens.items() if now < record.expires_at}
+
+    def _write(self) -> None:
+        values = {
+            "tokens": [asdict(each) for each in self._tokens.values()],
+            "nodes": [asdict(each) for each in self._nodes.values()],
+        }
+        write_atomically(self._path, json.dumps(values, indent=1).encode(), mode=0o600, durable=True)
+
+
+def _sha256(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

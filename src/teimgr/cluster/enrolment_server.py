@@ -1,0 +1,180 @@
+"""The daemon's port for nodes that join the fleet or renew their certificate: JSON lines over TLS 1.3.
+
+A connection has one request and one answer:
+
+    {"op": "authorities"}                                    → {"authorities": PEM}
+    {"op": "join", "token": …, "node": …, "request": PEM}    → {"certificate": PEM, "authorities": PEM}
+    {"op": "renew", "request": PEM}                          → the same; the client's certificate names the node
+    any of them                                              → {"error": {"code": number, "message": …}}
+
+The first one is asked before the joining node trusts anything: it compares the answer with the fingerprint in its
+token, and sends the token on a second connection, which it verifies by that authority.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+from teimgr.cluster.authority import MAX_REQUEST_BYTES, FleetAuthority
+from teimgr.cluster.enrolment import Enrolment, JoinToken
+from teimgr.errors import Internal, InvalidInput, TeimgrError, Unauthenticated, Unavailable
+from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of, write_identity
+from teimgr.http_server import bind
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 4 * MAX_REQUEST_BYTES
+_REQUEST_LIMIT_S = 10.0
+_MAX_CONNECTIONS = 64
+_MAINTENANCE_S = 3600.0
+
+Message = dict[str, Any]
+
+
+class EnrolmentServer:
+    """The port, and the daemon's own certificate; `folder` has the authority, the enrolment and that certificate.
+
+    Raises:
+        InvalidConfig: a file in the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = FleetAuthority(folder / "ca")
+        self.enrolment = Enrolment(folder / "enrolment.json")
+        self.identity = FleetIdentity(folder / "daemon")
+        self.address = ("", 0)
+        self._listener: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self._maintenance: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.renew_own()
+
+    def renew_own(self) -> None:
+        """Give the daemon a new certificate, and the present authorities."""
+        key, certificate = self.authority.issue_own(DAEMON)
+        write_identity(self.identity.folder, key, certificate, self.authority.authorities())
+
+    def create_token(self, node: str | None, life_s: float) -> JoinToken:
+        """A join token that pins this fleet's authority. Raises as `Enrolment.create_token`."""
+        return self.enrolment.create_token(self.authority.fingerprint, node, life_s)
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen, and renew the daemon's certificate at intervals.
+
+        Raises:
+            PortConflict: the port is taken.
+        """
+        self._listener = bind(host, port, "enrolment_port")
+        self.address = self._listener.getsockname()[:2]
+        self._maintenance = asyncio.create_task(self._maintain(), name="renewal of the daemon's certificate")
+        self._server = await self._listen(self._listener)
+
+    async def close(self) -> None:
+        """Stop listening and end what is under way."""
+        if self._maintenance is not None:
+            self._maintenance.cancel()
+            await asyncio.wait({self._maintenance})
+        if self._server is not None and self._listener is not None:
+            self._server.close()
+            self._listener.close()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _listen(self, listener: socket.socket) -> asyncio.Server:
+        """Serve on a duplicate of the socket, so that its successor finds the port bound; clients may have no
+        certificate yet.
+        """
+        context = self.identity.context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_OPTIONAL
+        return await asyncio.start_server(
+            self._connected,
+            sock=listener.dup(),
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_LIMIT_S,
+            limit=MAX_LINE_BYTES,
+        )
+
+    async def _maintain(self) -> None:
+        """Renew the authority's and the daemon's certificate; new connections use them at once."""
+        while True:
+            await asyncio.sleep(_MAINTENANCE_S)
+            try:
+                self.authority.maintain()
+                self.renew_own()
+                assert self._server is not None
+                assert self._listener is not None
+                former, self._server = self._server, await self._listen(self._listener)
+                former.close()
+            except (OSError, TeimgrError):
+                log.exception("the daemon's certificate in the fleet was not renewed")
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            async with asyncio.timeout(_REQUEST_LIMIT_S):
+                writer.write(json.dumps(await self._answer(reader, writer)).encode() + b"\n")
+                await writer.drain()
+        except (OSError, TimeoutError) as error:
+            log.warning("a client of the enrolment port was dropped", extra={"reason": str(error) or "too slow"})
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message:
+        about: Message = {"client": str(writer.get_extra_info("peername"))}
+        try:
+            if len(self._connections) > _MAX_CONNECTIONS:
+                raise Unavailable(f"{_MAX_CONNECTIONS} nodes are being answered; try again")
+            message = _read(await reader.readline())
+            about |= {"op": message.get("op"), "node": message.get("node")}
+            return self._process(message, writer.get_extra_info("ssl_object"))
+        except ValueError as error:
+            failure: TeimgrError = InvalidInput(f"enrolment request: {error}")
+        except TeimgrError as error:
+            failure = error
+        except OSError as error:
+            failure = Internal(f"the enrolment cannot be recorded: {error}")
+        log.warning("enrolment refused", extra={**about, "code": failure.code.name, "reason": failure.message})
+        return {"error": {"code": int(failure.code), "message": failure.message}}
+
+    def _process(self, message: Message, ssl_object: Any) -> Message:
+        match message.get("op"):
+            case "authorities":
+                return {"authorities": self.authority.authorities().decode()}
+            case "join":
+                node = _text(message, "node")
+                self.enrolment.redeem(JoinToken.parse(_text(message, "token")), node)
+                log.info("a node joined the fleet", extra={"node": node})
+            case "renew":
+                peer = peer_of(ssl_object).name
+                if peer.is_daemon:
+                    raise Unauthenticated("the certificate names no node")
+                self.enrolment.renew(node := peer.node)
+            case _:
+                raise ValueError("op: one of authorities, join, renew")
+        certificate = self.authority.issue(_text(message, "request").encode(), FleetName(node))
+        return {"certificate": certificate.decode(), "authorities": self.authority.authorities().decode()}
+
+
+def _read(line: bytes) -> Message:
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a JSON object is expected")  # noqa: TRY004  a message is wrong, not a call
+    return message
+
+
+def _text(message: Message, key: str) -> str:
+    value = message.get(key)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key}: a text is expected")
+    return value

@@ -1,0 +1,143 @@
+"""A node's side of enrolment: join the fleet by a token, and renew the node's certificate while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from teimgr.cluster.authority import fingerprint, new_request, utc_now
+from teimgr.cluster.enrolment import JoinToken
+from teimgr.cluster.enrolment_server import MAX_LINE_BYTES
+from teimgr.errors import TeimgrError, Unauthenticated, Unavailable, error_from_code
+from teimgr.fleet_tls import (
+    IDENTITY_FILE,
+    FleetIdentity,
+    check_node_name,
+    new_context,
+    peer_of,
+    write_identity,
+)
+
+log = logging.getLogger(__name__)
+
+_LIMIT_S = 15.0
+_RENEW_AT = 1 / 3
+"""The part of a certificate's life after which it is renewed."""
+_RETRY_S = 60.0
+_LEAST_PAUSE_S = 1.0
+
+
+async def join(host: str, port: int, token: str, node: str, folder: Path) -> None:
+    """Get a certificate for `node` from the daemon at an address, and write the identity to `folder`.
+
+    The private key is made here. The daemon is recognised by the authority whose fingerprint the token has.
+
+    Raises:
+        ValidationError: the token or the name is malformed.
+        Unauthenticated, Forbidden: the daemon refuses the token, or is not the one that made it.
+        Unavailable: the daemon cannot be reached.
+        OSError: the files cannot be written.
+    """
+    parsed, key_and_request = JoinToken.parse(token), new_request()
+    check_node_name(node)
+    blind = new_context(ssl.PROTOCOL_TLS_CLIENT)
+    blind.verify_mode = ssl.CERT_NONE  # what it answers is compared with the token; nothing secret is sent
+    offered = await _ask(host, port, blind, {"op": "authorities"})
+    pinned = _pinned(offered.get("authorities"), parsed.fingerprint)
+    context = new_context(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=pinned)
+    key, request = key_and_request
+    message = {"op": "join", "token": str(parsed), "node": node, "request": request.decode()}
+    await _take(host, port, context, message, key, folder)
+    log.info("joined the fleet", extra={"node": node})
+
+
+async def renew(host: str, port: int, identity: FleetIdentity) -> None:
+    """Replace the node's key and certificate, by the right of the present one.
+
+    Raises:
+        InvalidConfig: there is no identity. Others as `join`.
+    """
+    key, request = new_request()
+    message = {"op": "renew", "request": request.decode()}
+    await _take(host, port, identity.client_context(), message, key, identity.folder)
+
+
+async def keep_renewed(host: str, port: int, identity: FleetIdentity) -> None:
+    """Renew the certificate after a third of its life, and every minute while that fails, until cancelled."""
+    while True:
+        pause_s = seconds_to_renewal(identity.folder)
+        while pause_s <= 0:
+            try:
+                await renew(host, port, identity)
+                pause_s = _LEAST_PAUSE_S
+            except (TeimgrError, OSError) as error:
+                log.warning("the node's certificate was not renewed", extra={"reason": str(error)})
+                await asyncio.sleep(_RETRY_S)
+        await asyncio.sleep(pause_s)
+
+
+def seconds_to_renewal(folder: Path) -> float:
+    """Until the certificate in `folder` has to be renewed; 0 or less where it has to be now. Raises OSError."""
+    certificate = x509.load_pem_x509_certificate((folder / IDENTITY_FILE).read_bytes())
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return (begins + (ends - begins) * _RENEW_AT - utc_now()).total_seconds()
+
+
+def _pinned(authorities: Any, expected: str) -> str:
+    """The certificate among `authorities`, PEM, that has the expected fingerprint."""
+    try:
+        offered = x509.load_pem_x509_certificates(str(authorities).encode())
+    except ValueError:
+        offered = []
+    for certificate in offered:
+        if fingerprint(certificate) == expected:
+            return certificate.public_bytes(Encoding.PEM).decode()
+    raise Unauthenticated("what listens at this address is not the daemon that made the join token")
+
+
+async def _take(
+    host: str, port: int, context: ssl.SSLContext, message: dict[str, str], key: bytes, folder: Path
+) -> None:
+    """Send a request for a certificate, and write what the daemon answers."""
+    answer = await _ask(host, port, context, message)
+    try:
+        certificate, authorities = answer["certificate"].encode(), answer["authorities"].encode()
+    except (KeyError, AttributeError) as error:
+        raise Unavailable(f"the daemon's answer has no certificate: {error!r}") from error
+    await asyncio.to_thread(write_identity, folder, key, certificate, authorities)
+
+
+async def _ask(host: str, port: int, context: ssl.SSLContext, message: dict[str, str]) -> dict[str, Any]:
+    """Send one request to the enrolment port; the result is its answer."""
+    writer = None
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=MAX_LINE_BYTES)
+            if (
+                context.verify_mode is ssl.CERT_REQUIRED
+                and not peer_of(writer.get_extra_info("ssl_object")).name.is_daemon
+            ):
+                raise Unauthenticated(f"{host}:{port} is not the daemon of the fleet")
+            writer.write(json.dumps(message).encode() + b"\n")
+            await writer.drain()
+            answer = json.loads(await reader.readline())
+    except ssl.SSLCertVerificationError as error:
+        raise Unauthenticated(f"{host}:{port} is not of this fleet: {error.verify_message}") from error
+    except (OSError, ValueError) as error:  # TimeoutError is an OSError
+        raise Unavailable(f"{host}:{port}: {error or 'no answer'}") from error
+    finally:
+        if writer is not None:
+            writer.close()
+    if not isinstance(answer, dict):
+        raise Unavailable(f"{host}:{port}: the answer is no JSON object")
+    if "error" in answer:
+        raise error_from_code(int(answer["error"]["code"]), str(answer["error"]["message"]))
+    return answer
