@@ -1,4 +1,4 @@
-"""Resident memory of processes."""
+"""Resident memory and processor time of processes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def resident_mib(processes: Iterable[psutil.Process]) -> dict[str, float]:
     for process in processes:
         with suppress(psutil.Error):
             found[f"{_kind(process)} {process.pid}"] = round(process.memory_info().rss / 2**20, 2)
+    return found
+
+
+def processor_seconds(processes: Iterable[psutil.Process]) -> dict[str, float]:
+    """Seconds of processor time so far, named as in `resident_mib`."""
+    found: dict[str, float] = {}
+    for process in processes:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            found[f"{_kind(process)} {process.pid}"] = times.user + times.system
     return found
 
 
