@@ -112,7 +112,7 @@ class Gateway:
 
     async def _endpoint(self, path: DialectPath, request: Request) -> Response:
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
-        head = HttpRequest(path.dialect_in(headers), request.method, path.inner, request.url.query, headers)
+        head = HttpRequest(_dialect(path, headers), request.method, path.inner, request.url.query, headers)
         caller = caller_of(request.scope)
 
         async def call_worker() -> HttpReply:
@@ -127,7 +127,7 @@ class Gateway:
     async def answer(self, path: DialectPath, given: Mapping[bytes, bytes], body: bytes, caller: Caller) -> HttpReply:
         """The reply to a POST whose body is there; `path` has no parameters, `given` are the headers."""
         headers = {name: value.decode("latin-1") for name, key in _KEYS if (value := given.get(key)) is not None}
-        head = HttpRequest(path.dialect_in(headers), path.method, path.inner, "", headers)
+        head = HttpRequest(_dialect(path, headers), path.method, path.inner, "", headers)
 
         async def call_worker() -> HttpReply:
             check_encoding(headers)
@@ -247,6 +247,12 @@ class Gateway:
             reply = error_bodies.failure(OPENAI, error)
             return Response(reply.body, reply.status, dict(reply.headers))
         return Response(orjson.dumps(self._cards(request)(name)), headers=dict(JSON_TYPE))
+
+
+def _dialect(path: DialectPath, headers: Mapping[str, str]) -> str:
+    """The dialect of a request: the one that its header selects, if the path has it, else the path's default."""
+    chosen = headers.get(DIALECT_HEADER)
+    return chosen if chosen is not None and chosen in path.others else path.dialect
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ another one, as does a prefix of the path: `/infinity/classify` is Infinity's. R
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,11 +34,6 @@ class DialectPath(NamedTuple):
     inner: str
     method: str = "POST"
     others: tuple[str, ...] = ()
-
-    def dialect_in(self, headers: Mapping[str, str]) -> str:
-        """The dialect of a request with these headers."""
-        chosen = headers.get(DIALECT_HEADER)
-        return chosen if chosen is not None and chosen in self.others else self.dialect
 
 
 PREFIXED = (JINA, VLLM, INFINITY, VOYAGE)
