@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"bench gpu: {error}", file=sys.stderr)
             return 1
         if options.shape == "base":
-            model = weights.random_base(Path(folder) / "base", model)
+            model = weights.random_bert(Path(folder) / "base", model, "base")
         _contest(device, model, options)
     return 0
 

