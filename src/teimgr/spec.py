@@ -270,12 +270,15 @@ class WorkerSpec:
     """Options of one worker process, launched with them as a JSON object.
 
     `replica` distinguishes the workers of one instance. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID:
-    NVML and CUDA may order cards differently) or None for the CPU. Times are seconds.
+    NVML and CUDA may order cards differently) or None for the CPU. In a fleet of several hosts `host` is the name of
+    its own, `link_address` the numeric address on which it listens for the others, and `identity_dir` the folder of
+    that node's certificate. Times are seconds.
     """
 
     name: str
     model_id: str
     replica: int = 0
+    host: str = ""
     revision: str | None = None
     served_model_name: str | None = None
     dtype: str = "auto"
@@ -302,6 +305,8 @@ class WorkerSpec:
     default_prompt: str | None = None
     arrow_output_dtype: str = "f32"
     orphan_grace_s: float = 300.0
+    link_address: str | None = None
+    identity_dir: str | None = None
     nice: int = 0
     log_level: str = "info"
     log_format: str = "json"
@@ -323,13 +328,14 @@ class WorkerSpec:
 
     @property
     def hash(self) -> str:
-        """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place, and
-        `restarts` is a figure for display.
+        """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place,
+        `restarts` is a figure for display, and how other hosts reach the worker is set by its node.
         """
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
-        unset = {"safetensors_only": False, "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS}
+        unset = {"safetensors_only": False, "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS, "host": ""}
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
-        del facts["threads"], facts["restarts"]
+        for name in ("threads", "restarts", "link_address", "identity_dir"):
+            del facts[name]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -451,10 +457,20 @@ class InstanceView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """One live replica: its unix socket, and the incarnation that its worker reports in reply to WATCH."""
+    """One live replica: its unix socket, and the incarnation that its worker reports in reply to WATCH.
+
+    In a fleet of several hosts `node` is the one that it runs on, and `address` (`host:port`) where it listens for the
+    others; the socket is of use on that node alone.
+    """
 
     socket: str
     incarnation: str
+    node: str = ""
+    address: str = ""
+
+    def is_on(self, node: str) -> bool:
+        """Whether the worker is reached by its socket from the host of this name, which is "" in a fleet of one."""
+        return not self.address or self.node == node
 
 
 @dataclass(frozen=True, slots=True)

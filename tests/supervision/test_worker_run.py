@@ -11,6 +11,7 @@ import pytest
 from tests.support.fleet import LIMIT_S
 
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
+from teimgr.launch.control_link import ControlLink
 from teimgr.launch.launcher import Adopted
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.spec import CpuThreads, WorkerSpec
@@ -33,6 +34,9 @@ class Handle:
         self.stops: list[float] = []
         self.signals: list[signal.Signals] = []
         self.ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+    async def connect(self, on_status: object, on_lost: object) -> ControlLink:
+        raise Unavailable("there is no process")
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self.ended)

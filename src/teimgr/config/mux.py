@@ -30,6 +30,8 @@ class MuxConfig:
     log_level: str = "info"
     log_format: str = "json"
     otel: Exporting | None = None
+    node: str = ""  # in a fleet of several hosts this one's name, and the folder of its certificate
+    identity_dir: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, default=str)

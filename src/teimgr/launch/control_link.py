@@ -28,7 +28,9 @@ _CONNECT_RETRY_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The status that a worker sends on WATCH, at once and at every change."""
+    """The status that a worker sends on WATCH, at once and at every change. `address` is where it listens for other
+    hosts, if it does.
+    """
 
     state: str
     pid: int
@@ -39,6 +41,8 @@ class WorkerStatus:
     code: int | None = None
     permanent: bool = False
     threads: int = 0
+    node: str = ""
+    address: str = ""
 
     @classmethod
     def from_json(cls, payload: bytes) -> WorkerStatus:

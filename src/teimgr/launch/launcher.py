@@ -64,6 +64,9 @@ class WorkerHandle(Protocol):
     socket: Path
     started_at: float
 
+    async def connect(self, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> ControlLink:
+        """A new control link to the worker, wherever it runs. Raises as `ControlLink.open`."""
+
     async def wait(self) -> Exit:
         """Return when the process is gone and its files are removed. Any number may wait."""
 
@@ -177,6 +180,9 @@ class LocalWorker(ProcessHandle):
         self._paths = paths
         self._status = status
         self._log_start = log_start
+
+    async def connect(self, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> ControlLink:
+        return await ControlLink.open(self.socket, on_status, on_lost)
 
     def on_gone(self, call: Callable[[LocalWorker], None]) -> None:
         self._exit.add_done_callback(lambda _: call(self))

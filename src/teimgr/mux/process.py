@@ -28,6 +28,7 @@ from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.grpc_core.rpc_table import SERVICES
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth, reflection_handlers
@@ -88,7 +89,8 @@ class Mux:
 
     def __init__(self, config: MuxConfig) -> None:
         self._config = config
-        self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes))
+        identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
+        self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes), identity)
         self._counters = CallCounters(self._router.instances)
         self._policy = PolicyInForce(Policy())
         self._telemetry = open_telemetry(config.otel)

@@ -14,12 +14,14 @@ from starlette.responses import Response
 
 from teimgr import __version__
 from teimgr.errors import TeimgrError
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
 from teimgr.rest.schemas import ANY_FAILURE, Liveness, Readiness, answer
 from teimgr.routing.links import LinkLimits, Replica
+from teimgr.routing.remote_links import RemoteReplica
 from teimgr.routing.router import Directory
 from teimgr.spec import State, WorkerEndpoint, now_rfc3339
 from teimgr.supervision.manager import Manager
@@ -104,8 +106,15 @@ class Scraper:
     A worker that does not answer in time is left out. Metrics of one instance's workers are summed.
     """
 
-    def __init__(self, directory: Directory, limit_s: float = SCRAPE_LIMIT_S, max_age_s: float = MAX_AGE_S) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        limit_s: float = SCRAPE_LIMIT_S,
+        max_age_s: float = MAX_AGE_S,
+        identity: FleetIdentity | None = None,
+    ) -> None:
         self._directory = directory
+        self._identity = identity
         self._limit_s = limit_s
         self._max_age_s = max_age_s
         self._workers: dict[WorkerEndpoint, Replica] = {}
@@ -149,12 +158,17 @@ class Scraper:
         found = []
         for entry in self._directory.snapshot().entries:
             for endpoint in entry.endpoints:
-                worker = before.pop(endpoint, None) or Replica(entry.name, endpoint, LinkLimits())
+                worker = before.pop(endpoint, None) or self._replica(entry.name, endpoint)
                 self._workers[endpoint] = worker
                 found.append((entry.name, worker))
         for worker in before.values():
             worker.retire()
         return found
+
+    def _replica(self, instance: str, endpoint: WorkerEndpoint) -> Replica:
+        if endpoint.is_on(self._identity.node if self._identity else ""):
+            return Replica(instance, endpoint, LinkLimits())
+        return RemoteReplica(instance, endpoint, LinkLimits(), identity=self._identity)
 
     async def _scrape(self, instance: str, worker: Replica) -> Page | None:
         found = await self._ask(instance, worker, Method.METRICS)

@@ -192,10 +192,6 @@ class WorkerLink(FrameProtocol):
             self.send(FrameType.CANCEL, call.method, call.id)
         return is_in_flight
 
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
     def frame_received(self, header: Header, payload: bytes) -> None:
         """Resolve the reply's call; the reply of a cancelled call is dropped."""
         self.stats.received_bytes += header.length
@@ -224,8 +220,11 @@ class WorkerLink(FrameProtocol):
         return WorkerReply(payload, timings)
 
     def link_lost(self, error: Exception | None) -> None:
-        """Fail every call in flight."""
         self.owner.link_lost()
+        self.end_calls()
+
+    def end_calls(self) -> None:
+        """Fail every call in flight; the link is closed."""
         for call in tuple(self._calls.values()):
             self.forget(call)
             call.finish(ConnectionLost(self.owner.unavailable().message))
@@ -256,11 +255,15 @@ class Replica:
     """One incarnation of a worker, with a link for interactive calls and one for bulk, which would delay them.
 
     The links connect on first use. Losing one closes both, and the replica takes no calls until a reconnect succeeds.
-    A socket belongs to one incarnation, so a reconnect never reaches another one.
+    A socket belongs to one incarnation, so a reconnect never reaches another one. Of workers on other hosts there is
+    `RemoteReplica` (`routing/remote_links.py`).
 
     `suspended`: it failed several calls in a row and has not passed a health check since. It gets calls only where no
     other replica can take them.
     """
+
+    is_remote = False
+    _gone: tuple[type[OSError], ...] = _GONE
 
     def __init__(
         self,
@@ -445,7 +448,7 @@ class Replica:
         except TimeoutError:
             raise Unavailable(f"Failed to connect to backend: no answer within {limit_s:g} s") from None
         except OSError as error:
-            if isinstance(error, _GONE):
+            if isinstance(error, self._gone):
                 self.link_lost()
             raise Unavailable(f"Failed to connect to backend: {error.strerror or error}") from error
         if self.lost:  # closed meanwhile
@@ -471,7 +474,7 @@ class Replica:
                     link = await self._new_link()
                     self._links = [link, None]
                     self.lost = not link.is_open
-            except _GONE:
+            except self._gone:
                 return
-            except OSError:  # TimeoutError is one of them
+            except (OSError, TeimgrError):  # TimeoutError is an OSError
                 continue

@@ -27,7 +27,9 @@ from teimgr.errors import (
     Unavailable,
     error_from_code,
 )
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Refusal, Replica, WorkerReply
+from teimgr.routing.remote_links import RemoteReplica
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
@@ -199,11 +201,14 @@ class _Instance:
 class Router:
     """The data plane's view of the fleet: the last snapshot and a `Replica` per worker in it.
 
-    For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time.
+    For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time. With `identity`,
+    that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
     """
 
-    def __init__(self, limits: LinkLimits | None = None) -> None:
+    def __init__(self, limits: LinkLimits | None = None, identity: FleetIdentity | None = None) -> None:
         self.limits = limits or LinkLimits()
+        self._identity = identity
+        self._node = identity.node if identity else ""
         self._snapshot: RoutingSnapshot | None = None  # made when it is needed
         self._by_name: dict[str, _Instance] = {}
         self._stats: dict[str, LinkStats] = {}
@@ -327,11 +332,14 @@ class Router:
         """The entry's replicas; those already there are taken out of `present`."""
         stats = self._stats.setdefault(entry.name, LinkStats())
         return tuple(
-            present.pop(endpoint)
-            if endpoint in present
-            else Replica(entry.name, endpoint, self.limits, stats, self._waiting)
+            present.pop(endpoint) if endpoint in present else self._replica(entry.name, endpoint, stats)
             for endpoint in entry.endpoints
         )
+
+    def _replica(self, name: str, endpoint: WorkerEndpoint, stats: LinkStats) -> Replica:
+        if endpoint.is_on(self._node):
+            return Replica(name, endpoint, self.limits, stats, self._waiting)
+        return RemoteReplica(name, endpoint, self.limits, stats, self._waiting, self._identity)
 
 
 class _RestrictedRouter:
@@ -405,10 +413,12 @@ def _least_busy(candidates: Sequence[tuple[str, Replica]]) -> Lease:
     return Lease(*min(candidates, key=_load), candidates)
 
 
-def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, int, int]:
-    """Healthy ones first; bytes under way, then idle streams, then calls served so far: idle replicas alternate."""
+def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, bool, int, int]:
+    """Healthy ones first; bytes under way, of equals those of this host, then idle streams, then calls served so far:
+    idle replicas alternate.
+    """
     replica = candidate[1]
-    return replica.suspended, replica.outstanding_bytes, replica.leases, replica.calls
+    return replica.suspended, replica.outstanding_bytes, replica.is_remote, replica.leases, replica.calls
 
 
 RouteListener = Callable[[str, RouteEntry | None], None]

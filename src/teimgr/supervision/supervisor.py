@@ -227,7 +227,9 @@ class Supervisor:
         handle = self._worker.handle if self._worker else None
         if handle is None or self._replica.phase is not Phase.RUNNING:
             return None
-        return WorkerEndpoint(str(handle.socket), handle.incarnation)
+        status = self._worker.status if self._worker else None
+        node, address = (status.node, status.address) if status else ("", "")
+        return WorkerEndpoint(str(handle.socket), handle.incarnation, node, address)
 
     def view(self) -> WorkerView:
         replica, handle = self._replica, self._worker.handle if self._worker else None

@@ -10,12 +10,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from teimgr.errors import Code, DeadlineExceeded, Refused, TeimgrError, Unavailable
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
+from teimgr.launch.remote_control import open_control_link
 from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.routing.router import Directory
 from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
@@ -264,7 +265,7 @@ class WorkerRun:
             lost = asyncio.Event()
             try:
                 self._sent_threads = None
-                self._link = await ControlLink.open(handle.socket, self._on_status, lost.set)
+                self._link = await handle.connect(self._on_status, lost.set)
                 await lost.wait()
             except TeimgrError as error:
                 log.debug("no control link", extra={"instance": handle.spec.name, "reason": error.message})
@@ -378,9 +379,10 @@ class ProbeResult:
 class FleetProber:
     """Probes the workers that the directory lists, each over a control link of its own."""
 
-    def __init__(self, directory: Directory, timeout_s: float) -> None:
+    def __init__(self, directory: Directory, timeout_s: float, identity: FleetIdentity | None = None) -> None:
         self._directory = directory
         self._timeout_s = timeout_s
+        self._identity = identity
 
     async def probe(self, name: str) -> list[ProbeResult]:
         """A result for each worker of the instance that serves; none where the instance does not run."""
@@ -391,7 +393,7 @@ class FleetProber:
         begun, problem = time.monotonic(), None
         try:
             async with asyncio.timeout(self._timeout_s):
-                link = await ControlLink.open(Path(endpoint.socket), lambda status: None, lambda: None)
+                link = await open_control_link(endpoint, self._identity, lambda status: None, lambda: None)
                 try:
                     await Prober(self._timeout_s).probe(link)
                 finally:

@@ -1,4 +1,4 @@
-"""Frame format of the links between processes of one host: header, methods, timings, errors.
+"""Frame format of the links between processes: header, methods, timings, errors.
 
 A frame is a fixed little-endian header of 24 bytes, a context, and a payload that is opaque to this layer:
 
@@ -82,6 +82,7 @@ class Method(IntEnum):
     DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes its calls and exits 0
     # empty → JSON [port, …], with a copy of each socket as ancillary data; -1, -2: the ends of the connection queue
     SHARE_PORTS = 69
+    HELLO = 71  # proof of incarnation, on links between hosts: `wire/remote_frames.py`
     METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as packed by `observability/exposition.py`
 
 
@@ -247,6 +248,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
         elif not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
+
+    def abort(self) -> None:
+        """Close at once; what is queued is dropped."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def close(self) -> None:
         """Write what is queued, then close."""

@@ -22,13 +22,14 @@ from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
 from teimgr import hub
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.errors import Broken, Code, Internal, OutOfDeviceMemory, PortConflict, Refused, TeimgrError
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.http_server import Listener, bind, serving
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
@@ -39,6 +40,9 @@ from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.http_port import InstancePort, create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
 from teimgr.worker.worker_metrics import engine_page, process_page
+
+if TYPE_CHECKING:
+    from teimgr.worker.remote_links import RemoteLinkListener
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +109,7 @@ class Worker:
         self._threads = CpuThreads(spec.threads, spec.threads)
         self._state = "loading"
         self._engine: Engine | None = None
+        self._remote: RemoteLinkListener | None = None
         self._log_fields = {"instance": spec.name}
 
     async def run(self, listener: socket.socket) -> int:
@@ -115,6 +120,8 @@ class Worker:
         self._announce("loading")
         server = await loop.create_unix_server(self._links.protocol, sock=listener)
         try:
+            if self.spec.link_address:
+                self._listen_for_other_hosts(self.spec.link_address)
             status = await self._load_and_serve()
             worker_file(self.run_dir, self.incarnation, "json").unlink(missing_ok=True)  # ended in order: no crash
             return status
@@ -125,8 +132,19 @@ class Worker:
             return self._give_up(Internal(f"{type(error).__name__}: {error}"))
         finally:
             server.close()
+            if self._remote is not None:
+                await self._remote.close()
             self._dispatcher.close()
             await self._links.close(0.0 if self._force_stop.is_set() else _LINKS_CLOSE_S)
+
+    def _listen_for_other_hosts(self, host: str) -> None:
+        """Raises PortConflict."""
+        from teimgr.worker.remote_links import RemoteLinkListener  # here: most fleets have one host
+
+        identity = FleetIdentity(Path(self.spec.identity_dir or ""), self.spec.host)
+        self._remote = RemoteLinkListener(self._links, identity, self.incarnation, host)
+        self._remote.start()
+        self._announce(self._state)
 
     async def _load_and_serve(self) -> int:
         spec = self.spec
@@ -304,6 +322,8 @@ class Worker:
             "threads": self._threads.own,
             **more,
         }
+        if self._remote is not None:
+            facts |= {"node": self.spec.host, "address": self._remote.address}
         self._links.announce(facts)
         return facts
 

@@ -1,0 +1,182 @@
+"""Client side of a link to a worker on another host: the same frames over TCP and mutual TLS.
+
+Before any call the worker proves by HELLO that it is the expected incarnation, on a connection whose certificate names
+the expected node. The answer has the time for which the worker keeps the connection, at most as long as the client's
+certificate is valid:
+
+    HELLO   JSON {"incarnation": …} → JSON {"incarnation": …, "valid_s": …}, or an ERROR and the end of the link
+
+The same request is the probe of a link that is silent: what was cut off gives no answer, and the link is given up after
+`SILENCE_LIMIT_S`, long before TCP does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from teimgr.errors import Unauthenticated
+from teimgr.fleet_tls import FleetIdentity, FleetName, peer_of
+from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, unpack_error
+
+log = logging.getLogger(__name__)
+
+PROBE_AFTER_S = 2.0
+"""A link from which nothing came for so long is asked for a sign of life."""
+SILENCE_LIMIT_S = 5.0
+"""A link is lost when nothing came for so long, and nothing of what waits to be sent left."""
+USER_TIMEOUT_MS = 15_000
+"""What was sent and is not acknowledged for so long breaks the connection; TCP alone would try for a quarter hour."""
+_TICK_S = 1.0
+_HELLO_ID = 0  # calls count from 1
+
+
+class RemoteAddress(NamedTuple):
+    """Where a worker of another host listens, and who must answer there."""
+
+    host: str
+    port: int
+    node: str
+    incarnation: str
+
+    @classmethod
+    def parse(cls, address: str, node: str, incarnation: str) -> RemoteAddress:
+        """Of `host:port`, an IPv6 host in brackets.
+
+        Raises:
+            ValueError: it has no port.
+        """
+        host, _, port = address.rpartition(":")
+        return cls(host.strip("[]"), int(port), node, incarnation)
+
+
+class WrongPeer(ConnectionRefusedError):
+    """What listens at the address is another node, or another incarnation of the worker."""
+
+
+class RemoteFrames(FrameProtocol):
+    """Mixin of a `FrameProtocol`, before it in the bases: HELLO, and probes while the link is silent.
+
+    `valid_s` is for how long from HELLO on the link may be used.
+    """
+
+    valid_s: float = 0.0
+    _answer: asyncio.Future[bytes]
+    _tick_timer: asyncio.TimerHandle
+    _expected: str
+    _heard_at: float = 0.0
+    _waiting_before: int = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        set_tcp_limits(transport)
+        self._heard_at = self._loop.time()
+        self._answer = self._loop.create_future()
+        self._tick_timer = self._loop.call_later(_TICK_S, self._tick)
+
+    async def prove(self, address: RemoteAddress) -> None:
+        """Return once the peer has proved that it is the worker that is expected.
+
+        Raises:
+            WrongPeer: it is not.
+            OSError: the connection broke.
+        """
+        assert self._transport is not None
+        self._expected = address.incarnation
+        try:
+            peer = peer_of(self._transport.get_extra_info("ssl_object"))
+        except Unauthenticated as error:
+            raise WrongPeer(error.message) from error
+        if peer.name != FleetName(address.node):
+            raise WrongPeer(f"the certificate is that of {peer.name.uri}, not of node '{address.node}'")
+        self._ask()
+        values: dict[str, Any] = json.loads(await self._answer)
+        self.valid_s = min(float(values["valid_s"]), peer.valid_s)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._heard_at = self._loop.time()
+        super().buffer_updated(nbytes)
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        """Process an answer to HELLO; others go on to the link."""
+        if header.id != _HELLO_ID or header.method != Method.HELLO:
+            super().frame_received(header, payload)
+        elif header.type == FrameType.REPLY and _incarnation_in(payload) == self._expected:
+            if not self._answer.done():
+                self._answer.set_result(payload)
+        else:
+            reason = unpack_error(payload).message if header.type == FrameType.ERROR else "it is another incarnation"
+            self._give_up(WrongPeer(reason))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._tick_timer.cancel()
+        if not self._answer.done():
+            self._answer.set_exception(exc or ConnectionResetError("the connection was closed"))
+            self._answer.exception()  # retrieved: the caller may have been cancelled
+        super().connection_lost(exc)
+
+    def _ask(self) -> None:
+        payload = json.dumps({"incarnation": self._expected}).encode()
+        self.send(FrameType.REQUEST, Method.HELLO, _HELLO_ID, payload)
+
+    def _tick(self) -> None:
+        """Probe a silent link, and give up one that is dead: what moves in either direction is a sign of life."""
+        now, waiting = self._loop.time(), self.unsent_bytes
+        if waiting < self._waiting_before:
+            self._heard_at = now
+        self._waiting_before = waiting
+        silent_s = now - self._heard_at
+        if silent_s > SILENCE_LIMIT_S:
+            self._give_up(TimeoutError(f"silent for {silent_s:.1f} s"))
+            return
+        if silent_s >= PROBE_AFTER_S and self._answer.done():
+            self._ask()
+        self._tick_timer = self._loop.call_later(_TICK_S, self._tick)
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("link to another host given up", extra={"incarnation": self._expected, "reason": str(error)})
+        if not self._answer.done():
+            self._answer.set_exception(error)
+            self._answer.exception()
+        if self._transport is not None:
+            self._transport.abort()
+
+
+RemoteT = TypeVar("RemoteT", bound=RemoteFrames)
+
+
+async def connect(factory: Callable[[], RemoteT], address: RemoteAddress, identity: FleetIdentity) -> RemoteT:
+    """A connected link whose worker has proved what it is. The caller limits the time.
+
+    Raises:
+        WrongPeer: another node or another incarnation answers there.
+        OSError: there is no connection, or a certificate is refused (ssl.SSLError).
+        InvalidConfig: this node's own certificate cannot be used.
+    """
+    loop = asyncio.get_running_loop()
+    _, link = await loop.create_connection(factory, address.host, address.port, ssl=identity.client_context())
+    try:
+        await link.prove(address)
+    except BaseException:
+        link.abort()
+        raise
+    return link
+
+
+def set_tcp_limits(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel break a connection whose peer acknowledges nothing; probes of ours need no answer of it."""
+    with suppress(OSError):  # it is closed already
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+def _incarnation_in(payload: bytes) -> str | None:
+    try:
+        values = json.loads(payload)
+        return str(values["incarnation"])
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,216 @@
+"""The worker's link server for other hosts: its frames over TCP and mutual TLS, behind a proof of incarnation.
+
+A connection has a certificate of the fleet and begins with HELLO (`wire/remote_frames.py`). Nodes may send calls and
+the self-test of a replica; the daemon alone may watch and control a worker. Sockets are never passed on to other hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+from contextlib import suppress
+from typing import Any
+
+from teimgr.errors import Forbidden, InvalidInput, TeimgrError, Unauthenticated, Unavailable
+from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, peer_of
+from teimgr.http_server import bind
+from teimgr.wire.frames import FrameType, Header, Method, pack_error
+from teimgr.wire.remote_frames import set_tcp_limits
+from teimgr.worker.link_server import LinkConnection, LinkServer
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096
+_MAX_HANDSHAKES = 64
+_BACKLOG = 128
+_HELLO_LIMIT_S = 5.0
+_SILENCE_LIMIT_S = 15.0
+"""A client asks for a sign of life every two seconds of silence; one that does not is gone."""
+_TICK_S = 5.0
+_ACCEPT_PAUSE_S = 0.5
+_CONTROL_FROM = Method.WATCH
+_OPEN_TO_NODES = (Method.PROBE,)
+
+
+class RemoteLinkListener:
+    """Listens on `host` at a free port for other hosts; `address` is where.
+
+    Each connection gets the certificates of its moment. Connections are accepted here and not by the loop's server,
+    whose context could not be replaced, and which would not bound the handshakes that are under way.
+
+    Raises:
+        PortConflict: the host's address cannot be bound.
+    """
+
+    def __init__(self, links: LinkServer, identity: FleetIdentity, incarnation: str, host: str) -> None:
+        self.links = links
+        self.incarnation = incarnation
+        self.connections = 0
+        self._identity = identity
+        self._listener = bind(host, 0, "link_address")
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        name, port = self._listener.getsockname()[:2]
+        self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        self._slots = asyncio.Semaphore(_MAX_HANDSHAKES)
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._accepting = asyncio.create_task(self._accept(), name="links of other hosts")
+
+    async def close(self) -> None:
+        """Stop accepting; `LinkServer.close` closes the connections."""
+        tasks = [*self._handshakes, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._slots.acquire()
+            try:
+                sock, peer = await loop.sock_accept(self._listener)
+            except OSError as error:  # no descriptors are left, or the client left at once
+                self._slots.release()
+                log.warning("a link from another host was not accepted", extra={"reason": str(error)})
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            task = asyncio.create_task(self._shake_hands(sock, str(peer[0])))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, sock: socket.socket, client: str) -> None:
+        try:
+            if self.connections >= MAX_CONNECTIONS:
+                raise Unavailable(f"there are {MAX_CONNECTIONS} links from other hosts")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: RemoteLinkConnection(self, client),
+                sock,
+                ssl=self._identity.server_context(),
+                ssl_handshake_timeout=HANDSHAKE_LIMIT_S,
+            )
+        except (OSError, TeimgrError) as error:
+            sock.close()
+            reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
+            kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
+            log.warning(
+                "a link from another host was refused", extra={"client": client, "kind": kind, "reason": reason}
+            )
+        finally:
+            self._slots.release()
+
+
+class RemoteLinkConnection(LinkConnection):
+    """A link from another host: nothing but HELLO until that is answered, nothing once the certificate has expired."""
+
+    def __init__(self, listener: RemoteLinkListener, client: str) -> None:
+        super().__init__(listener.links)
+        self._listener = listener
+        self._client = client
+        self._greeted = False
+        self._is_daemon = False
+        self._valid_until = 0.0
+        self._heard_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._listener.connections += 1
+        self._heard_at = self._loop.time()
+        self._next_tick(_HELLO_LIMIT_S)
+        try:
+            set_tcp_limits(transport)
+            peer = peer_of(transport.get_extra_info("ssl_object"))
+        except (Unauthenticated, OSError) as error:
+            self._refuse(str(error))
+            return
+        self._is_daemon = peer.name.is_daemon
+        self._client = f"{peer.name.uri} at {self._client}"
+        self._valid_until = self._heard_at + peer.valid_s
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener.connections -= 1
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._heard_at = self._loop.time()
+        super().buffer_updated(nbytes)
+
+    def frame_received(self, header: Header, payload: bytes) -> None:
+        if header.type == FrameType.REQUEST and header.method == Method.HELLO:
+            self._hello(header, payload)
+        elif not self._greeted:
+            self._refuse("it sent a frame before HELLO")
+        elif header.type == FrameType.REQUEST and not self._may_send(header.method):
+            error = Forbidden(f"a node may not send method {header.method} to a worker of another host")
+            self._fail(header, error)
+        else:
+            super().frame_received(header, payload)
+
+    def _may_send(self, method: int) -> bool:
+        if method == Method.SHARE_PORTS:  # descriptors cannot leave the host
+            return False
+        return self._is_daemon or method < _CONTROL_FROM or method in _OPEN_TO_NODES
+
+    def _hello(self, header: Header, payload: bytes) -> None:
+        try:
+            expected: Any = json.loads(payload)["incarnation"]
+        except (ValueError, TypeError, KeyError) as error:
+            self._fail(header, InvalidInput(f"malformed HELLO: {error!r}"))
+            self.close()
+            return
+        if expected != self._listener.incarnation:
+            self.send(
+                FrameType.ERROR,
+                header.method,
+                header.id,
+                pack_error(Unavailable(f"this worker is incarnation {self._listener.incarnation}, not {expected}")),
+            )
+            log.warning(
+                "a link for another incarnation was refused",
+                extra={"client": self._client, "expected": str(expected)[:64]},
+            )
+            self.close()
+            return
+        self._greeted = True
+        valid_s = max(0.0, self._valid_until - self._loop.time())
+        answer = json.dumps({"incarnation": expected, "valid_s": valid_s}).encode()
+        self.send(FrameType.REPLY, header.method, header.id, answer)
+        self._next_tick(min(_TICK_S, valid_s))
+
+    def _tick(self) -> None:
+        """Close a link whose client has not said HELLO, is silent, or has a certificate that has expired."""
+        now, transport = self._loop.time(), self._transport
+        if transport is None:
+            return
+        is_reading = True
+        with suppress(AttributeError):
+            is_reading = transport.is_reading()  # paused while the client does not read: TCP's own limit holds then
+        if not self._greeted:
+            self._refuse(f"no HELLO within {_HELLO_LIMIT_S:g} s")
+        elif now >= self._valid_until:
+            self._refuse("its certificate has expired")
+        elif is_reading and now - self._heard_at > _SILENCE_LIMIT_S:
+            self._refuse(f"it was silent for {now - self._heard_at:.0f} s")
+        else:
+            self._next_tick(min(_TICK_S, self._valid_until - now))
+
+    def _next_tick(self, pause_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(0.01, pause_s), self._tick)
+
+    def _refuse(self, reason: str) -> None:
+        log.warning("a link from another host was closed", extra={"client": self._client, "reason": reason})
+        if self._transport is not None:
+            self._transport.abort()
