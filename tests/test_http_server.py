@@ -13,7 +13,8 @@ import pytest
 from teimgr import http_server
 from teimgr.errors import InvalidConfig, PortConflict
 from teimgr.http_server import bind, serving
-from tests.support.http_connections import Echo, connected, hello
+from teimgr.unix_listener import bind_unix
+from tests.support.http_connections import Echo, answered, answered_at, connected, hello
 from tests.support.polling import eventually
 
 
@@ -30,6 +31,24 @@ async def test_connections_are_taken_from_the_first_line_of_the_body() -> None:
 
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_unix_socket_is_served_beside_the_port(tmp_path: Path) -> None:
+    path, sock = tmp_path / "api.sock", bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    listener = bind_unix(path, 0o600, "api_socket")
+    waiting = asyncio.create_task(answered_at(path))  # until connections are accepted
+
+    async with serving(hello, sock, unix=listener) as running, asyncio.timeout(30):
+        assert (await waiting).startswith(b"HTTP/1.1 200")
+        assert await answered(port)
+        kept = await asyncio.open_unix_connection(path)
+        await eventually(lambda: running.connections == 1)
+    assert await kept[0].read() == b""
+    kept[1].close()
+
+    assert not path.exists()
+    assert listener.sock.fileno() == -1
 
 
 async def test_a_taken_port_is_a_conflict() -> None:

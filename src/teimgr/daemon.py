@@ -42,6 +42,7 @@ from teimgr.supervision.reload import Reloader
 from teimgr.supervision.store import Store
 from teimgr.supervision.worker_run import FleetProber
 from teimgr.systemd import Notifier
+from teimgr.unix_listener import UnixListener, bind_unix
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port, "api_port")
-        with self._signals():
+        with self._unix_listener() as unix, self._signals():
             try:
                 await self.manager.restore()
                 self.events.note(self.manager.list())  # later changes are events
@@ -152,7 +153,7 @@ class Daemon:
                 await self.registry.start()
                 if self.batches is not None:
                     await self.batches.load()
-                serving = self.tls.serving(self.app, listener, self.app.state.direct)
+                serving = self.tls.serving(self.app, listener, self.app.state.direct, unix)
                 async with serving, self.webhooks.running(self.settings.webhooks):
                     await self.manager.boot()
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
@@ -165,6 +166,8 @@ class Daemon:
                         addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
                         if self.settings.grpc_enabled:
                             addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
+                        sockets = {name: getattr(self.settings, name) for name in ("api_socket", "grpc_socket")}
+                        addresses |= {name: str(path) for name, path in sockets.items() if path is not None}
                         log.info("daemon ready", extra={"version": __version__, **addresses})
                         async with self.notifier.serving(f"{len(self.manager.list())} instances"):
                             await self.stopping.wait()
@@ -174,6 +177,20 @@ class Daemon:
             finally:
                 await self._stop()
         return 0
+
+    @contextlib.contextmanager
+    def _unix_listener(self) -> Iterator[UnixListener | None]:
+        """The listener of `api_socket`, None without that key; closed at the end.
+
+        Raises:
+            PortConflict, InvalidConfig: it cannot be bound.
+        """
+        if self.settings.api_socket is None:
+            yield None
+            return
+        listener = bind_unix(self.settings.api_socket.absolute(), self.settings.socket_permissions, "api_socket")
+        with contextlib.closing(listener):
+            yield listener
 
     def _places(self) -> dict[str, object]:
         """Where this daemon keeps what it keeps, as absolute paths, for the first line of its log."""

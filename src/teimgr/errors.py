@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum, unique
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -205,10 +206,10 @@ class UpdateFailed(Refused, code=Code.UPDATE_FAILED):
 
 
 class PortConflict(Refused, code=Code.PORT_CONFLICT):
-    """An explicit port is used by another instance, the daemon, or another process."""
+    """An explicit port, or the path of a Unix socket, is used by another instance, the daemon, or another process."""
 
-    def __init__(self, port: int, holder: str) -> None:
-        super().__init__(f"Port {port} already in use by {holder}")
+    def __init__(self, port: int | Path, holder: str) -> None:
+        super().__init__(f"{'Port' if isinstance(port, int) else 'Socket'} {port} already in use by {holder}")
 
 
 class TooLarge(Refused, code=Code.MESSAGE_TOO_LARGE):

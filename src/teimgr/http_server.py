@@ -26,6 +26,7 @@ from teimgr.http_protocol import (
     ProtocolSniffer,
     ServerConnections,
 )
+from teimgr.unix_listener import UnixListener
 
 _CLOSE_GRACE_S = 5
 _SHOWN_COMMAND = 60
@@ -142,13 +143,18 @@ class Listener:
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: AsgiApp, sock: socket.socket, h2: H2Factory | None = None, direct: Direct | None = None, **tls: Any
+    app: AsgiApp,
+    sock: socket.socket,
+    h2: H2Factory | None = None,
+    direct: Direct | None = None,
+    unix: UnixListener | None = None,
+    **tls: Any,
 ) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
 
     The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
-    without it HTTP/2 is not served. `direct` may answer requests without `app`. `tls` are arguments of uvicorn
-    (`rest/app.py`).
+    without it HTTP/2 is not served. `direct` may answer requests without `app`. `unix` is served beside `sock`, and
+    its file removed as the body ends. `tls` are arguments of uvicorn (`rest/app.py`).
 
     Raises:
         PortConflict: another process began to listen on the address since it was bound.
@@ -168,14 +174,18 @@ async def serving(
     )
     server = Server(config)
     server.server_state.direct = direct
-    task = asyncio.create_task(server.serve(sockets=[sock]))
+    task = asyncio.create_task(server.serve(sockets=[sock] if unix is None else [sock, unix.sock]))
     try:
         await _listening(server, task, sock)
         yield Listener(server)
     finally:
+        if unix is not None:
+            unix.file.remove()
         server.should_exit = True
         await asyncio.wait({task})  # a failure to start was raised by `_listening`
         sock.close()
+        if unix is not None:
+            unix.close()
 
 
 async def _listening(server: Server, task: asyncio.Task[None], sock: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -15,6 +16,7 @@ from teimgr.errors import (
     InvalidConfig,
     Refused,
     Unavailable,
+    Unreachable,
 )
 
 
@@ -59,6 +61,26 @@ async def test_rest_over_mtls(daemon: Daemon, certificates: Certificates) -> Non
         async with AsyncClient(url) as client:
             with pytest.raises(Unavailable, match=r"(?i)certificate.verify.failed"):
                 await client.health()
+
+
+async def test_rest_over_a_unix_socket(daemon: Daemon, certificates: Certificates, tmp_path: Path) -> None:
+    path = tmp_path / "api #1.sock"
+    async with serve(daemon, path=path) as url, AsyncClient(url) as client:
+        assert (await client.health()).status == "healthy"
+    async with AsyncClient(f"unix:{path}") as client:
+        with pytest.raises(Unreachable, match="Connection refused") as caught:
+            await client.health()
+        assert caught.value.address == f"unix:{path}"
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates.server_cert, certificates.server_key)
+    async with serve(daemon, context, path) as url:
+        async with AsyncClient(url, tls=Tls(ca=certificates.ca)) as client:
+            assert (await client.health()).status == "healthy"
+        for tls in (Tls(), Tls(ca=certificates.ca, server_name="elsewhere")):
+            async with AsyncClient(url, tls=tls) as client:
+                with pytest.raises(Unavailable, match=r"(?i)certificate.verify.failed"):
+                    await client.health()
 
 
 async def test_a_missing_certificate_file_is_named() -> None:

@@ -77,6 +77,24 @@ async def test_rest_over_mtls(daemon: Daemon, certificates: Certificates) -> Non
             await blocking(lambda: RestClient(url).health())
 
 
+async def test_rest_over_a_unix_socket(daemon: Daemon, certificates: Certificates, tmp_path: Path) -> None:
+    import ssl
+
+    path = tmp_path / "api.sock"
+    async with serve(daemon, path=path) as url:
+        assert (await blocking(lambda: RestClient(url).health())).status == "healthy"
+    with pytest.raises(Unreachable, match="Connection refused") as caught:
+        RestClient(f"unix:{path}").health()
+    assert caught.value.address == f"unix:{path}"
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates.server_cert, certificates.server_key)
+    async with serve(daemon, context, path) as url:
+        assert (await blocking(lambda: RestClient(url, tls=Tls(ca=certificates.ca)).health())).status == "healthy"
+        with pytest.raises(Unavailable, match=r"(?i)certificate.verify.failed"):
+            await blocking(lambda: RestClient(url).health())
+
+
 def imported(code: str) -> set[str]:
     """The modules that a new interpreter has after `code`."""
     code += "\nimport sys; print(*sys.modules)"

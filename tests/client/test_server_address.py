@@ -16,11 +16,31 @@ from teimgr.errors import (
     [
         *("ftp://host:1", "http://", "http://host:port", "http://host:70000", "http://host:0", "host:1/path"),
         *("http://host:1/path", "http://host:1?query", "http://host:1/#part", "http://user:secret@host:1"),
+        *("unix:run/a.sock", "unix://host/a.sock", "http+unix:/run/a.sock"),
     ],
 )
 def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match="endpoint"):
         AsyncClient(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "path", "secure", "shown"),
+    [
+        ("unix:/run/a b.sock", "/run/a b.sock", False, "unix:/run/a b.sock"),
+        ("unix:///run/a.sock", "/run/a.sock", False, "unix:/run/a.sock"),
+        ("https+unix:/run/a.sock", "/run/a.sock", True, "https+unix:/run/a.sock"),
+    ],
+)
+def test_an_endpoint_may_be_a_unix_socket(url: str, path: str, secure: bool, shown: str) -> None:
+    address = ServerAddress.parse(url)
+    assert (address.path, address.secure, address.url) == (path, secure, shown)
+    assert ServerAddress.parse(address.url) == address
+    assert address.grpc_target == f"unix:{path}".replace(" ", "%20")
+
+
+def test_a_host_may_be_named_unix() -> None:
+    assert ServerAddress.parse("unix:9000") == ServerAddress("unix", 9000, False)
 
 
 def test_an_endpoint_may_end_in_a_slash() -> None:

@@ -142,6 +142,17 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(file: Path) -> None:
     [
         ("api_port = 80", "api_port: API port must be >= 1024 (got 80)"),
         ("grpc_port = 9000", "grpc_port: 9000 is the API port too"),
+        (
+            f"api_socket = '/{'x' * 107}'",
+            "api_socket: must be a path of at most 107 bytes (got 108, as an absolute path)",
+        ),
+        (
+            f"grpc_socket = '/{'é' * 50}'",
+            "grpc_socket: must be a path of at most 99 bytes (got 101, as an absolute path)",
+        ),
+        ("api_socket = '/run/a'\ngrpc_socket = '/run/a'", "grpc_socket: /run/a is the api_socket too"),
+        ('api_socket = "/run/a\\u0000b"', "api_socket: must not contain a zero byte"),
+        ("socket_mode = '0777'", "socket_mode: must be one of '0600', '0660', '0666' (got text '0777')"),
         ("instance_port_start = 80", "instance_port_start must be >= 1024 (got 80)"),
         ("instance_port_end = 8080", "instance_port_end (8080) must be greater than instance_port_start (8080)"),
         (

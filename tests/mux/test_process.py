@@ -6,12 +6,15 @@ import asyncio
 import json
 import resource
 import signal
+import socket
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -20,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.authority import Authority, needs_openssl, put
 from tests.support.frame_worker import FrameWorker, hold, lengths
-from tests.support.mux_process import Control, MuxProcess, client, embed, mux_pb2, running, stub
+from tests.support.mux_process import Control, MuxProcess, client, client_at, embed, mux_pb2, running, stub
 from tests.support.polling import eventually
 
 from teimgr.auth.policy import CertificateRules, Key, Policy, digest
@@ -188,6 +191,91 @@ async def test_a_second_signal_does_not_wait(start_mux: Any, start_worker: Any) 
     await control.close()
 
 
+async def test_a_unix_socket_is_served_with_the_port_and_removed_at_the_stop(
+    tmp_path: Path, start_mux: Any, start_worker: Any
+) -> None:
+    path = tmp_path / "grpc #1.sock"
+    left = path.with_name(f"{path.name}.7")
+    for stale in (path, left):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(stale))
+    mux = start_mux(socket=str(path), socket_mode=0o660)
+    control = await Control.connect(mux)
+    stats = await control.push(running("a", await start_worker()))
+    await eventually(lambda: any("mux serves" in line for line in mux.log))
+
+    async with client(stats) as over_tcp, client_at(quote(str(path))) as over_unix:
+        for channel in (over_tcp, over_unix):
+            assert list((await stub(channel, "Embed")(embed("x"))).embeddings) == [1.0]
+        say(control, Policy(keys=(Key("someone", digest("k" * 24), ("inference",)),)))
+        await control.stats()
+        for channel in (over_tcp, over_unix):
+            assert await stub(channel, "Embed")(embed("x")).code() is Status.UNAUTHENTICATED
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+    mux.process.send_signal(signal.SIGTERM)
+
+    assert await exit_status(mux) == 0
+    assert list(tmp_path.iterdir()) == []
+    await control.close()
+
+
+async def test_a_mux_that_stops_before_it_serves_leaves_no_socket(tmp_path: Path, start_mux: Any) -> None:
+    mux = start_mux(socket=str(tmp_path / "grpc.sock"))
+
+    mux.process.send_signal(signal.SIGTERM)
+
+    assert await exit_status(mux) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_no_call_over_the_unix_socket_is_lost_when_a_mux_is_replaced(
+    tmp_path: Path, start_mux: Any, start_worker: Any
+) -> None:
+    path = tmp_path / "grpc.sock"
+    answered, lost, over = [0], [], asyncio.Event()
+
+    async def ask() -> None:
+        """Calls over connections that are kept, and over a new one for every eighth."""
+        while not over.is_set():
+            async with client_at(path) as channel:
+                for _ in range(8):
+                    code = await stub(channel, "Embed")(embed("x")).code()
+                    answered[0] += 1
+                    if code is not Status.OK:
+                        lost.append(code)
+
+    async def more(count: int = 40) -> None:
+        wanted = answered[0] + count
+        await eventually(lambda: answered[0] >= wanted or bool(lost))
+
+    worker = await start_worker()
+    old = start_mux(socket=str(path))
+    first = await Control.connect(old)
+    await first.push(running("a", worker))
+    await eventually(path.exists)
+    load = [asyncio.create_task(ask()) for _ in range(4)]
+    await more()
+
+    second = await Control.connect(start_mux(socket=str(path)))
+    former = path.stat().st_ino
+    await second.push(running("a", worker))
+    await eventually(lambda: path.stat().st_ino != former)
+    await more()
+    old.process.send_signal(signal.SIGTERM)
+    assert await exit_status(old) == 0
+    await more()
+    over.set()
+    await asyncio.gather(*load)
+
+    assert lost == []
+    assert sum(row["count"] for row in (await second.stats())["calls"]) > 0
+    assert [each.name for each in tmp_path.iterdir()] == [path.name], "the predecessor left the file of its successor"
+    for control in (first, second):
+        await control.close()
+
+
 async def test_a_successor_may_have_the_control_socket_while_the_old_one_drains(
     start_mux: Any, start_worker: Any
 ) -> None:
@@ -267,16 +355,19 @@ OK, UNAUTHENTICATED, DENIED = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATE
 
 
 @asynccontextmanager
-async def secure(port: int, ca: Path, authority: Authority | None = None, name: str = "client") -> AsyncIterator[Any]:
-    """A channel that trusts `ca` and shows this client's certificate."""
+async def secure(
+    port: int | Path, ca: Path, authority: Authority | None = None, name: str = "client"
+) -> AsyncIterator[Any]:
+    """A channel to a port or a Unix socket that trusts `ca` and shows this client's certificate."""
     pair = [(authority.folder / f"{name}.{kind}").read_bytes() for kind in ("key", "pem")] if authority else []
     credentials = grpc.ssl_channel_credentials(ca.read_bytes(), *pair)
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.default_authority", "localhost")]
+    target = f"unix:{port}" if isinstance(port, Path) else f"127.0.0.1:{port}"
+    async with grpc.aio.secure_channel(target, credentials, options) as channel:
         yield channel
 
 
-async def code(port: int, *who: Any) -> grpc.StatusCode:
+async def code(port: int | Path, *who: Any) -> grpc.StatusCode:
     """What an Embed call over a new connection ends with."""
     async with secure(port, *who) as channel:
         ending: grpc.StatusCode = await stub(channel, "Embed")(embed("x"), timeout=LIMIT_S).code()
@@ -346,7 +437,8 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(
     put(before.ca, old_ca)
     for authority in (before, after):
         authority.sign("client")
-    control = await Control.connect(start_mux(tls=files))
+    at_socket = tmp_path / "grpc.sock"
+    control = await Control.connect(start_mux(tls=files, socket=str(at_socket)))
     port = (await control.push(running("a", await start_worker())))["port"]
     endings: list[grpc.StatusCode] = []
     stop = asyncio.Event()
@@ -359,6 +451,8 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(
         asking = [asyncio.create_task(ask(channel)) for _ in range(4)]
         assert await code(port, old_ca, before) is OK
         assert await code(port, after.ca, after) is grpc.StatusCode.UNAVAILABLE
+        await eventually(at_socket.exists)
+        assert await code(at_socket, old_ca, before) is OK
 
         assert files.ca
         put(new.cert, files.cert)
@@ -370,6 +464,8 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(
                 pass
         assert await code(port, old_ca, before) is grpc.StatusCode.UNAVAILABLE
         assert await code(port, after.ca, before) is grpc.StatusCode.UNAVAILABLE
+        assert await code(at_socket, after.ca, after) is OK
+        assert await code(at_socket, old_ca, before) is grpc.StatusCode.UNAVAILABLE
         seen = len(endings)
         async with asyncio.timeout(LIMIT_S):
             while len(endings) < seen + 50:

@@ -28,6 +28,7 @@ from teimgr.config.settings import Settings
 from teimgr.http_server import bind
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import RestTls, create_app, uvicorn_options
+from teimgr.unix_listener import UnixListener, bind_unix
 
 pytestmark = needs_openssl
 LIMIT_S = 20
@@ -162,19 +163,24 @@ async def test_tls_without_certificates_of_clients(settings: Settings, ours: Aut
 
 
 @asynccontextmanager
-async def renewing(settings: Settings, files: TlsFiles) -> AsyncIterator[tuple[RestTls, str]]:
+async def renewing(
+    settings: Settings, files: TlsFiles, unix: UnixListener | None = None
+) -> AsyncIterator[tuple[RestTls, str]]:
     """The daemon's REST listener with these files."""
     app = create_app(Fleet(settings), settings, DaemonMetrics())
     tls, sock = RestTls(files), bind("127.0.0.1", 0)
-    async with tls.serving(app, sock):
+    async with tls.serving(app, sock, unix=unix):
         yield tls, f"https://127.0.0.1:{sock.getsockname()[1]}"
 
 
-async def served(url: str, context: ssl.SSLContext) -> bytes | None:
-    """The certificate that a new connection is shown; None where it is refused."""
-    host, _, port = url.removeprefix("https://").partition(":")
+async def served(url: str | Path, context: ssl.SSLContext) -> bytes | None:
+    """The certificate that a new connection is shown, at a URL or a Unix socket; None where it is refused."""
     try:
-        reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        if isinstance(url, Path):
+            reader, writer = await asyncio.open_unix_connection(url, ssl=context, server_hostname="localhost")
+        else:
+            host, _, port = url.removeprefix("https://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         answer = await reader.read()
     except (ssl.SSLError, ConnectionError):
@@ -205,7 +211,10 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(setting
                 if reply.status != 200:
                     failures.append(reply.status)
 
-    async with renewing(settings, files) as (tls, url), session(url, old_client) as http:
+    at_socket = tmp_path / "api.sock"
+    unix = bind_unix(at_socket, 0o600, "api_socket")
+    async with renewing(settings, files, unix) as (tls, url), session(url, old_client) as http:
+        assert await served(at_socket, old_client) is not None
         asking = [asyncio.create_task(ask(http)) for _ in range(4)]
         first = await served(url, old_client)
         assert first is not None
@@ -221,6 +230,8 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(setting
 
         await eventually(renewed)
         assert await served(url, new_client) != first
+        assert await served(at_socket, new_client) is not None
+        assert await served(at_socket, old_client) is None
         assert await served(url, old_client) is None  # it trusts another authority than that of the new server
         trusting = client(after.ca, before)
         assert await served(url, trusting) is None  # and would be refused if it did

@@ -26,7 +26,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry, State
 from teimgr.supervision.lifecycle import Backoff
-from teimgr.supervision.muxes import Muxes, MuxRunFile, MuxSupervisor, MuxTimeouts
+from teimgr.supervision.muxes import Muxes, MuxRunFile, MuxSupervisor, MuxTimeouts, mux_config
 
 LIMIT_S = 60.0
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")
@@ -354,6 +354,38 @@ async def test_a_stranger_on_the_port_is_said_at_once(settings: Settings) -> Non
     with socket.create_server(("127.0.0.1", settings.grpc_port)), pytest.raises(PortConflict):
         async with Muxes(settings, Directory(), DaemonMetrics()).running():
             pass
+
+
+async def test_a_unix_socket_is_the_first_muxs_and_one_that_is_used_is_a_conflict(settings: Settings) -> None:
+    path = settings.run_dir / "grpc.sock"
+    settings = replace(settings, grpc_socket=path, mux_processes=2)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(path))
+        stranger.listen()
+        with pytest.raises(PortConflict, match=rf"Socket {path} already in use by process \d+; .+ `grpc_socket`"):
+            async with Muxes(settings, Directory(), DaemonMetrics()).running():
+                pass
+
+    assert [mux_config(number, settings).socket for number in range(2)] == [str(path), ""]
+
+    muxes = Muxes(settings, Directory(), DaemonMetrics())
+    async with asyncio.timeout(LIMIT_S), muxes.running():
+        await eventually(lambda: path.exists() and not listens_no_more(path))
+        found = MuxRunFile.read(settings.run_dir / "mux-0.run")
+        assert found is not None
+        os.kill(found.pid, signal.SIGKILL)
+        await eventually(lambda: listens_no_more(path))
+        await eventually(lambda: not listens_no_more(path))  # of its successor
+        found = MuxRunFile.read(settings.run_dir / "mux-0.run")
+        assert found is not None
+        os.kill(found.pid, signal.SIGKILL)
+    await muxes.stop(0)
+    assert not path.exists()
+
+
+def listens_no_more(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) != 0
 
 
 async def test_the_log_of_a_running_mux_is_rotated_and_private(

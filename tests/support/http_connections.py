@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
 
 
@@ -35,6 +36,16 @@ class Echo(asyncio.Protocol):
 
 async def connected(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(*sock.getsockname())
+
+
+async def answered_at(path: Path) -> bytes:
+    """The answer to a request over a new connection to a Unix socket."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
 
 
 async def answered(port: int) -> bool:

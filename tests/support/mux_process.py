@@ -122,6 +122,11 @@ def client(stats: dict[str, object]) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(f"127.0.0.1:{stats['port']}", options=options)
 
 
+def client_at(path: str | Path) -> grpc.aio.Channel:
+    """A channel of its own connection to the mux at a Unix socket."""
+    return grpc.aio.insecure_channel(f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)])
+
+
 def stub(channel: grpc.aio.Channel, name: str, service: ServiceDescriptor = SERVICE) -> Any:
     """The real client's callable for a method, typed messages in and out; without `service` of the multiplexer."""
     method = service.methods_by_name[name]

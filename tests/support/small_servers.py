@@ -388,13 +388,20 @@ def failure(status: int, code: str, text: str) -> web.Response:
 
 
 @asynccontextmanager
-async def serve(daemon: Daemon, context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """The daemon's routes on a free port; the URL to it."""
+async def serve(daemon: Daemon, context: ssl.SSLContext | None = None, path: Path | None = None) -> AsyncIterator[str]:
+    """The daemon's routes on a free port, or the Unix socket at `path`; the URL to it."""
     runner = web.AppRunner(daemon.app(), shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    site: web.BaseSite
+    if path is None:
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    else:
+        site = web.UnixSite(runner, path, ssl_context=context)
     await site.start()
     try:
+        if path is not None:
+            yield f"{'https+' if context else ''}unix:{path}"
+            return
         yield f"{'https' if context else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

@@ -185,7 +185,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-e", "--endpoint", metavar="URL", help="http://host:port, or https:// for TLS; else TEIMGR_URL or a context")
+    add(
+        "-e",
+        "--endpoint",
+        metavar="URL",
+        help="http://host:port, https:// for TLS, or unix:/path; else TEIMGR_URL or a context",
+    )
     add("-i", "--instance", metavar="NAME", help="the instance that answers")
     modes = "unary Embed calls, EmbedArrow, or Rerank of batches"
     add("-m", "--mode", choices=("standard", "arrow", "rerank"), default="standard", help=modes)

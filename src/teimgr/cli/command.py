@@ -34,8 +34,12 @@ def _connection_option(name: str, meaning: str, metavar: str) -> tuple[str, Any,
 
 
 _CONNECTION_OPTIONS = (
-    _connection_option("url", "REST address of the daemon (TEIMGR_URL); http://127.0.0.1:9000 unless given.", "URL"),
-    _connection_option("grpc_url", "gRPC address (TEIMGR_GRPC_URL); the daemon is asked unless given.", "URL"),
+    _connection_option(
+        "url", "REST address of the daemon, or unix:/path (TEIMGR_URL); http://127.0.0.1:9000 unless given.", "URL"
+    ),
+    _connection_option(
+        "grpc_url", "gRPC address, or unix:/path (TEIMGR_GRPC_URL); the daemon is asked unless given.", "URL"
+    ),
     _connection_option("api_key", "API key; TEIMGR_API_KEY and --api-key-file keep it out of the process list.", "KEY"),
     _connection_option("api_key_file", "File of the API key (TEIMGR_API_KEY_FILE).", "FILE"),
     _connection_option("ca", "Authority of the daemon's certificate, PEM (TEIMGR_CA).", "FILE"),

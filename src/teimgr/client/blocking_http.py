@@ -108,7 +108,12 @@ class BlockingHttpChannel(RestChannel):
         """Connect within a limit of its own; over TLS, verify the name that the files of `tls` ask for."""
         context = self._ssl_context() if self._address.secure else None
         try:
-            connection.connect()
+            if self._address.path:
+                connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.sock.settimeout(_CONNECT_S)
+                connection.sock.connect(self._address.path)
+            else:
+                connection.connect()
             if context is not None:
                 name = self._tls.server_name or self._address.host
                 connection.sock = context.wrap_socket(connection.sock, server_hostname=name)

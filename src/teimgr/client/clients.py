@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, ScoringCalls, TableCalls):
     """Client of one daemon: `api` is its REST address, `grpc` its mux; `https://` selects TLS with the files of `tls`,
-    `api_key` is sent with every call.
+    `unix:/path` and `https+unix:/path` are Unix sockets; `api_key` is sent with every call.
 
     Used as `async with`; nothing is sent before the first call. `timeout_s` bounds every call, stop and restart
     with their grace period included. `max_message_bytes` bounds one gRPC message in either direction.

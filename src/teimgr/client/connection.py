@@ -148,9 +148,10 @@ class DaemonConnection:
         return Client(self.url, self.grpc(), tls=self.tls, api_key=self.api_key, timeout_s=timeout_s)
 
     def grpc(self) -> str:
-        """The gRPC address: the one given, else the REST host with the port that the daemon reports.
+        """The gRPC address: the one given, else the REST host with the port that the daemon reports; at a Unix socket
+        of REST, the socket of gRPC where the daemon has one.
 
-        A key that may not read the settings gets the port above that of REST.
+        A key that may not read the settings gets the port above that of REST, the default port at a Unix socket.
 
         Raises:
             Unreachable: no daemon answers.
@@ -158,13 +159,15 @@ class DaemonConnection:
         if self.grpc_url is not None:
             return self.grpc_url
         address = ServerAddress.parse(self.url)
-        port = address.port + 1 if address.port != _DEFAULT_API_PORT else _DEFAULT_GRPC_PORT
+        port = _DEFAULT_GRPC_PORT if address.path or address.port == _DEFAULT_API_PORT else address.port + 1
         try:
-            settings = self.rest_client(timeout_s=5.0).config()
-            port = next(int(each["value"]) for each in settings if each["key"] == "grpc_port")
+            settings = {each["key"]: each["value"] for each in self.rest_client(timeout_s=5.0).config()}
+            if address.path and str(settings.get("grpc_socket")).startswith("/"):
+                return replace(address, path=settings["grpc_socket"]).url
+            port = int(settings["grpc_port"])
         except Unreachable:
             raise
-        except (TeimgrError, StopIteration, TypeError, KeyError):
+        except (TeimgrError, ValueError, TypeError, KeyError):
             pass  # a key without the right to read the settings, or another product
         return ServerAddress(address.host, port, address.secure).url
 

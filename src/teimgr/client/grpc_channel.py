@@ -94,13 +94,15 @@ class GrpcChannel:
             ("grpc.max_send_message_length", self._max_message_bytes),
             ("grpc.use_local_subchannel_pool", 1),
         ]
+        if self._address.path:
+            options.append(("grpc.default_authority", self._address.host))  # else it would be the path
         if not self._address.secure:
-            self._channel = grpc.aio.insecure_channel(self._address.authority, options=options)
+            self._channel = grpc.aio.insecure_channel(self._address.grpc_target, options=options)
             return
         if self._tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self._tls.server_name))
         credentials = self._tls.grpc_credentials()
-        self._channel = grpc.aio.secure_channel(self._address.authority, credentials, options=options)
+        self._channel = grpc.aio.secure_channel(self._address.grpc_target, credentials, options=options)
 
     async def close(self) -> None:
         self._unary.clear()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
+from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
 from teimgr.client.http_replies import EventParser, JsonObject, Query, RestChannel, ServerSentEvent, error_from_reply
@@ -14,6 +17,25 @@ from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
 
 _CONNECT_S = 10.0
+
+
+class UnixTlsConnector(aiohttp.UnixConnector):
+    """Connections to a Unix socket, over TLS where a context is given; aiohttp's own connector has no TLS."""
+
+    def __init__(self, path: str, context: ssl.SSLContext | None, server_name: str) -> None:
+        super().__init__(path)
+        self._tls: dict[str, Any] = {} if context is None else {"ssl": context, "server_hostname": server_name}
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        try:
+            async with asyncio.timeout(timeout.sock_connect):
+                loop = asyncio.get_running_loop()
+                _, protocol = await loop.create_unix_connection(self._factory, self.path, **self._tls)
+        except TimeoutError as error:
+            raise aiohttp.ConnectionTimeoutError(f"no connection to {self.path}") from error
+        except OSError as error:
+            raise UnixClientConnectorError(self.path, req.connection_key, error) from error
+        return protocol
 
 
 class HttpChannel(RestChannel):
@@ -31,9 +53,15 @@ class HttpChannel(RestChannel):
         Raises:
             InvalidConfig: a certificate file cannot be used.
         """
-        context = self._tls.ssl_context() if self._address.secure else True
+        context = self._tls.ssl_context() if self._address.secure else None
+        connector: aiohttp.BaseConnector
+        if self._address.path:
+            server_name = self._tls.server_name or self._address.host
+            connector = UnixTlsConnector(self._address.path, context, server_name)
+        else:
+            connector = aiohttp.TCPConnector(ssl=context or True)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=context),
+            connector=connector,
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
         )
@@ -90,7 +118,7 @@ class HttpChannel(RestChannel):
             payload = None if body is None else aiohttp.JsonPayload(body)
         except (TypeError, ValueError) as error:
             raise ValidationError(str(error)) from error
-        url = URL(self._address.url + path, encoded=True)
+        url = URL(self._address.http_base + path, encoded=True)
         try:
             async with self._session.request(
                 method, url, data=payload, params=query, headers=headers, server_hostname=self._tls.server_name

@@ -1,11 +1,13 @@
-"""Address and TLS files of a server."""
+"""Address and TLS files of a server: host and port, or a Unix socket."""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from teimgr.errors import InvalidConfig
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     import grpc
 
 _DEFAULT_PORT = {"http": 80, "https": 443}
+_UNIX = re.compile(r"(https\+)?unix:(?://)?(/[^/\0][^\0]*)", re.IGNORECASE)
+_UNIX_HOST = "localhost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +70,28 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Host and port of a server; `secure` (the prefix `https://`) selects TLS."""
+    """Host and port of a server, or the Unix socket at `path`; `secure` (the prefix `https`) selects TLS.
+
+    The host at a Unix socket is localhost, which is also the name expected in the server's certificate.
+    """
 
     host: str
     port: int
     secure: bool
+    path: str = ""
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """Parse `http://host:port`, `https://host:port` or `host:port`.
+        """Parse `http://host:port`, `https://host:port`, `host:port`, `unix:/path` or `https+unix:/path`.
+
+        The path of a socket is absolute, taken as it is written, and may follow `unix://`.
 
         Raises:
             InvalidConfig: it is none of these.
         """
+        if match := _UNIX.fullmatch(url):
+            secure = match[1] is not None
+            return cls(_UNIX_HOST, _DEFAULT_PORT["https" if secure else "http"], secure, match[2])
         text = url if "://" in url else f"http://{url}"
         try:
             parts = urlsplit(text)
@@ -88,7 +101,7 @@ class ServerAddress:
         # Refuse other parts, which would be ignored silently.
         more = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
         if parts.scheme not in _DEFAULT_PORT or not parts.hostname or port == 0 or more:
-            raise InvalidConfig(f"endpoint {url!r} is not http://host:port or https://host:port")
+            raise InvalidConfig(f"endpoint {url!r} is not http://host:port, https://host:port or unix:/path")
         return cls(parts.hostname, port or _DEFAULT_PORT[parts.scheme], parts.scheme == "https")
 
     @property
@@ -99,7 +112,17 @@ class ServerAddress:
 
     @property
     def url(self) -> str:
+        """The address as `parse` takes it."""
+        return f"{'https+' if self.secure else ''}unix:{self.path}" if self.path else self.http_base
+
+    @property
+    def http_base(self) -> str:
+        """The URL of the path / in an HTTP request."""
         return f"{'https' if self.secure else 'http'}://{self.authority}"
+
+    @property
+    def grpc_target(self) -> str:
+        return f"unix:{quote(os.fsencode(self.path))}" if self.path else self.authority
 
 
 def _read(path: Path | str | None) -> bytes | None:

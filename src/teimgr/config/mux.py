@@ -27,6 +27,8 @@ class MuxConfig:
     run_dir: str = ""  # of the run files, mode 0700
     tls: TlsFiles | None = None
     reuse_port: bool = False  # several muxes share the port
+    socket: str = ""  # Unix socket of gRPC, an absolute path; empty: none
+    socket_mode: int = 0o600  # its permissions
     log_level: str = "info"
     log_format: str = "json"
     otel: Exporting | None = None

@@ -9,6 +9,7 @@ the working directory.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +26,11 @@ from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.observability import logs
 from teimgr.spec import EVENTS, I64, U16, U32, InstanceSpec, check_name, declared, key
+from teimgr.unix_listener import SOCKET_PATH_BYTES
 
 UNPRIVILEGED_PORT = 1024
+# A mux binds its socket under a name of its own, with its process id behind a dot, and moves it to the path.
+GRPC_SOCKET_BYTES = SOCKET_PATH_BYTES - len(".4194304")
 # A browser's Origin header has no path and no default port.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
 _HOST = re.compile(r"[^\s/:]+")
@@ -80,6 +84,13 @@ class Settings:
         low=0,
         high=I64,
     )
+    api_socket: Path | None = key(None, f"Unix socket of REST beside the port, at most {SOCKET_PATH_BYTES} bytes")
+    grpc_socket: Path | None = key(
+        None,
+        f"Unix socket of gRPC beside the port, at most {GRPC_SOCKET_BYTES} bytes; of several multiplexer processes the "
+        "first one serves it",
+    )
+    socket_mode: Literal["0600", "0660", "0666"] = key("0600", "permissions of both Unix sockets")
     mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
     arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies whose request has none")
 
@@ -192,6 +203,10 @@ class Settings:
                 object.__setattr__(self, name, self.state_file.parent / folder)
 
     @property
+    def socket_permissions(self) -> int:
+        return int(self.socket_mode, 8)
+
+    @property
     def mtls(self) -> Mtls | None:
         return self.auth.mtls if self.auth and self.auth.requires(MTLS) else None
 
@@ -252,6 +267,7 @@ def is_loopback(host: str) -> bool:
 
 def faults(settings: Settings) -> Iterator[ConfigFault]:
     yield from _listeners_and_ranges(settings)
+    yield from _sockets(settings)
     yield from _caught("log_level", logs.parse_levels, settings.log_level)
     for index, seed in enumerate(settings.instances):
         yield from _seed(settings, seed, f"instances[{index}]", settings.instances[:index])
@@ -286,6 +302,20 @@ def _listeners_and_ranges(settings: Settings) -> Iterator[ConfigFault]:
     shortest, longest = settings.restart_backoff_secs, settings.restart_backoff_max_secs
     if longest < shortest:
         yield ConfigFault("restart_backoff_max_secs", f"must be >= restart_backoff_secs ({longest} < {shortest})")
+
+
+def _sockets(settings: Settings) -> Iterator[ConfigFault]:
+    for name, most in (("api_socket", SOCKET_PATH_BYTES), ("grpc_socket", GRPC_SOCKET_BYTES)):
+        path = getattr(settings, name)
+        if path is None:
+            continue
+        if "\0" in str(path):
+            yield ConfigFault(name, "must not contain a zero byte")
+        elif (size := len(os.fsencode(path.absolute()))) > most:
+            yield ConfigFault(name, f"must be a path of at most {most} bytes (got {size}, as an absolute path)")
+    rest, grpc = settings.api_socket, settings.grpc_socket
+    if rest is not None and grpc is not None and rest.absolute() == grpc.absolute():
+        yield ConfigFault("grpc_socket", f"{grpc} is the api_socket too")
 
 
 def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterator[ConfigFault]:

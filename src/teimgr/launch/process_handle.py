@@ -26,6 +26,7 @@ from teimgr.durable_files import write_atomically
 from teimgr.errors import Code, InvalidConfig
 from teimgr.observability.logs import LogSpan
 from teimgr.spec import WorkerSpec, worker_file
+from teimgr.unix_listener import SOCKET_PATH_BYTES
 
 KILL_LIMIT_S = 10.0
 """How long a process may take to vanish after SIGKILL before we call it stuck."""
@@ -243,8 +244,6 @@ def reap(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if reaped else None
 
 
-# The kernel's limit on a unix socket's path is 108 bytes with the final zero.
-_SOCKET_PATH_BYTES = 107
 _WORKER_FILE = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
 _OTHER_FILE = re.compile(r"mux-.*|nursery\.(log.*|run)|standby\.run|daemon\.lock")
 
@@ -340,7 +339,7 @@ def _has_descriptor(process: ProcessId, targets: Collection[str]) -> bool:
 
 
 def socket_fits(folder: Path) -> bool:
-    return len(os.fsencode(WorkerPaths(folder, new_incarnation()).socket)) <= _SOCKET_PATH_BYTES
+    return len(os.fsencode(WorkerPaths(folder, new_incarnation()).socket)) <= SOCKET_PATH_BYTES
 
 
 def make_private(folder: Path) -> None:

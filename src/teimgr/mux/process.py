@@ -2,7 +2,11 @@
 
 Its directory comes from the daemon by the control socket. It outlives the daemon and serves the last snapshot until
 the next daemon connects or the orphan grace is over. Exit status: 0 after a stop, 2 for a bad config, 4 when it cannot
-listen on the gRPC port or the control socket.
+listen on the gRPC port or a socket.
+
+A Unix socket for clients is bound under a name of this process and moved to the configured path once it is served: gRPC
+removes the file at the name that it binds, before it binds and when it stops, and a successor takes the path while its
+predecessor drains.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import glob
 import json
 import logging
 import os
@@ -19,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -38,6 +44,7 @@ from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
 from teimgr.spec import RouteEntry, RoutingSnapshot
+from teimgr.unix_listener import SocketFile, publish, remove_stale
 
 # TLS and the preface of HTTP/2; a connection that is silent so long is closed.
 _HANDSHAKE_LIMIT_MS = 20_000
@@ -62,21 +69,24 @@ class GrpcCertificates:
 
     def __init__(self, files: TlsFiles) -> None:
         self._demand_client = files.ca is not None
-        self._first = _configuration(files)
-        self._fresh: Any = None
+        self._newest = _configuration(files)
         self.watch = TlsWatch(files, self.take)
 
     def credentials(self) -> Any:
-        return grpc.dynamic_ssl_server_credentials(self._first, self._fetch, self._demand_client)
+        """Credentials of one listener, which follow `take`."""
+        used = self._newest
+
+        def fetch() -> Any:
+            """Called on a thread of gRPC for each new connection; None keeps the current configuration."""
+            nonlocal used
+            former, used = used, self._newest
+            return None if used is former else used
+
+        return grpc.dynamic_ssl_server_credentials(used, fetch, self._demand_client)
 
     async def take(self, files: TlsFiles) -> None:
         """Use these for new connections. Raises as above, and then keeps the ones before."""
-        self._fresh = _configuration(files)
-
-    def _fetch(self) -> Any:
-        """Called on a thread of gRPC for each new connection; None keeps the current configuration."""
-        fresh, self._fresh = self._fresh, None
-        return fresh
+        self._newest = _configuration(files)
 
 
 def _configuration(files: TlsFiles) -> Any:
@@ -103,6 +113,7 @@ class Mux:
         self._began_s = time.monotonic()
         self._server = self._build_server()
         self._port = 0
+        self._socket_file: SocketFile | None = None
         self._control = MuxControl(
             Path(config.control_socket),
             config.orphan_grace_s,
@@ -114,9 +125,10 @@ class Mux:
         """Bind the port, serve from the first snapshot until a stop, then drain.
 
         Raises:
-            Unavailable: cannot listen on the port or the control socket.
+            Unavailable: cannot listen on the port, the socket for clients or the control socket.
         """
         self._port = self._listen()
+        self._socket_file = self._listen_on_socket()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
@@ -130,6 +142,8 @@ class Mux:
         if not self._stopping.is_set():
             # Until now clients wait in the listen backlog: without a directory every call would fail as not found.
             await self._server.start()
+            if self._socket_file is not None:
+                await self._publish(self._socket_file)
             _log.info("mux serves", extra={"host": self._config.host, "port": self._port})
         await self._stopping.wait()
         if watching is not None:
@@ -137,6 +151,8 @@ class Mux:
         # Announced to the daemon and to load balancers; a successor can have port and control socket from now on.
         self._control.leave({"stopping": self._grace_s})
         self._health.stop()
+        if self._socket_file is not None:
+            self._socket_file.remove()
         # No new calls; those in flight get the grace, until a second signal.
         draining = asyncio.create_task(self._server.stop(self._grace_s))
         forced = asyncio.create_task(self._forced.wait())
@@ -167,7 +183,38 @@ class Mux:
 
     def _listen(self) -> int:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        address = f"{host}:{self._config.port}"
+        return self._add_port(f"{host}:{self._config.port}")
+
+    def _listen_on_socket(self) -> SocketFile | None:
+        """Bind the Unix socket for clients under a name of this process; None where none is configured."""
+        if not self._config.socket:
+            return None
+        path = Path(self._config.socket)
+        for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
+            if left.suffix[1:].isdecimal():
+                remove_stale(left)  # of a mux that was killed before it served
+        bound = path.with_name(f"{path.name}.{os.getpid()}")
+        umask = os.umask(0o777 & ~self._config.socket_mode)  # gRPC binds and listens in one step
+        try:
+            self._add_port(f"unix:{quote(os.fsencode(bound))}")
+        finally:
+            os.umask(umask)
+        return SocketFile(bound)
+
+    async def _publish(self, bound: SocketFile) -> None:
+        """Move the file of the socket to the configured path, so that new connections come to this process.
+
+        Raises:
+            Unavailable: it cannot be moved.
+        """
+        try:
+            self._socket_file = publish(bound.path, Path(self._config.socket))
+        except OSError as error:
+            bound.remove()
+            await self._server.stop(None)
+            raise Unavailable(f"cannot listen on {self._config.socket}: {error}") from error
+
+    def _add_port(self, address: str) -> int:
         try:
             if self._certificates is None:
                 port = self._server.add_insecure_port(address)
@@ -332,7 +379,8 @@ def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:
         # Clients of tei-manager may ping as often as they like, calls or not.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.max_allowed_incoming_connections", max_connections()),
+        # Of each listener.
+        ("grpc.max_allowed_incoming_connections", max_connections() // (2 if config.socket else 1)),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_LIMIT_MS),
         # Identity only, as on tei-manager's port and the instance ports.
         ("grpc.compression_enabled_algorithms_bitset", 1),

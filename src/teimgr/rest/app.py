@@ -50,6 +50,7 @@ from teimgr.rest.probes import Alarms
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.worker_run import FleetProber
+from teimgr.unix_listener import UnixListener
 
 docs = APIRouter(include_in_schema=False)
 
@@ -197,9 +198,11 @@ class RestTls:
         return [self._watch.alarm] if self._watch and self._watch.alarm else []
 
     @contextlib.asynccontextmanager
-    async def serving(self, app: AsgiApp, sock: socket.socket, direct: Direct | None = None) -> AsyncIterator[Listener]:
+    async def serving(
+        self, app: AsgiApp, sock: socket.socket, direct: Direct | None = None, unix: UnixListener | None = None
+    ) -> AsyncIterator[Listener]:
         """As `http_server.serving`, with these certificates."""
-        async with serving(app, sock, direct=direct, **uvicorn_options(self._context)) as listener:
+        async with serving(app, sock, direct=direct, unix=unix, **uvicorn_options(self._context)) as listener:
             if self._files is None:
                 yield listener
                 return

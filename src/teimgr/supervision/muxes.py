@@ -33,6 +33,7 @@ from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry
 from teimgr.supervision.crash_reports import MUX, Crash, CrashReports
 from teimgr.supervision.lifecycle import Backoff
+from teimgr.unix_listener import check_free, remove_stale
 
 log = logging.getLogger(__name__)
 
@@ -311,6 +312,8 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
         tls=files,
         otel=exporting(settings, f"mux-{number}"),
         reuse_port=settings.mux_processes > 1,
+        socket=str(settings.grpc_socket.absolute()) if settings.grpc_socket and number == 0 else "",
+        socket_mode=settings.socket_permissions,
         log_level=settings.log_level,
     )
 
@@ -327,6 +330,7 @@ class Muxes:
             number, settings, directory, metrics, policy
         )
         self._supervisors = [self._supervisor(number) for number in range(count)]
+        self._socket = settings.grpc_socket.absolute() if count and settings.grpc_socket else None
 
     def alarms(self) -> list[str]:
         return [each.alarm for each in self._supervisors if each.alarm]
@@ -336,12 +340,15 @@ class Muxes:
         """Adopt or launch them, and supervise them while the body runs; the processes go on after it.
 
         Raises:
-            PortConflict: another program listens on the gRPC port.
+            PortConflict: another program listens on the gRPC port or on `grpc_socket`.
+            InvalidConfig: nothing can listen on them.
         """
         await self._end_surplus()
         adopted = [await each.adopt() for each in self._supervisors]
         if self._supervisors and not any(adopted):  # beside an adopted mux the others can bind the same port
             bind(self._settings.grpc_host, self._settings.grpc_port, "grpc_port").close()
+        if self._socket is not None and not adopted[0]:
+            check_free(self._socket, "grpc_socket")
         tasks = [asyncio.create_task(each.run(), name=each.name) for each in self._supervisors]
         rotation = rotate_regularly(
             lambda: [each.log_path for each in self._supervisors], self._settings.log_max_bytes, self._settings.log_keep
@@ -364,6 +371,8 @@ class Muxes:
         for each, result in zip(self._supervisors, results, strict=True):
             if isinstance(result, Exception):
                 log.error("mux could not be stopped", extra={"mux": each.name}, exc_info=result)
+        if self._socket is not None:
+            remove_stale(self._socket)  # of a mux that was killed
 
     def force_stop(self) -> None:
         for each in self._supervisors:

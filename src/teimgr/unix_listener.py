@@ -1,0 +1,176 @@
+"""Unix sockets on which clients connect: binding, taking over the file of a dead process, removing one's own file.
+
+Each change of a socket's file is made under a lock of its folder, so that of two processes that find the file of a dead
+one only the first replaces it, and none removes the file of another.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from teimgr.errors import InvalidConfig, PortConflict
+
+SOCKET_PATH_BYTES = 107
+"""Most bytes of a socket's path: the kernel has 108, of which the last is zero."""
+
+_BACKLOG = 2048
+_CREDENTIALS = struct.Struct("3i")  # pid, user and group of the process that called listen()
+_LOCK_LIMIT_S = 2.0
+_LOCK_POLL_S = 0.005
+
+
+class SocketFile:
+    """The file of a socket that this process listens on, present at the construction."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity: tuple[int, int] | None = _identity(path)
+
+    def remove(self) -> None:
+        """Remove the file, unless another process has replaced it. To be called before the socket is closed: from then
+        on another file could have the same inode."""
+        if self._identity is None:
+            return
+        with suppress(OSError), _locked(self.path.parent):
+            if _identity(self.path) == self._identity:
+                self.path.unlink()
+        self._identity = None
+
+
+class UnixListener:
+    """A listening socket and its file."""
+
+    def __init__(self, sock: socket.socket, path: Path) -> None:
+        self.sock = sock
+        self.file = SocketFile(path)
+
+    def close(self) -> None:
+        """Remove the file and close the socket."""
+        self.file.remove()
+        self.sock.close()
+
+
+def bind_unix(path: Path, mode: int, setting: str) -> UnixListener:
+    """A socket that listens at `path` with these permissions; the file of a dead process is replaced.
+
+    Connections wait in the backlog until they are accepted. `setting` is the key that has the path, for messages.
+
+    Raises:
+        PortConflict: a process listens there.
+        InvalidConfig: there is a file of another kind, or the folder is missing or not writable.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _failures(path, setting), _locked(path.parent):
+            _free(path, setting)
+            sock.bind(str(path))
+            path.chmod(mode)  # before listen(), so that nobody connects under other permissions
+            sock.listen(_BACKLOG)
+            return UnixListener(sock, path)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def check_free(path: Path, setting: str) -> None:
+    """Return where a process may listen at `path`; the file of a dead one is removed.
+
+    Raises:
+        PortConflict, InvalidConfig: as `bind_unix`.
+    """
+    with _failures(path, setting), _locked(path.parent):
+        _free(path, setting)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove the file of a socket on which no process listens any more; leave everything else."""
+    with suppress(OSError), _locked(path.parent):
+        if stat.S_ISSOCK(path.lstat().st_mode) and _listening_pid(path) is None:
+            path.unlink()
+
+
+def publish(temporary: Path, path: Path) -> SocketFile:
+    """Move the file of a listening socket to `path`, in the same folder, atomically over the one there.
+
+    New connections come to that socket from then on; those of the former one go on.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    with _locked(path.parent):
+        temporary.replace(path)
+        return SocketFile(path)
+
+
+@contextmanager
+def _failures(path: Path, setting: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidConfig(f"{setting}: cannot listen on {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; OSError where another process has it for longer than such changes take."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        end = time.monotonic() + _LOCK_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    raise OSError(errno.EAGAIN, f"{folder} is locked by another process") from error
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _free(path: Path, setting: str) -> None:
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise InvalidConfig(f"{setting}: cannot listen on {path}: a file that is no socket is there")
+    if (pid := _listening_pid(path)) is not None:
+        raise PortConflict(path, f"{f'process {pid}' if pid else 'another process'}; choose another `{setting}`")
+    path.unlink()
+
+
+def _listening_pid(path: Path) -> int | None:
+    """The process that listens at `path`, 0 for an unknown one; None where none does.
+
+    Raises:
+        OSError: this user may not connect, or it is a socket of another type.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return None
+        except BlockingIOError:  # its backlog is full
+            return 0
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(credentials)[0])
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
