@@ -34,6 +34,8 @@ class Fleet:
     api_port: int
     grpc: str
     client: Client
+    api_socket: Path
+    grpc_socket: Path
 
     @property
     def grpc_port(self) -> int:
@@ -68,6 +70,8 @@ def fleet(checkout: Path | None = None) -> Iterator[Fleet]:
             "TEIMGR_INSTANCE_PORT_START": str(first),
             "TEIMGR_INSTANCE_PORT_END": str(first + _PORTS),
             "TEIMGR_STATE_FILE": str(folder / "state.toml"),
+            "TEIMGR_API_SOCKET": str(folder / "api.sock"),
+            "TEIMGR_GRPC_SOCKET": str(folder / "grpc.sock"),
         }
         with (folder / "daemon.log").open("wb") as log:
             command = [sys.executable, "-m", "teimgr", "serve"]
@@ -77,7 +81,9 @@ def fleet(checkout: Path | None = None) -> Iterator[Fleet]:
         try:
             with Client(f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}", timeout_s=120) as client:
                 _await_listening(client, process, folder / "daemon.log")
-                yield Fleet(psutil.Process(process.pid), api, f"http://127.0.0.1:{grpc}", client)
+                address = f"http://127.0.0.1:{grpc}"
+                sockets = (folder / "api.sock", folder / "grpc.sock")
+                yield Fleet(psutil.Process(process.pid), api, address, client, *sockets)
         except Unavailable as error:
             raise RuntimeError(f"{error}; the daemon's last words:\n{_tail(folder / 'daemon.log')}") from error
         finally:

@@ -35,6 +35,7 @@ HEADER = (
 _INSTANCE = "bench"
 _BATCH_TEXTS = 64
 _BATCH_CALLERS = 8
+_AT_SOCKET = ", Unix socket"
 _SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 
 
@@ -50,23 +51,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """One kind of call at one number of callers; `requests` names its bodies, "" is the bulk job of the client."""
+    """One kind of call at one number of callers, of `texts` each; `over_tcp` is the load with the same calls to the
+    port, of one to a Unix socket."""
 
     name: str
     callers: int
     texts: int = 1
+    over_tcp: str = ""
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
     texts = corpus.queries(4096)
-    loads = [
-        *(Load(name, callers) for name in ("/embed", "/v1/embeddings", "mux Embed") for callers in options.callers),
+    every = [
+        *(Load("/embed", callers) for callers in options.callers),
+        *(
+            load
+            for name in ("/v1/embeddings", "mux Embed")
+            for callers in options.callers
+            for load in (Load(name, callers), Load(f"{name}{_AT_SOCKET}", callers, over_tcp=name))
+        ),
         Load("/v1/embeddings base64 × 64", _BATCH_CALLERS, _BATCH_TEXTS),
         Load("mux EmbedArrow × 64", _BATCH_CALLERS, _BATCH_TEXTS),
         Load("EmbedArrow by the client", 1, options.bulk),
     ]
-    loads = [load for load in loads if not options.only or any(part in load.name for part in options.only)]
+    loads = [load for load in every if not options.only or any(part in load.name for part in options.only)]
+    wanted = {(load.over_tcp, load.callers) for load in loads}
+    loads = [load for load in every if load in loads or (load.name, load.callers) in wanted]
     checkouts = {"here": None} | ({"against": options.against} if options.against else {})
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -79,15 +90,19 @@ def run(options: argparse.Namespace) -> int:
         for _ in range(options.rounds):
             for load in loads:
                 for name, target in targets.items():
+                    if load.over_tcp and name != "here":
+                        continue  # the other checkout may have no Unix sockets
                     passes.setdefault((name, load), []).append(target.measure(load, options.seconds))
-    rows = [_row(load, name, passes) for load in loads for name in targets]
+    rows = [_row(load, name, passes) for load in loads for name in targets if (name, load) in passes]
     facts = {
         "model": "a table of 30,522 × 256 random numbers with MiniLM's tokenizer, one replica",
         "texts": f"{len(texts)} of 4 to 14 words (digest {corpus.digest(texts)}), one a call, or as the load names",
         "method": f"{options.rounds} rounds, each load {options.seconds:g} s in each, in turn; medians; × is the calls "
-        "per second here over those of the other checkout in the same round: median, lowest and highest",
+        "per second here over those of the other checkout, or at a Unix socket over those at the port, in the same "
+        "round: median, lowest and highest",
         "columns": "µs are CPU time per call of each process (of the bulk load per text); CPU × is that of all server "
-        "processes of the other checkout over that here; the load generator shares the cores",
+        "processes of the other checkout, or of the calls to the port, over that here; the load generator shares the "
+        "cores",
     }
     data = [
         {"load": load.name, "callers": load.callers, "checkout": name, "passes": passes[name, load]}
@@ -116,6 +131,14 @@ class Target:
             "/embed": (LoadTask("http", port, "/embed"), [_json({"inputs": text}) for text in texts]),
             "/v1/embeddings": (openai, [_json({"model": _INSTANCE, "input": text}) for text in texts]),
             "mux Embed": (LoadTask("grpc", running.grpc_port, f"{_SERVICE}Embed"), [_embed(text) for text in texts]),
+            f"mux Embed{_AT_SOCKET}": (
+                LoadTask("grpc", 0, f"{_SERVICE}Embed", str(running.grpc_socket)),
+                [_embed(text) for text in texts],
+            ),
+            f"/v1/embeddings{_AT_SOCKET}": (
+                LoadTask("http", 0, "/v1/embeddings", str(running.api_socket)),
+                [_json({"model": _INSTANCE, "input": text}) for text in texts],
+            ),
             "/v1/embeddings base64 × 64": (openai, [_json({"input": batch} | in_base64) for batch in batches]),
             "mux EmbedArrow × 64": (
                 LoadTask("grpc", running.grpc_port, f"{_SERVICE}EmbedArrow"),
@@ -165,12 +188,11 @@ def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, fl
     rates = [each["calls"] / each["seconds"] for each in own]
     label = load.name if name == "here" else f"{load.name} (the other checkout)"
     factors: list[float | None] = [None, None, None, None]
-    if name == "here" and ("against", load) in passes:
-        theirs = [each["calls"] / each["seconds"] for each in passes["against", load]]
+    to_port = Load(load.over_tcp, load.callers)
+    if other := passes.get(("here", to_port) if load.over_tcp else ("against", load)) if name == "here" else None:
+        theirs = [each["calls"] / each["seconds"] for each in other]
         paired = [here / there for here, there in zip(rates, theirs, strict=True)]
-        less = [
-            _server_cpu_s(there) / _server_cpu_s(here) for here, there in zip(own, passes["against", load], strict=True)
-        ]
+        less = [_server_cpu_s(there) / _server_cpu_s(here) for here, there in zip(own, other, strict=True)]
         factors = [statistics.median(paired), min(paired), max(paired), statistics.median(less)]
     times = [median("p50_ms"), median("p99_ms"), median("max_ms")]
     costs = [cost_us(f"{process}_cpu_s") for process in ("daemon", "mux", "worker")]

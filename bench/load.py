@@ -7,7 +7,7 @@
 
 The first line it writes, when it runs, is {}; a failure is {"error": text}.
 It speaks just enough HTTP/1.1, and HTTP/2 for gRPC, over blocking sockets and one epoll: some 10 µs per call, so that
-it measures the server. Every reply must be a success. TASK has `kind` (http or grpc), `port` and `path`.
+it measures the server. Every reply must be a success. TASK has the fields of `LoadTask`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ _RECEIVE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class LoadTask:
-    """Where calls go: `kind` is http or grpc, `path` an HTTP route or the path of an RPC."""
+    """Where calls go: `kind` is http or grpc, `path` an HTTP route or the path of an RPC, `unix` a Unix socket to
+    connect to in place of the port."""
 
     kind: str
     port: int
     path: str
+    unix: str = ""
 
 
 class LoadFailed(RuntimeError):
@@ -65,7 +67,7 @@ class HttpConnection:
 
     def __init__(self, task: LoadTask, bodies: Iterator[bytes], callers: int) -> None:
         assert callers == 1
-        self.sock = _connected(task.port)
+        self.sock = _connected(task)
         self._head = (
             f"POST {task.path} HTTP/1.1\r\nhost: 127.0.0.1:{task.port}\r\naccept: */*\r\n"
             "user-agent: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -115,7 +117,7 @@ class GrpcConnection:
     """Some callers of a unary RPC over one HTTP/2 connection."""
 
     def __init__(self, task: LoadTask, bodies: Iterator[bytes], callers: int) -> None:
-        self.sock = _connected(task.port)
+        self.sock = _connected(task)
         self._bodies = bodies
         self._callers = callers
         authority = f"127.0.0.1:{task.port}"
@@ -206,8 +208,12 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return _HEAD.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream) + payload
 
 
-def _connected(port: int) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", port))
+def _connected(task: LoadTask) -> socket.socket:
+    if task.unix:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(task.unix)
+        return sock
+    sock = socket.create_connection(("127.0.0.1", task.port))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
