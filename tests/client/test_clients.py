@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.small_servers import INSTANCE, vector_of
 
 from teimgr.client import AsyncClient, Client
+from teimgr.client.clients import LoopThread
 from teimgr.errors import EmptyInput, InstanceNotFound
 
 
@@ -91,3 +93,25 @@ def test_closing_ends_the_thread_and_a_closed_client_says_so() -> None:
     assert not client_threads & set(threading.enumerate())
     with pytest.raises(RuntimeError, match="not open"):
         client.health()
+
+
+def test_an_interrupted_call_has_ended_when_the_interrupt_is_raised() -> None:
+    """What is cancelled takes some steps to end; a stream that still runs could not be closed."""
+    main, steps = threading.get_ident(), []
+
+    async def interrupted() -> None:
+        try:
+            signal.pthread_kill(main, signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            for step in range(1000):
+                await asyncio.sleep(0)
+                steps.append(step)
+
+    loop = LoopThread()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(interrupted())
+        assert len(steps) == 1000
+    finally:
+        loop.close()

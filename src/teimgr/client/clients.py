@@ -70,6 +70,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _END = object()
+_CANCEL_LIMIT_S = 5.0
 
 
 class LoopThread:
@@ -81,12 +82,25 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; KeyboardInterrupt in the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """The result of a coroutine; KeyboardInterrupt in the caller cancels it, and waits until it has ended.
+
+        Without the wait the coroutine would still run while its caller cleans up: an asynchronous generator cannot be
+        closed then.
+        """
+        ended = threading.Event()
+
+        async def watched() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if future.cancel():
+                ended.wait(_CANCEL_LIMIT_S)
             raise
 
     def close(self) -> None:
