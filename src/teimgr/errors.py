@@ -317,7 +317,7 @@ class Cancelled(TryLater, code=Code.CANCELLED):
 
 
 class ModelLoadFailed(Broken, code=Code.MODEL_LOAD_FAILED):
-    """The model's files are present but cannot be loaded."""
+    """The model cannot be loaded: its files are missing, broken, or of a kind that is not served."""
 
 
 class ModelDownloadFailed(Broken, code=Code.MODEL_DOWNLOAD_FAILED):

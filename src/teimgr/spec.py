@@ -253,6 +253,10 @@ KEYS: Mapping[str, InstanceKey] = {item.name: item.metadata["key"] for item in f
 """The declared keys of an instance, in the order of the state file."""
 
 
+FIXED = "cannot be changed; delete the instance and create it again"
+"""Why a change of a key that is not `updatable` is refused."""
+
+
 def updatable(name: str) -> bool:
     """Whether PATCH and a template may have the key."""
     return KEYS[name].in_rest and KEYS[name].change is not Change.FIXED

@@ -288,6 +288,8 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
         ),
         Code.MODEL_LOAD_FAILED: Advice(
             (
+                "The model is neither a directory of the daemon's host nor in its cache, and cannot be fetched: a"
+                " mistyped name, or a host without the hub.",
                 "A file of the model is truncated or broken.",
                 "The model is of a kind that is not served, or its code must be run.",
             ),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,33 @@ def test_a_file_is_embedded_into_a_file(run: Run, tmp_path: Path) -> None:
     assert (again.status, "--overwrite" in again.err) == (ExitStatus.REFUSED, True)
 
 
+def test_an_interrupted_file_is_resumed(run: Run, fleet: WarmDaemonProcess, tmp_path: Path) -> None:
+    """Ctrl-C while vectors arrive: one line with what to do, exit status 130, and no row is computed twice."""
+    rows = 200_000
+    (tmp_path / "rows.txt").write_text("".join(f"text {number}\n" for number in range(rows)))
+    target = tmp_path / "v.npy"
+    command = ["embed", tmp_path / "rows.txt", "-o", target, "-i", "static", "--url", fleet.api, "--batch-rows", "512"]
+    ours, theirs = pty.openpty()  # the bar on it has each batch
+    with subprocess.Popen(
+        [sys.executable, "-m", "teimgr", *map(str, command)], stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"rows, " not in shown or b" 0 rows" in shown[-200:]:
+            shown += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 65536):
+                shown += part
+        assert process.wait(30) == ExitStatus.INTERRUPTED, shown
+    os.close(ours)
+    assert b"the same command goes on" in shown
+    assert b"Traceback" not in shown
+    done = run(*command, "--json")
+    assert (done.status, done.json["rows"]) == (ExitStatus.OK, rows), done.err
+    assert 0 < done.json["resumed_at"] < rows
+
+
 def test_texts_are_ranked_classified_and_compared(run: Run) -> None:
     ranks = run("rerank", "fox", "a text", "the fox", "more", "--json").json
     assert [each["score"] for each in ranks] == sorted((each["score"] for each in ranks), reverse=True)
@@ -184,6 +212,7 @@ def test_top_measures_load(run: Run) -> None:
 
 def test_the_fleet_as_a_whole(run: Run) -> None:
     assert run("gpus", "--json").json["gpus"] == []
+    assert run("gpus").out == ""
     assert "no GPUs: " in run("gpus").err
     assert "nothing differs" in run("reload", "--plan").err
     assert run("templates").out == ""
@@ -253,6 +282,22 @@ def test_a_terminal_gets_tables(fleet: WarmDaemonProcess) -> None:
     live = terminal("top", "-i", "0.2", "-n", "2", "--url", fleet.api)
     assert "TOKENS/S" in live
     assert "Ctrl-C ends" in live
+
+
+def test_reasons_are_lines_below_the_table_of_a_terminal(run: Run, fleet: WarmDaemonProcess) -> None:
+    failed = run("create", "broken", "an-organisation-with-a-long-name/the-model", "--wait", "--timeout", "60")
+    shown = terminal("ps", "--url", fleet.api).splitlines()
+    run("rm", "broken", "-y")
+    assert (failed.status, "`teimgr logs NAME`" in failed.err) == (ExitStatus.FAILED, True), failed.err
+    assert "REASON" not in shown[0]
+    assert any(line.startswith("broken: ") for line in shown)
+    assert any("…/the-model" in line for line in shown)
+
+
+def test_a_fixed_key_has_the_daemons_reason(run: Run) -> None:
+    refused = run("edit", "static", "--port", "9999")
+    assert (refused.status, "port" in refused.err) == (ExitStatus.REFUSED, True), refused.err
+    assert "cannot be changed" in refused.err
 
 
 def terminal(*arguments: str) -> str:

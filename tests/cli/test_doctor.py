@@ -45,11 +45,33 @@ def test_a_good_host_passes_every_check(config: Path) -> None:
 
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout
-    assert {"config", "state", "logs", "run", "ports", "limits", "memory", "cache", "clock", "torch", "gpus"} == {
-        each["check"] for each in found
-    }
+    assert {
+        "config",
+        "state",
+        "logs",
+        "run",
+        "ports",
+        "limits",
+        "cpu",
+        "memory",
+        "cache",
+        "clock",
+        "torch",
+        "gpus",
+    } == {each["check"] for each in found}
     assert not [each for each in found if each["outcome"] == "fail"]
     assert not (config.parent / "state").exists(), "looking changes nothing"
+
+
+def test_a_seed_whose_model_is_no_directory_is_a_finding(config: Path) -> None:
+    config.write_text(config.read_text() + '[[instances]]\nname = "docs"\nmodel_id = "/no/such/model"\n')
+
+    done = run(config, "--json")
+
+    assert ["/no/such/model" in each["text"] for each in json.loads(done.stdout) if each["check"] == "config"] == [
+        False,
+        True,
+    ]
 
 
 def test_a_wrong_configuration_fails_with_its_fault_and_the_host_is_still_checked(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from teimgr import __version__
-from teimgr.cli.failures import MEANINGS
+from teimgr.cli.failures import MEANINGS, ExitStatus
 from teimgr.cli.main import main
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -170,3 +170,18 @@ def test_a_seed_that_could_not_be_created_is_refused(
 
     assert main([*command, str(path)]) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", ["models", "config", "key", "context"])
+def test_a_group_without_a_command_lists_its_commands(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group]) == ExitStatus.USAGE
+    shown = capsys.readouterr()
+    assert "Commands" in shown.out + shown.err
+    assert "Missing command" not in shown.err
+
+
+def test_options_have_the_type_of_their_key(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["create", "--help"])
+    shown = capsys.readouterr().out
+    assert "--trust-remote-code true|false" in shown
+    assert "--max-batch-tokens INT" in shown

@@ -106,4 +106,5 @@ def key_new(
     else:
         print(f"# The key, for {name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")
         output.note('keys count where [auth] has `enabled = true` and `providers = ["api_keys"]`: docs/api-keys.md')
+        output.note(f"to use it: `teimgr context add {name} URL --api-key-file -` reads the key and stores it")
     return 0

@@ -73,11 +73,17 @@ def quickstart(once: Once = False) -> int:
     return up(once)
 
 
-def doctor(output: CommandOutput, config: Config = None) -> int:
+def doctor(
+    output: CommandOutput,
+    config: Config = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The same as --config.", show_default=False)
+    ] = None,
+) -> int:
     """Check this host, with advice.
 
     Ports, GPUs, torch, cache, permissions, limits, clock.
     """
     from teimgr.cli.doctor import main as examine
 
-    return examine(config, as_json=output.as_json)
+    return examine(file or config, as_json=output.as_json)

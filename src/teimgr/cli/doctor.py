@@ -72,7 +72,7 @@ def examine(file: Path | None) -> Iterator[Finding]:
         settings = Settings()
     else:
         yield Finding("config", "ok", f"{file or 'defaults'}: {len(settings.instances)} seeds")
-        for warning in (*settings.warnings(), *unread_variables()):
+        for warning in (*settings.warnings(), *map(str, settings.missing_models()), *unread_variables()):
             yield Finding("config", "warn", warning)
     for check in CHECKS:
         yield from check(settings)
@@ -122,7 +122,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _limits(settings: Settings) -> Iterator[Finding]:
-    """Descriptors, memory and disk."""
+    """Descriptors, CPU cores, memory and disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
         yield Finding(
@@ -130,8 +130,9 @@ def _limits(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("limits", "ok", f"{'any number of' if hard < 0 else hard} open files")
-    from teimgr.placement.planner import free_memory_bytes
+    from teimgr.placement.planner import free_memory_bytes, usable_cores
 
+    yield Finding("cpu", "ok", f"{usable_cores()} cores")
     available = free_memory_bytes() or 0
     outcome: Outcome = "warn" if available < _LOW_MEMORY_BYTES else "ok"
     yield Finding("memory", outcome, f"{available / 2**30:.1f} GiB available")

@@ -25,6 +25,22 @@ _HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "defaul
 _DEFAULT = "default"
 
 
+def _types() -> dict[str, Literal["int", "bool", "text"]]:
+    """What each key's text is converted to; a key that also has words stays a text where it is no number."""
+    from dataclasses import fields
+
+    from teimgr.spec import InstanceSpec
+
+    def word(annotation: str) -> Literal["int", "bool", "text"]:
+        return "bool" if annotation == "bool" else "int" if "int" in annotation else "text"
+
+    return {item.name: word(str(item.type)) for item in fields(InstanceSpec)}
+
+
+InstanceTypes = _types()
+_METAVARS = {"int": "INT", "bool": "true|false", "text": "VALUE"}
+
+
 def _option(name: str, key: InstanceKey) -> tuple[str, Any, Any]:
     """The option of a key. All are texts: `_value` converts them, so that `default` can be one of their values."""
     flag = "--" + name.replace("_", "-")
@@ -38,7 +54,9 @@ def _option(name: str, key: InstanceKey) -> tuple[str, Any, Any]:
     if name == "extra_args":
         option = typer.Option("--extra-arg", metavar="ARG", help=meaning + " Several.", rich_help_panel=_PANEL)
         return name, Annotated[list[str] | None, option], None
-    option = typer.Option(flag, metavar="VALUE", help=meaning, rich_help_panel=_PANEL, show_default=False)
+    option = typer.Option(
+        flag, metavar=_METAVARS[InstanceTypes[name]], help=meaning, rich_help_panel=_PANEL, show_default=False
+    )
     return name, Annotated[str | None, option], None
 
 
@@ -78,6 +96,7 @@ def edit(
     recreate: Annotated[
         bool, typer.Option("--recreate", help="The old workers end before the new ones start.")
     ] = False,
+    port: Annotated[int | None, typer.Option(hidden=True, help="Fixed: the daemon's answer has the reason.")] = None,
     wait: Wait = False,
     timeout: Timeout = 300.0,
     **given: Any,
@@ -87,6 +106,8 @@ def edit(
     `default` as a value takes a key back to its default. Without keys, an editor opens.
     """
     changes = _values(given)
+    if port is not None:
+        changes["port"] = port
     if model is not None:
         changes["model_id"] = _absolute(model)
     if not changes:
@@ -108,7 +129,8 @@ def _finish(
     elif output.is_terminal:
         update = (instance.details.get("update") or {}).get("state") == "rolling"
         state = "updating" if update else instance.status.value
-        print(f"{instance.name}: {done}, {state}, port {instance.port}")
+        states = [state] if update else [done, state]
+        print(f"{instance.name}: {', '.join(states)}, port {instance.port}")
         if not wait and state != "running":
             output.note(f"`teimgr wait {instance.name}` waits until it serves")
     else:
@@ -146,21 +168,6 @@ def _tag(text: str) -> tuple[str, str]:
     if not equals:
         raise UsageError(f"--tag is KEY=VALUE, not {text!r}")
     return name, value
-
-
-def _types() -> dict[str, Literal["int", "bool", "text"]]:
-    """What each key's text is converted to; a key that also has words stays a text where it is no number."""
-    from dataclasses import fields
-
-    from teimgr.spec import InstanceSpec
-
-    def word(annotation: str) -> Literal["int", "bool", "text"]:
-        return "bool" if annotation == "bool" else "int" if "int" in annotation else "text"
-
-    return {item.name: word(str(item.type)) for item in fields(InstanceSpec)}
-
-
-InstanceTypes = _types()
 
 
 def _edited(name: str, instance: Instance) -> dict[str, Any]:

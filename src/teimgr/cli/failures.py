@@ -60,7 +60,7 @@ _TO_DO = {
     Code.ALREADY_RUNNING: "`teimgr restart` starts it anew, `teimgr wait` waits until it serves",
     Code.NOT_RUNNING: "`teimgr start` starts it",
     Code.BACKEND_UNAVAILABLE: "`teimgr ps` shows its state, `teimgr start` starts it, `teimgr logs` has its log",
-    Code.MODEL_LOAD_FAILED: "`teimgr logs` has the details; `teimgr models check` loads a model on trial",
+    Code.MODEL_LOAD_FAILED: "`teimgr logs NAME` has the details; `teimgr models check MODEL` loads a model on trial",
     Code.MODEL_IN_USE: "delete the instances first: `teimgr rm`",
     Code.WRONG_MODEL_KIND: "`teimgr ps` shows what kind of model each instance has",
     Code.UPDATE_IN_PROGRESS: "wait for it: `teimgr wait`",

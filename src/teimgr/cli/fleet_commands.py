@@ -17,11 +17,12 @@ def gpus(server: DaemonOptions, output: CommandOutput) -> None:
     if output.as_json:
         output.value(found)
         return
+    if not found["gpus"]:
+        output.note(f"no GPUs: {found['reason']}; models run on the CPU")
+        return
     output.table(
         ("gpu", "name", "memory", "load", "temperature", "instances"), [_gpu_row(each) for each in found["gpus"]]
     )
-    if not found["gpus"]:
-        output.note(f"no GPUs: {found['reason']}")
 
 
 def _gpu_row(gpu: dict[str, Any]) -> tuple[Any, ...]:

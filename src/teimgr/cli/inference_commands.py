@@ -15,7 +15,7 @@ import typer
 from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
 from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.client.rest_client import RestClient
-from teimgr.errors import AmbiguousInstance, InstanceNotFound
+from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound
 
 # TEI's default limit of inputs in one request.
 _AT_ONCE = 32
@@ -199,7 +199,10 @@ def chosen(rest: RestClient, wanted: str | None, kinds: Sequence[str]) -> str:
     """
     if wanted is not None and "/" not in wanted:
         return wanted
-    instances = [each for each in rest.list() if each.status.value == "running"]
+    try:
+        instances = [each for each in rest.list() if each.status.value == "running"]
+    except Forbidden as error:  # a key for inference alone cannot list the instances to choose from
+        raise AmbiguousInstance(f"which instance? {error.message}, which choosing one needs") from error
     if wanted is not None:
         fitting = [each.name for each in instances if each.model_id == wanted]
         if not fitting:

@@ -11,13 +11,14 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, Names
 from teimgr.cli.failures import ExitStatus, UsageError, exit_status, explain, report
-from teimgr.cli.output import duration, spinner
+from teimgr.cli.output import duration, shortened, spinner
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
 from teimgr.spec import State
 
 _COLUMNS = ("name", "status", "model", "kind", "dtype", "port", "workers", "device", "restarts", "uptime", "reason")
+_MODEL_WIDTH = 28
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 
@@ -32,8 +33,13 @@ def ps(
     server: DaemonOptions,
     output: CommandOutput,
     tag: Tag = None,
-    status: Annotated[list[State] | None, typer.Option(help="Only in this state; several: any of them.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Only of this model; several: any of them.")] = None,
+    status: Annotated[
+        list[State] | None,
+        typer.Option(metavar="STATE", help=f"Only in this state: {', '.join(State)}; several: any of them."),
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="Only of this model; several: any of them.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the names.")] = False,
 ) -> None:
     """List the instances with their state."""
@@ -47,9 +53,23 @@ def ps(
     if quiet:
         print("\n".join(each.name for each in instances), end="\n" if instances else "")
         return
-    output.table(_COLUMNS, [_row(each) for each in instances])
+    if output.is_terminal:
+        _print_fleet(output, instances)
+    else:
+        output.table(_COLUMNS, [_row(each) for each in instances])
     if not instances and output.is_terminal:
         output.note("no instances; `teimgr create NAME MODEL` makes one")
+
+
+def _print_fleet(output: CommandOutput, instances: Sequence[Instance]) -> None:
+    """The table on a terminal; reasons, which are sentences, are lines below it."""
+    rows = [_row(each) for each in instances]
+    model = _COLUMNS.index("model")
+    short = [(*row[:model], shortened(row[model], _MODEL_WIDTH), *row[model + 1 : -1]) for row in rows]
+    output.table(_COLUMNS[:-1], short)
+    for row in rows:
+        if row[-1]:
+            print(f"{row[0]}: {row[-1]}")
 
 
 def _row(instance: Instance) -> Sequence[Any]:

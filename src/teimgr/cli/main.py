@@ -102,7 +102,7 @@ def app(arguments: Sequence[str] = ()) -> typer.Typer:
         module, function, panel = COMMANDS[name]
         group, _, verb = name.rpartition(" ")
         if group and group not in groups:
-            groups[group] = typer.Typer(no_args_is_help=False, **settings)
+            groups[group] = typer.Typer(no_args_is_help=True, **settings)
             root.add_typer(groups[group], name=group, help=GROUPS[group], rich_help_panel=panel)
         command = getattr(importlib.import_module(f"teimgr.cli.{module}"), function)
         (groups[group] if group else root).command(verb, rich_help_panel=None if group else panel)(runnable(command))

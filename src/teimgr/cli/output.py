@@ -49,6 +49,14 @@ def spinner(text: str) -> Iterator[Any]:
         yield status.update
 
 
+def shortened(path: str, width: int) -> str:
+    """A model's id or directory in at most `width` characters; its end, which tells models apart, stays."""
+    if len(path) <= width:
+        return path
+    tail = path[-(width - 1) :]
+    return "…" + (tail[tail.index("/") :] if "/" in tail else tail)
+
+
 def duration(seconds: float | None) -> str:
     """A time span, such as 45 s, 3 m 20 s, 4 h 5 m, 12 d 3 h."""
     if seconds is None:

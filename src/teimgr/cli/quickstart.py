@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from teimgr import hub
 from teimgr.cli.failures import exit_status, explain, report
+from teimgr.cli.output import spinner
 from teimgr.cli.watch_commands import pretty_line
 from teimgr.client import Client
 from teimgr.client.rest_client import API
@@ -109,13 +111,15 @@ def greet(
         TeimgrError: the daemon or the instance did not come up.
     """
     with Client(api, grpc) as client:
-        await_listening(client, process, state / "daemon.log")
+        with spinner("the daemon is starting"):
+            await_listening(client, process, state / "daemon.log")
         started = time.monotonic()
         with contextlib.suppress(InstanceExists):
             client.create(instance, model)
-        view = client.wait_until_running(instance, deadline_s=_READY_LIMIT_S)
+        with spinner(f"{instance} is starting: it loads the model and tries it"):
+            view = client.wait_until_running(instance, deadline_s=_READY_LIMIT_S)
         taken_s = time.monotonic() - started
-        print(f"Instance {instance} is running on port {view.port}, {taken_s:.2f} s after it was wanted.")
+        print(f"Instance {instance} is running on port {view.port}, ready after {taken_s:.1f} s.")
         vector = client.embed(TEXT, instance=instance)[0]
     values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
     print(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')
@@ -151,16 +155,22 @@ def _last_reasons(log: Path) -> str:
 
 def suggestions(api: str, instance: str) -> list[str]:
     """Commands to copy and run: look, embed, load."""
-    folder = Path(sys.executable).parent
-    program = folder / "teimgr"
-    if folder.is_relative_to(Path.cwd()):
-        program = program.relative_to(Path.cwd())
+    program = _program()
     url = "" if api == API else f" --url {api}"
     return [
         f"{program} ps{url}",
         f"{program} embed 'What is deep learning?' -i {instance}{url}",
         f"{program} bench {instance} --mode arrow --num-texts 2000{url}",
     ]
+
+
+def _program() -> Path:
+    """`teimgr` as a shell finds it: its name where that is this installation's, or its path."""
+    program = Path(sys.executable).parent / "teimgr"
+    found = shutil.which("teimgr")
+    if found is not None and Path(found).resolve() == program.resolve():
+        return Path("teimgr")
+    return program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
 
 
 def free_port(preferred: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from teimgr.config.schema import ConfigFaults, convert, quoted, unknown
 from teimgr.errors import ValidationError
-from teimgr.spec import KEYS, InstanceSpec
+from teimgr.spec import FIXED, KEYS, InstanceSpec
 
 _MOST = 2**32 - 1  # protobuf's uint32
 _HINTS = get_type_hints(InstanceSpec)
@@ -37,9 +37,12 @@ def checked_keys(given: Mapping[str, Any], known: Collection[str]) -> dict[str, 
     """Keys of an instance, checked by their declaration and ready for JSON; None passes.
 
     Raises:
-        ValidationError: A key is not in `known`, and the message offers the nearest; or it cannot have this value.
+        ValidationError: A key is fixed; is not in `known`, and the message offers the nearest; or cannot have
+            this value.
     """
     for name in given.keys() - known:
+        if name in KEYS and KEYS[name].in_rest:
+            raise ValidationError(f"{name}: {FIXED}")
         raise ValidationError(unknown(name, given[name], known))
     return {name: None if value is None else _checked(name, value) for name, value in given.items()}
 

@@ -37,7 +37,7 @@ from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import TooLarge, ValidationError
 from teimgr.http_protocol import SlowClient, is_json, read_limited
-from teimgr.spec import KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
+from teimgr.spec import FIXED, KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]
 TagText = Annotated[str, Field(max_length=256)]
@@ -125,7 +125,7 @@ def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         if issubclass(kind, UpdateInstance) and path in KEYS and KEYS[path].in_rest:
-            return f"{path}: cannot be changed; delete the instance and create it again"
+            return f"{path}: {FIXED}"
         return f"unknown field {path!r}; {nearest(path, kind.model_fields)}"
     if item["type"] == "missing":
         return f"missing field `{path}`"
