@@ -62,13 +62,17 @@ async def mux_url(multiplexer: Multiplexer) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def mtls_url(multiplexer: Multiplexer, certificates: Certificates) -> AsyncIterator[str]:
+async def mtls_urls(
+    multiplexer: Multiplexer, certificates: Certificates, tmp_path: Path
+) -> AsyncIterator[tuple[str, str]]:
+    """A server that asks for client certificates, on a port and at a Unix socket."""
     server = make_server(multiplexer)
     pair = (certificates.server_key.read_bytes(), certificates.server_cert.read_bytes())
     credentials = grpc.ssl_server_credentials([pair], certificates.ca.read_bytes(), require_client_auth=True)
     port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.add_secure_port(f"unix:{tmp_path}/grpc.sock", credentials)
     await server.start()
-    yield f"https://127.0.0.1:{port}"
+    yield f"https://localhost:{port}", f"https+unix:{tmp_path}/grpc.sock"
     await server.stop(None)
 
 

@@ -101,7 +101,8 @@ def refused(sockets: dict[str, str], reason: str) -> None:
 
 def test_a_web_page_is_no_more_trusted_at_a_socket(sockets: dict[str, str]) -> None:
     api = Path(sockets["api_socket"])
-    with WarmDaemonProcess(**sockets):
+    with WarmDaemonProcess(api_socket=str(api)) as daemon:
+        assert DaemonConnection(f"unix:{api}").grpc() == f"http://localhost:{daemon.grpc_port}"
         create = ("-X", "POST", "-d", "{}", "-H", "Content-Type: application/json", "http://localhost/instances")
         assert curl(api, "-H", "Origin: https://evil.example", *create)[0] == 403
         assert curl(api, "-H", "Host: evil.example", "-H", "Origin: http://evil.example", *create)[0] == 403
