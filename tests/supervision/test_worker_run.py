@@ -16,7 +16,8 @@ from teimgr.launch.launcher import Adopted
 from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.spec import CpuThreads, WorkerSpec
 from teimgr.supervision.lifecycle import Exited, LoadBegan, Observation
-from teimgr.supervision.worker_run import LoadSlots, ProbePlan, WorkerRun
+from teimgr.supervision.worker_run import LoadSlots, ProbePlan, Prober, WorkerRun
+from teimgr.wire.frames import Method
 
 SPEC = WorkerSpec(name="a", model_id="m")
 
@@ -214,3 +215,25 @@ async def test_workers_load_one_after_the_other_where_the_device_has_no_more_roo
     assert not waiting[2].done(), "one loads, and there is no memory for two"
     slots.give_back(None)
     await waiting[2]
+
+
+class AnsweringLink(ControlLink):
+    """A link whose requests are answered by the time they are awaited."""
+
+    def begin(self, method: Method, payload: bytes = b"", *, timeout_s: float) -> asyncio.Future[bytes]:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        answer.set_result(b'{"batches": 1}')
+        return answer
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_no_cancellation_is_lost_that_comes_with_an_answer(turns: int) -> None:
+    """Else the supervision of a worker that ends in this moment would never end."""
+    link = AnsweringLink(lambda status: None, lambda: None)
+    for waiting in (Prober(5.0).probe(link), link.call(Method.STATS, timeout_s=5.0)):
+        task = asyncio.create_task(waiting)  # type: ignore[arg-type]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.cancel():  # it was under way
+            await asyncio.wait({task})
+            assert task.cancelled()

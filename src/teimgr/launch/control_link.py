@@ -94,8 +94,10 @@ class ControlLink(FrameProtocol):
             Unavailable: the link is or becomes closed.
             TeimgrError: the worker answered with an error.
         """
+        reply = self.begin(method, payload, timeout_s=timeout_s)
         try:
-            return await asyncio.wait_for(self.begin(method, payload, timeout_s=timeout_s), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for loses a cancellation that comes with the answer (3.11)
+                return await reply
         except TimeoutError:
             raise DeadlineExceeded(f"no answer to {method.name} within {timeout_s:g} s") from None
 
