@@ -185,7 +185,7 @@ async def test_other_requests_are_served_by_asgi(request_bytes: bytes, body: byt
 
 
 async def test_a_body_that_does_not_come_at_once_is_awaited_by_asgi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_HOLD_S", 0.0)
+    monkeypatch.setattr(http_protocol, "HOLD_S", 0.0)
     async with served() as there:
         whole = post(b"hello")
         await there.connection.send(whole[:-3], whole[-3:])

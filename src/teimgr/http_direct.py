@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 # A larger body waits for its budget and is parsed on a thread: as an ASGI request.
 MAX_BODY_BYTES = 64 * 1024
+# How long a small body is awaited for an answer without ASGI, which would wait for it within other limits.
+HOLD_S = 1.0
 # Of a response, written at once; the rest in parts of this size, each when the client has read most of those before.
 PART_BYTES = 256 * 1024
 _CLOSE = (b"connection", b"close")
@@ -54,7 +56,7 @@ Answer = Callable[[], Coroutine[Any, Any, DirectReply]]
 Direct = Callable[[DirectRequest], Answer | None]
 """What answers a request; None where ASGI is to serve it."""
 
-_FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error")
+FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error")
 
 
 class DirectExchange:
@@ -80,7 +82,7 @@ class DirectExchange:
                 reply = await answer()
             except Exception:
                 log.exception("a request failed")
-                reply, self.keep_alive = _FAILED, False
+                reply, self.keep_alive = FAILED, False
             await self._send(reply)
         except BaseException:  # cancelled, or half a response: the connection is of no more use
             self.keep_alive = False

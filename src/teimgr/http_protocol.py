@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 import httptools
 from starlette.requests import Request
 from starlette.responses import Response
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import Cancelled
-from teimgr.http_direct import MAX_BODY_BYTES, PART_BYTES, Direct, DirectExchange, DirectRequest
+from teimgr.http_direct import HOLD_S, MAX_BODY_BYTES, PART_BYTES, Direct, DirectExchange, DirectRequest
 from teimgr.observability.memory import max_connections
 
 # A kept connection without requests is closed after this time. Longer than clients keep theirs (aiohttp 15 s, Java
@@ -36,8 +37,7 @@ _MAX_HEAD_BYTES = 256 * 2**10
 # A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
 STALL_S = 30.0
 LEAST_READ_BYTES = 16 * 1024
-# How long a small body is awaited for an answer without ASGI, which would wait for it within other limits.
-_HOLD_S = 1.0
+_UNREAD_REPLIES_BYTES = 64 * 2**20
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 # Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
@@ -62,8 +62,8 @@ class H2Connection(Protocol):
 
 # Gets a connection between two requests, which another process is to serve.
 PassOn = Callable[[socket.socket], None]
-# Makes the protocol of a new connection; uvicorn's state lists the server's connections and tasks.
-H2Factory = Callable[[ServerState], asyncio.Protocol]
+# Makes the protocol of a new connection.
+H2Factory = Callable[["ServerConnections"], asyncio.Protocol]
 
 
 class StallGuard:
@@ -93,11 +93,23 @@ class StallGuard:
 
 
 class ServerConnections(ServerState):
-    """Uvicorn's lists of connections and tasks; where a server that leaves passes connections on to; what answers
-    requests without ASGI."""
+    """Uvicorn's lists of connections and tasks, and what protocols need of their server.
+
+    Attributes:
+        config: With the application.
+        pass_on: Where a server that leaves passes connections on to.
+        direct: What answers requests without ASGI.
+        unread_replies: The bytes of such answers that HTTP/2's clients have not read. Beyond the limit ASGI serves all
+            requests, within its budgets.
+    """
 
     pass_on: PassOn | None = None
     direct: Direct | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.unread_replies = ByteBudget(_UNREAD_REPLIES_BYTES)
 
 
 def _detach(transport: asyncio.Transport) -> socket.socket:
@@ -274,7 +286,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.expect_100_continue or not length or int(length) > MAX_BODY_BYTES:
             self._to_asgi()
         else:
-            self._hold_timer = self.loop.call_later(_HOLD_S, self._to_asgi)
+            self._hold_timer = self.loop.call_later(HOLD_S, self._to_asgi)
 
     def _end_hold(self) -> list[bytes]:
         if self._hold_timer is not None:
@@ -302,14 +314,17 @@ class HttpProtocol(HttpToolsProtocol):
 class ProtocolSniffer(asyncio.Protocol):
     """Detects HTTP/2 or HTTP/1 from the first bytes of a connection, and hands it to that protocol.
 
-    Connections beyond `max_connections` are aborted, silent ones closed after a timeout. The arguments are those with
-    which uvicorn makes a protocol.
+    Connections beyond `max_connections` are aborted, silent ones closed after a timeout. The keyword arguments are
+    those with which uvicorn makes a protocol.
     """
 
     silence_s: float | None = None
 
-    def __init__(self, h2: H2Factory, *, server_state: ServerConnections, **rest: Any) -> None:
+    def __init__(
+        self, h2: H2Factory, http1: type[HttpProtocol] = HttpProtocol, *, server_state: ServerConnections, **rest: Any
+    ) -> None:
         self._h2 = h2
+        self._http1 = http1
         self._state = server_state
         self._rest = rest
         self._seen = b""
@@ -337,7 +352,7 @@ class ProtocolSniffer(asyncio.Protocol):
         if self._seen.startswith(_H2_PREFACE):
             protocol = self._h2(self._state)
         else:
-            protocol = HttpProtocol(server_state=self._state, **self._rest)
+            protocol = self._http1(server_state=self._state, **self._rest)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         if self._state.pass_on is not None and not isinstance(protocol, HttpProtocol):

@@ -148,13 +148,15 @@ async def serving(
     h2: H2Factory | None = None,
     direct: Direct | None = None,
     unix: UnixListener | None = None,
+    http: type[HttpProtocol] = HttpProtocol,
     **tls: Any,
 ) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
 
     The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
-    without it HTTP/2 is not served. `direct` may answer requests without `app`. `unix` is served beside `sock`, and
-    its file removed as the body ends. `tls` are arguments of uvicorn (`rest/app.py`).
+    without it HTTP/2 is not served. `http` is the protocol of the others. `direct` may answer requests without `app`.
+    `unix` is served beside `sock`, and its file removed as the body ends. `tls` are arguments of uvicorn
+    (`rest/app.py`).
 
     Raises:
         PortConflict: another process began to listen on the address since it was bound.
@@ -170,7 +172,8 @@ async def serving(
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
         timeout_keep_alive=cast(int, KEEP_ALIVE_S),
-        **({"http": HttpProtocol if h2 is None else partial(ProtocolSniffer, h2)} | tls),
+        http=cast(Any, http if h2 is None else partial(ProtocolSniffer, h2, http)),
+        **tls,
     )
     server = Server(config)
     server.server_state.direct = direct
@@ -209,7 +212,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.server_state: ServerConnections = ServerConnections()
+        self.server_state: ServerConnections = ServerConnections(config)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

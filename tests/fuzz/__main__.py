@@ -18,7 +18,7 @@ import psutil
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS.parent))  # as pytest's `pythonpath` has it
 
-from tests.fuzz import flooding, http1, http2, link_frames, rest, target, toml_files  # noqa: E402
+from tests.fuzz import flooding, h2c, http1, http2, link_frames, rest, target, toml_files  # noqa: E402
 from tests.fuzz.surface import Report  # noqa: E402
 from tests.support import long_run  # noqa: E402
 from tests.support.memory import resident_mib  # noqa: E402
@@ -29,6 +29,7 @@ SURFACES: dict[str, Callable[[target.Target, int, Report], None]] = {
     "frames": link_frames.run,
     "http1": http1.run,
     "http2": http2.run,
+    "h2c": h2c.run,
     "rpc": flooding.run,
     "rest": lambda running, cases, report: _rest(running, cases, report),
 }

@@ -20,7 +20,7 @@ from tests.support.h2_peer import framed, head
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEAD = struct.Struct(">BHBBI")
-_HEADERS = 1
+HEADERS = 1
 _UNKNOWN = "2"
 
 
@@ -114,7 +114,7 @@ def judge(received: bytes) -> str:
     decoder, status = hpack.Decoder(), "closed"
     decoder.max_allowed_table_size = 2**32 - 1  # a case may have allowed it
     for kind, flags, _, payload in frames_of(received):
-        if kind == _HEADERS:
+        if kind == HEADERS:
             if flags & 0x20:  # priority
                 payload = payload[5:]
             fields = _text(decoder.decode(payload, raw=True))

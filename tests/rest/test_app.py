@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 import uvloop
 from tests.support.authority import Authority, needs_openssl, put
+from tests.support.h2_peer import Peer, request
 from tests.support.memory_fleet import Fleet
 from tests.support.polling import eventually
 from tests.support.rest_listener import Front, listening
@@ -190,6 +191,25 @@ async def served(url: str | Path, context: ssl.SSLContext) -> bytes | None:
     with contextlib.suppress(ssl.SSLError, ConnectionError):
         await writer.wait_closed()
     return certificate if answer.startswith(b"HTTP/1.1 200") else None
+
+
+@pytest.mark.parametrize(("rules", "status"), [({}, 200), ({"allowed_subjects": ("CN=other",)}, 401)])
+@on_uvloop
+async def test_http2_over_tls_has_the_clients_certificate(
+    settings: Settings, ours: Authority, rules: dict[str, Any], status: int
+) -> None:
+    settings = replace(settings, auth=Auth(enabled=True, providers=("mtls",), mtls=mtls(ours.folder, **rules)))
+    assert settings.tls_files
+    context = client(ours.ca, ours)
+    context.set_alpn_protocols(["h2"])
+    async with renewing(settings, settings.tls_files) as (_, url):
+        port = int(url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+        peer = Peer(reader, writer)
+        assert (await peer.ask(request("/instances")))[0] == status
+        assert (await peer.ask(request("/health")))[0] == 200
+        writer.close()
 
 
 @pytest.mark.clause("M6-renewal")

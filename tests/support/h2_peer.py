@@ -28,6 +28,11 @@ def head(path: str, **more: str) -> list[tuple[str, str]]:
     ]
 
 
+def request(path: str, method: str = "GET", **more: str) -> list[tuple[str, str]]:
+    """The headers of an HTTP request."""
+    return [(":method", method), (":scheme", "http"), (":path", path), (":authority", "x"), *more.items()]
+
+
 class Peer:
     """A client of raw HTTP/2 frames; it reads only in `settled` and `until`."""
 
@@ -42,9 +47,9 @@ class Peer:
     def flush(self) -> None:
         self.writer.write(self.h2.data_to_send())
 
-    def open(self, headers: list[tuple[str, str]]) -> int:
+    def open(self, headers: list[tuple[str, str]], end: bool = False) -> int:
         stream = self.h2.get_next_available_stream_id()
-        self.h2.send_headers(stream, headers)
+        self.h2.send_headers(stream, headers, end_stream=end)
         self.flush()
         return stream
 
@@ -56,6 +61,38 @@ class Peer:
             sent += room
         self.flush()
         return sent
+
+    async def ask(self, headers: list[tuple[str, str]], body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the response to a request, whose body fits into the windows."""
+        stream = self.open(headers, end=not body)
+        if body:
+            assert self.send(stream, body) == len(body)
+            self.h2.end_stream(stream)
+            self.flush()
+        return await self.response(stream)
+
+    async def response(self, stream: int) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the response on a stream; other events stay."""
+        head: dict[str, str] = {}
+        body, has_ended = b"", False
+        async with asyncio.timeout(LIMIT_S):
+            while not has_ended:
+                events, self.events = self.events, []
+                for event in events:
+                    if getattr(event, "stream_id", None) != stream or isinstance(event, h2.events.StreamReset):
+                        self.events.append(event)
+                    elif isinstance(event, h2.events.ResponseReceived):
+                        head = dict(event.headers)  # type: ignore[arg-type]
+                    elif isinstance(event, h2.events.DataReceived):
+                        body += event.data
+                        self.h2.acknowledge_received_data(event.flow_controlled_length, stream)
+                    elif isinstance(event, h2.events.StreamEnded):
+                        has_ended = True
+                self.flush()
+                assert has_ended or not self.is_closed, "closed before the response ended"
+                if not has_ended:
+                    await self.take()
+        return int(head[":status"]), head, body
 
     async def take(self) -> None:
         data = await self.reader.read(65536)
@@ -94,8 +131,10 @@ async def connecting(host: str, port: int) -> AsyncIterator[Callable[[], Awaitab
         await peer.settled()
         return peer
 
-    yield connect
-    for peer in peers:
-        peer.writer.close()
-        with suppress(ConnectionError):
-            await peer.writer.wait_closed()
+    try:
+        yield connect
+    finally:
+        for peer in peers:
+            peer.writer.close()
+            with suppress(ConnectionError):
+                await peer.writer.wait_closed()

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Request
@@ -29,6 +30,7 @@ from teimgr.docs_page import HEADERS, page
 from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
 from teimgr.gateway.routes import describe
+from teimgr.http2.requests import protocol as http2_protocol
 from teimgr.http_direct import Direct
 from teimgr.http_protocol import HttpProtocol
 from teimgr.http_server import AsgiApp, Listener, serving
@@ -181,6 +183,12 @@ def uvicorn_options(context: ssl.SSLContext | None) -> dict[str, Any]:
     return {"http": TlsHttpProtocol, "ssl_context_factory": lambda config, default: context}
 
 
+def certificate_scope(transport: asyncio.Transport) -> dict[str, Any]:
+    """The scope of HTTP/2 requests: the client certificate's names, where the connection is of TLS."""
+    peer = transport.get_extra_info("peercert")
+    return {} if peer is None else {CERTIFICATE: certificate_from_tls(peer)}
+
+
 class RestTls:
     """TLS of the REST listener, renewed when its files change; off without files.
 
@@ -189,7 +197,7 @@ class RestTls:
     """
 
     def __init__(self, files: TlsFiles | None) -> None:
-        self._context = files.context() if files else None
+        self._context = _context(files) if files else None
         self._files = files
         self._watch: TlsWatch | None = None
 
@@ -202,13 +210,14 @@ class RestTls:
         self, app: AsgiApp, sock: socket.socket, direct: Direct | None = None, unix: UnixListener | None = None
     ) -> AsyncIterator[Listener]:
         """As `http_server.serving`, with these certificates."""
-        async with serving(app, sock, direct=direct, unix=unix, **uvicorn_options(self._context)) as listener:
+        h2 = partial(http2_protocol, peer_scope=certificate_scope)
+        async with serving(app, sock, h2, direct, unix, **uvicorn_options(self._context)) as listener:
             if self._files is None:
                 yield listener
                 return
 
             async def renew(files: TlsFiles) -> None:
-                await listener.secure(files.context())
+                await listener.secure(_context(files))
 
             self._watch = TlsWatch(self._files, renew)
             watching = asyncio.create_task(self._watch.run())
@@ -216,3 +225,10 @@ class RestTls:
                 yield listener
             finally:
                 watching.cancel()
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    """The context of the files, which offers HTTP/2 to clients that know it (ALPN)."""
+    context = files.context()
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context

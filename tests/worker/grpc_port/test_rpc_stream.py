@@ -1,58 +1,139 @@
-"""Bytes of a stream: exact reads, HTTP/2's flow control, and the three ways to end."""
+"""RPCs over HTTP/2: bytes received and not read, messages that do not come, clients that do not read."""
 
-import asyncio
+from __future__ import annotations
 
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import h2.events
+import h2.settings
 import pytest
+from tests.support.h2_peer import Peer, connecting, framed, head
+from tests.support.polling import eventually
+from tests.worker.test_dispatcher import FakeEngine
 
-from teimgr.errors import InvalidInput, Unavailable
-from teimgr.worker.grpc_port.rpc_stream import ReceiveBuffer
+from teimgr.engine.engine import Engine
+from teimgr.http2 import sender
+from teimgr.http_server import bind, serving
+from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.spec import WorkerSpec
+from teimgr.worker.dispatcher import Dispatcher
+from teimgr.worker.grpc_port import port, rpc_stream
+from teimgr.worker.grpc_port.port import GrpcPort
+
+MESSAGE = 256 * 1024
+HEAD = head("/tei.v1.Embed/Embed")
 
 
-async def test_reads_do_not_care_how_the_bytes_came() -> None:
-    buffer = ReceiveBuffer(lambda size: None)
-    for part in (b"ab", b"", b"cdef"):
-        buffer.add(part, len(part))
-    buffer.eof()
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    """No test sends HTTP/1."""
 
-    assert [await buffer.read(3), await buffer.read(2), await buffer.read(1), await buffer.read(5)] == [
-        b"abc",
-        b"de",
-        b"f",
-        b"",
+
+Connect = Callable[[], Awaitable[Peer]]
+
+
+@pytest.fixture
+async def dispatcher() -> Dispatcher:
+    dispatcher = Dispatcher(WorkerSpec(name="a", model_id="m", port=1, max_message_bytes=MESSAGE))
+    dispatcher._engine = cast(Engine, FakeEngine())
+    return dispatcher
+
+
+@pytest.fixture
+async def address(dispatcher: Dispatcher) -> AsyncIterator[tuple[str, int]]:
+    sock = bind("127.0.0.1", 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # of its connections: what is not read shows early
+    async with serving(hello, sock, GrpcPort(dispatcher).protocol):
+        yield sock.getsockname()
+
+
+@pytest.fixture
+async def connect(address: tuple[str, int]) -> AsyncIterator[Connect]:
+    async with connecting(*address) as connect:
+        yield connect
+
+
+async def test_bytes_of_messages_that_arrive_are_bounded_over_all_connections(
+    dispatcher: Dispatcher, connect: Connect
+) -> None:
+    peers = [await connect() for _ in range(8)]
+    left = {(peer, peer.open(HEAD)): framed(b"x" * (MESSAGE - 1), MESSAGE) for peer in peers for _ in range(20)}
+    progress = True
+    while progress:
+        progress = False
+        for (peer, stream), data in left.items():
+            sent = peer.send(stream, data)
+            left[peer, stream] = data[sent:]
+            progress |= sent > 0
+        for peer in peers:
+            await peer.settled()
+
+    sent = sum(MESSAGE + 4 - len(data) for data in left.values())
+    assert sent <= dispatcher.port_budget.limit_bytes + len(peers) * (1 << 20)  # and each connection's window
+    assert dispatcher.port_budget.taken_bytes <= dispatcher.port_budget.limit_bytes
+    for peer in peers:
+        peer.writer.close()
+    await eventually(lambda: not dispatcher.port_budget.taken_bytes)
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/tei.v1.Embed/Embed", b""),
+        ("/tei.v1.Embed/Embed", framed(b"x" * 100, 200)),
+        ("/tei.v1.Embed/EmbedStream", b""),
+        ("/grpc.health.v1.Health/Check", b""),
+    ],
+)
+async def test_a_message_that_does_not_come_ends_the_call(
+    path: str, sent: bytes, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_stream, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(port, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(port, "STREAM_PAUSE_S", 0.2)
+    peer = await connect()
+    stream = peer.open(head(path))
+    peer.send(stream, sent)
+
+    await peer.until(h2.events.StreamEnded)
+    answers = [
+        event for event in peer.events if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived)
     ]
+    headers = dict(answers[-1].headers)
+
+    assert headers["grpc-status"] == "4"
+    assert "0.2" in headers["grpc-message"]
 
 
-async def test_the_client_may_send_more_only_when_somebody_waits() -> None:
-    allowed: list[int] = []
-    buffer = ReceiveBuffer(allowed.append)
-    buffer.add(b"x" * 100, 110)
-    await buffer.read(60)
-    assert sum(allowed) == 0
+async def test_replies_are_held_until_read_and_a_client_that_does_not_read_is_cut_off(
+    dispatcher: Dispatcher, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "STALL_S", 0.5)
+    reader = await connect()
+    reader.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})  # it never lets a reply through
+    reader.flush()
+    await reader.settled()
+    stream = reader.open(head("/tei.v1.Info/Info"))
+    reader.h2.send_data(stream, framed(tei_pb2.InfoRequest().SerializeToString()), end_stream=True)
+    reader.flush()
+    await reader.settled()
 
-    reading = asyncio.create_task(buffer.read(60))
-    await asyncio.sleep(0)
-    assert sum(allowed) == 110
-    buffer.add(b"x" * 20, 20)
+    assert dispatcher.port_budget.taken_bytes > 0
+    trailers = dict((await reader.until(h2.events.TrailersReceived)).headers)
 
-    assert len(await reading) == 60
-    assert buffer.unacked_size() == 20
-    assert buffer.unacked_size() == 0
-
-
-async def test_an_end_inside_a_message_is_invalid() -> None:
-    buffer = ReceiveBuffer(lambda size: None)
-    buffer.add(b"abc", 3)
-    buffer.eof()
-
-    with pytest.raises(InvalidInput, match="ends inside"):
-        await buffer.read(4)
+    assert trailers["grpc-status"] == "1"
+    await eventually(lambda: not dispatcher.port_budget.taken_bytes)
 
 
-async def test_what_was_sent_before_a_failure_is_still_read() -> None:
-    buffer = ReceiveBuffer(lambda size: None)
-    buffer.add(b"abc", 3)
-    buffer.fail(Unavailable("stopping"))
+@pytest.mark.parametrize("sent", [b"\0\0", framed(b"abc", 9)])
+async def test_an_end_inside_a_message_is_invalid(sent: bytes, connect: Connect) -> None:
+    peer = await connect()
+    stream = peer.open(HEAD)
+    peer.h2.send_data(stream, sent, end_stream=True)
+    peer.flush()
 
-    assert await buffer.read(3) == b"abc"
-    with pytest.raises(Unavailable, match="stopping"):
-        await buffer.read(1)
+    headers = dict((await peer.until(h2.events.ResponseReceived)).headers)
+
+    assert headers["grpc-status"] == "3"
+    assert "ends inside" in headers["grpc-message"]

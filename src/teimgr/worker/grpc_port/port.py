@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
-from h2.exceptions import ProtocolError
-from uvicorn.server import ServerState
 
 from teimgr.byte_budget import ByteBudget, Charge
-from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError
+from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
 from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
+from teimgr.http2.connection import Connection
+from teimgr.http2.requests import HttpStreams
+from teimgr.http2.stream import Stream, StreamLost
+from teimgr.http_protocol import ServerConnections
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
@@ -26,11 +29,14 @@ from teimgr.wire.frames import Flag
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.grpc_port.connection import Connection
 from teimgr.worker.grpc_port.rpc_stream import MESSAGE_S, RpcStatusError, RpcStream
 from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
+# The beginning of the content types of gRPC.
+_GRPC = b"application/grpc"
+# A connection may hold this part of the port's budget for messages received and replies not read.
+_CONNECTION_SHARE = 4
 # Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
 _WINDOW = 1024
 # Longest wait for the next message of a stream that is collected: those before it are held in memory.
@@ -95,7 +101,7 @@ class PortHealth(HealthService):
 
 
 class GrpcPort:
-    """Server of `tei.v1`, health and reflection.
+    """Server of `tei.v1`, health and reflection; what is no RPC of a connection goes to the HTTP application.
 
     Health and reflection are open; everything else requires the API key where the instance has one.
     """
@@ -111,9 +117,25 @@ class GrpcPort:
         for name in health_reflection.REFLECTION_SERVICES:
             self._standard[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
 
-    def protocol(self, server_state: ServerState) -> Connection:
-        dispatcher = self._dispatcher
-        return Connection(self._serve, dispatcher.spec.max_message_bytes, dispatcher.port_budget, server_state)
+    def protocol(self, state: ServerConnections) -> Connection:
+        """The protocol of an HTTP/2 connection: RPCs here, and HTTP requests to the application of the server."""
+        port_budget, http = self._dispatcher.port_budget, HttpStreams(state)
+        budget = ByteBudget(port_budget.limit_bytes // _CONNECTION_SHARE, port_budget)
+
+        def serve(stream: Stream) -> Coroutine[Any, Any, None]:
+            if not self._is_rpc(stream):
+                return http.serve(stream)
+            stream.connection.stays_open = True  # a channel is open for long
+            rpc = RpcStream(stream, self._dispatcher.spec.max_message_bytes, budget)
+            stream.on_stopping = partial(rpc.stop, Unavailable("the instance is stopping"))
+            return self._serve(rpc)
+
+        return Connection(serve, state)
+
+    def _is_rpc(self, stream: Stream) -> bool:
+        fields = dict(stream.headers)
+        path = fields.get(b":path", b"").decode("latin-1")
+        return fields.get(b"content-type", b"").startswith(_GRPC) or path in _BY_PATH or path in self._standard
 
     def stop(self) -> None:
         """Report NOT_SERVING and end the watches of health."""
@@ -134,8 +156,8 @@ class GrpcPort:
             status = GrpcStatus.of(error)
         except RpcStatusError as error:
             status = error.status
-        except ProtocolError:
-            raise  # of a client that left
+        except StreamLost:
+            raise  # the client left
         except TimeoutError as error:
             status = GrpcStatus.of(DeadlineExceeded() if limit.expired() else masked(error))
         except Exception as error:

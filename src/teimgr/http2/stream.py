@@ -1,0 +1,175 @@
+"""One HTTP/2 stream of a server: the client's bytes in, headers and data out, its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from h2.errors import ErrorCodes
+
+if TYPE_CHECKING:
+    from teimgr.http2.connection import Connection
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class StreamLost(Exception):
+    """The client has reset the stream, or its connection is closed."""
+
+
+class Stalled(Exception):
+    """The client does not read what is sent on the stream."""
+
+
+class ReceiveBuffer:
+    """The received bytes of a stream; `acknowledge` is called with the number of bytes to add to the client's window.
+
+    The window reopens only when a reader waits for data, so what is not read holds the client back.
+    """
+
+    def __init__(self, acknowledge: Callable[[int], None]) -> None:
+        self._acknowledge = acknowledge
+        self._data = bytearray()
+        self._unacknowledged = 0
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+        self.has_ended = False
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    async def read(self, size: int) -> bytes:
+        """Exactly `size` bytes; fewer, or none, at the end of the stream.
+
+        Raises:
+            Exception: the error given to `fail`, once all received bytes are read.
+        """
+        while len(self._data) < size and not self.has_ended:
+            await self._wait()
+        taken = bytes(memoryview(self._data)[:size])
+        del self._data[:size]
+        return taken
+
+    async def read_some(self) -> bytes:
+        """What was received and not read, at least a byte; none at the end of the stream. Raises as `read`."""
+        while not self._data and not self.has_ended:
+            await self._wait()
+        return self.take()
+
+    async def whole(self, limit_bytes: int) -> bool:
+        """Whether the stream ended within `limit_bytes`; nothing is read, nor the window opened. Raises as `read`."""
+        while not self.has_ended and len(self._data) <= limit_bytes:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+        return len(self._data) <= limit_bytes
+
+    def take(self) -> bytes:
+        """All received bytes."""
+        taken = bytes(self._data)
+        self._data.clear()
+        return taken
+
+    def fail(self, error: Exception) -> None:
+        """Stop waiting for data."""
+        self._failure = error
+        self._changed.set()
+
+    def add(self, data: bytes, window_bytes: int) -> None:
+        """Append a DATA frame, which took `window_bytes` of the client's window."""
+        self._data += data
+        self._unacknowledged += window_bytes
+        self._changed.set()
+
+    def end(self) -> None:
+        """The client sends no more."""
+        self.has_ended = True
+        self._changed.set()
+
+    def unacknowledged(self) -> int:
+        """The bytes to acknowledge now; each is counted once."""
+        size, self._unacknowledged = self._unacknowledged, 0
+        return size
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._acknowledge(self.unacknowledged())
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class Stream:
+    """A stream, opened by its client with `headers`.
+
+    Attributes:
+        received: What the client sends.
+        on_lost: Called once when the client resets the stream or the connection ends; the connection sets it to the
+            cancellation of the task that serves the stream.
+        on_stopping: Called when the server ends, while the stream is open.
+        discards_rest: Whether a client that is answered may still send its request, which is discarded; else it is told
+            to stop by a reset.
+        is_lost: Whether nothing can be sent any more; `received` fails with `StreamLost` then.
+    """
+
+    def __init__(self, connection: Connection, number: int, headers: Headers) -> None:
+        self.connection = connection
+        self.number = number
+        self.headers = headers
+        self.received = ReceiveBuffer(self._acknowledge)
+        self.on_lost: Callable[[], object] | None = None
+        self.on_stopping: Callable[[], object] | None = None
+        self.discards_rest = False
+        self.is_lost = False
+        self.has_ended = False
+        """Whether the server has sent its last frame."""
+        # What `send_data` waits for; the connection sends it as flow control allows.
+        self.unsent = memoryview(b"")
+        self.ends_after = False
+        self.sent: asyncio.Future[None] | None = None
+        self.has_turn = False
+
+    async def send_headers(self, headers: Headers, end: bool = False) -> None:
+        """Send a block of headers, the last frame if `end`.
+
+        Raises:
+            StreamLost: it cannot be sent.
+        """
+        await self.connection.sender.send_headers(self, headers, end)
+
+    async def send_data(self, data: bytes | bytearray | memoryview, end: bool = False) -> None:
+        """Send bytes as flow control allows; return when all are written to the connection.
+
+        Raises:
+            StreamLost: they cannot be sent.
+            Stalled: the client did not read for too long; the rest of them is discarded.
+        """
+        self.check_open()
+        await self.connection.sender.send_data(self, memoryview(data), end)
+
+    def reset(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
+        """End the stream in both directions, where it has not ended."""
+        if not self.is_lost and not (self.has_ended and self.received.has_ended):
+            self.has_ended = True
+            self.connection.reset(self, code)
+
+    def lose(self) -> None:
+        """Called by the connection when nothing can be received or sent any more."""
+        if not self.is_lost:
+            self.is_lost = True
+            lost = StreamLost(f"stream {self.number} is lost")
+            self.received.fail(lost)
+            if self.sent is not None and not self.sent.done():
+                self.sent.set_exception(lost)
+            if self.on_lost is not None:
+                self.on_lost()
+
+    def check_open(self) -> None:
+        """Raises StreamLost where nothing can be sent any more."""
+        if self.is_lost or self.has_ended:
+            raise StreamLost(f"stream {self.number} has ended")
+
+    def _acknowledge(self, size: int) -> None:
+        self.connection.acknowledge(self, size)

@@ -1,0 +1,278 @@
+"""Bounds of an HTTP/2 connection: control frames, streams, idleness; its end; data in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import h2.events
+import h2.settings
+import pytest
+from h2.errors import ErrorCodes
+from tests.fuzz.http2 import frames_of
+from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
+
+from teimgr import http_protocol
+from teimgr.http2 import connection, sender
+from teimgr.http2.requests import protocol
+from teimgr.http_server import Listener, bind, serving
+
+HEAD = request("/hang")
+LARGE = 1 << 20
+DATA, RST_STREAM, GOAWAY = 0, 3, 7
+Connect = Callable[[], Awaitable[Peer]]
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """`/hang` waits for the client to leave, `/large` answers with a MiB, others at once."""
+    if scope["type"] != "http":
+        return
+    if scope["path"] == "/hang":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * LARGE if scope["path"] == "/large" else b"answer"})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[Listener, tuple[str, int]]]:
+    sock = bind("127.0.0.1", 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # of its connections: what is not read shows early
+    async with serving(application, sock, protocol) as listener:
+        yield listener, sock.getsockname()
+
+
+@pytest.fixture
+def listener(server: tuple[Listener, tuple[str, int]]) -> Listener:
+    return server[0]
+
+
+@pytest.fixture
+def address(server: tuple[Listener, tuple[str, int]]) -> tuple[str, int]:
+    return server[1]
+
+
+@pytest.fixture
+async def connect(address: tuple[str, int]) -> AsyncIterator[Connect]:
+    async with connecting(*address) as connect:
+        yield connect
+
+
+@pytest.mark.parametrize("kind", ["ping", "settings", "reset", "empty data"])
+async def test_a_flood_of_control_frames_ends_the_connection(kind: str, connect: Connect) -> None:
+    peer = await connect()
+    stream = peer.open(HEAD) if kind == "empty data" else 0
+
+    for _ in range(connection._CONTROL_BURST * 2):
+        if kind == "ping":
+            peer.h2.ping(b"12345678")
+        elif kind == "settings":
+            peer.h2.update_settings({})
+        elif kind == "reset":
+            peer.h2.reset_stream(peer.open(HEAD))
+        else:
+            peer.h2.send_data(stream, b"")
+    peer.flush()
+
+    ended = await peer.until(h2.events.ConnectionTerminated)
+    assert ended.error_code == ErrorCodes.ENHANCE_YOUR_CALM
+
+
+async def test_pings_of_a_client_that_does_not_read_fill_no_buffer(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_CONTROL_BURST", 10**9)
+    monkeypatch.setattr(connection, "_CONTROL_PER_S", 1e9)
+    monkeypatch.setattr(http_protocol, "STALL_S", 0.5)
+    held: list[int] = []
+    received = connection.Connection.data_received
+
+    def measured(self: connection.Connection, data: bytes) -> None:
+        received(self, data)
+        if not self.transport.is_closing():
+            held.append(self.transport.get_write_buffer_size())
+
+    monkeypatch.setattr(connection.Connection, "data_received", measured)
+    own = socket.socket()
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    own.connect(address)
+    _, writer = await asyncio.open_connection(sock=own)
+    writer.transport.pause_reading()
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+    pings = b"\0\0\10\6\0\0\0\0\0pingpong" * 50_000
+
+    async def flood() -> None:
+        for _ in range(60):  # 51 MB
+            writer.write(pings)
+            await writer.drain()
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(flood(), LIMIT_S)
+    writer.close()
+
+    assert max(held) < 2**20
+
+
+async def test_too_many_open_streams_are_refused_unprocessed(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_TASKS", 3)
+    peer = await connect()
+    for _ in range(5):
+        peer.open(HEAD)
+
+    refused = await peer.until(h2.events.StreamReset)
+
+    assert refused.error_code == ErrorCodes.REFUSED_STREAM
+
+
+async def test_a_connection_without_a_request_is_closed_by_goaway(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_LIMIT_S", 0.05)
+    monkeypatch.setattr(connection, "_GOAWAY_S", 0.05)
+    async with connecting(*address) as connect:
+        peer = await connect()
+        ended = await peer.until(h2.events.ConnectionTerminated)
+        assert ended.error_code == ErrorCodes.NO_ERROR
+        while not peer.is_closed:
+            await peer.take()
+
+
+async def test_a_connection_is_kept_between_requests_for_a_time(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_LIMIT_S", 30.0)
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(connection, "_GOAWAY_S", 0.05)
+    peer = await connect()
+    peer.open(request("/"), end=True)
+    await peer.until(h2.events.StreamEnded)
+
+    await peer.until(h2.events.ConnectionTerminated)
+
+
+async def test_a_server_that_leaves_answers_what_was_asked_and_refuses_what_comes_later(
+    listener: Listener, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_GOAWAY_S", 0.2)
+    peer = await connect()
+    peer.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: LARGE})
+    peer.h2.increment_flow_control_window(LARGE)
+    await peer.settled()
+    asked = peer.open(request("/large"), end=True)
+    await peer.until(h2.events.ResponseReceived)
+    read = sum(len(event.data) for event in peer.events if isinstance(event, h2.events.DataReceived))
+
+    listener.leave()
+    later = peer.open(request("/"), end=True)
+    async with asyncio.timeout(LIMIT_S):
+        frames = frames_of(await peer.reader.read(-1))  # h2's client reads nothing behind GOAWAY
+
+    assert read + sum(len(data) for kind, _, stream, data in frames if (kind, stream) == (DATA, asked)) == LARGE
+    assert [stream for kind, _, stream, _ in frames if kind == RST_STREAM] == [later]
+    assert [int.from_bytes(data[:4], "big") for kind, _, _, data in frames if kind == GOAWAY] == [asked]
+
+
+async def test_a_broken_frame_ends_its_connection_alone(connect: Connect) -> None:
+    sound, broken = await connect(), await connect()
+    broken.writer.write(b"\0\0\4\3\0\0\0\0\0abcd")  # RST_STREAM of stream 0
+
+    ended = await broken.until(h2.events.ConnectionTerminated)
+
+    assert ended.error_code == ErrorCodes.PROTOCOL_ERROR
+    sound.open(request("/"), end=True)
+    await sound.until(h2.events.StreamEnded)
+
+
+async def test_responses_share_the_connection_in_turns(connect: Connect) -> None:
+    peer = await connect()
+    peer.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: LARGE})
+    await peer.settled()
+    streams = [peer.open(request("/large"), end=True) for _ in range(3)]
+    await peer.settled()  # the first has taken the window of the connection
+    peer.h2.increment_flow_control_window(LARGE)
+    peer.flush()
+    order: list[int] = []
+    while len(order) < 6:
+        peer.events.clear()
+        await peer.take()
+        order += [event.stream_id for event in peer.events if isinstance(event, h2.events.DataReceived)]
+
+    assert set(order[:6]) == set(streams)
+
+
+@pytest.mark.parametrize("what", ["stream", "connection"])
+async def test_a_client_that_does_not_read_a_response_has_its_stream_reset(
+    what: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "STALL_S", 0.1)
+    peer = await connect()
+    window = LARGE if what == "connection" else 1000
+    peer.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window})
+    await peer.settled()
+    peer.open(request("/large"), end=True)
+
+    reset = await peer.until(h2.events.StreamReset)
+
+    assert reset.error_code == ErrorCodes.CANCEL
+
+
+async def test_a_client_that_reads_slowly_but_steadily_is_served(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "STALL_S", 0.5)
+    monkeypatch.setattr(sender, "LEAST_READ_BYTES", 1)
+    peer = await connect()
+    peer.open(request("/large"), end=True)
+    read = 0
+    while read < LARGE:
+        await peer.take()
+        for event in peer.events:
+            assert not isinstance(event, h2.events.StreamReset)
+            if isinstance(event, h2.events.DataReceived):
+                read += len(event.data)
+                peer.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        peer.events.clear()
+        peer.flush()
+
+
+async def test_a_stream_waits_for_its_turn_once_however_often_its_window_opens(
+    listener: Listener, connect: Connect
+) -> None:
+    peer = await connect()
+    streams = [peer.open(request("/large"), end=True) for _ in range(5)]
+    for _ in range(200):
+        for stream in streams:
+            peer.h2.increment_flow_control_window(1, stream)
+    peer.flush()
+    await peer.settled()
+    (served,) = listener._server.server_state.connections
+
+    assert 0 < len(cast(connection.Connection, served).sender._ready) <= len(streams)
+
+
+async def test_streams_that_were_reset_count_until_their_requests_end(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application goes on after its client has left; new streams would start ever more of it."""
+    monkeypatch.setattr(connection, "MAX_STREAMS", 3)
+    release = asyncio.Event()
+
+    async def busy(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await release.wait()
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(busy, sock, protocol), connecting(*sock.getsockname()) as connect_busy:
+        peer = await connect_busy()
+        for _ in range(3):
+            stream = peer.open(request("/"))
+            await peer.settled()
+            peer.h2.reset_stream(stream)
+        await peer.settled()
+        peer.open(request("/"))
+        refused = await peer.until(h2.events.StreamReset)
+        release.set()
+
+    assert refused.error_code == ErrorCodes.REFUSED_STREAM
