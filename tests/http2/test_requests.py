@@ -117,9 +117,10 @@ async def test_a_small_post_is_answered_directly() -> None:
     assert there.application.scopes == []
 
 
-async def test_a_body_in_parts_of_known_length_is_answered_directly() -> None:
+@pytest.mark.parametrize("more", [{}, {"content-length": "6"}])
+async def test_a_body_in_parts_is_answered_directly(more: dict[str, str]) -> None:
     async with served() as there:
-        stream = there.peer.open(request("/direct", "POST", **{"content-length": "6"}))
+        stream = there.peer.open(request("/direct", "POST", **more))
         await there.peer.settled()
         there.peer.h2.send_data(stream, b"abc")
         await there.peer.settled()

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from starlette.routing import Route
 from tests.support.api_keys import AUTH, KEYS, SECRETS
+from tests.support.h2_peer import Peer, connecting, request
 from tests.support.memory_fleet import Fleet
 from tests.support.rest_listener import Front, listening
 
@@ -23,6 +24,7 @@ from teimgr.config.settings import Settings
 from teimgr.errors import Unauthenticated
 from teimgr.gateway.gateway import Gateway
 from teimgr.gateway.routes import paths
+from teimgr.http2.requests import protocol
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.page.page import Page
@@ -267,6 +269,36 @@ async def test_a_page_of_another_origin_creates_no_instance(
         if status == 403:
             assert (told["code"], "allowed_origins" in told["error"]) == ("FORBIDDEN", True)
         assert len(await front.call("GET", "/instances", 200, headers=headers)) == (status == 201)
+
+
+async def test_over_http2_pages_and_keys_are_judged_as_over_http1(settings: Settings) -> None:
+    pages = replace(settings, allowed_origins=("https://app.example",), allowed_hosts=("ops.example",))
+    async with over_http2(pages) as peer:
+        for number, (headers, status) in enumerate(PAGES):
+            given = {name.lower(): value for name, value in headers.items()}
+            head = dict(request("/instances", "POST", **JSON)) | {":authority": given.pop("host", "x")} | given
+            body = json.dumps({"name": f"i{number}", "model_id": "tiny"}).encode()
+            assert (await peer.ask(list(head.items()), body))[0] == status, headers
+    async with over_http2(replace(settings, auth=AUTH)) as peer:
+        body = b'{"model": "a", "input": "x"}'
+        for name, status in ((None, 401), ("read", 403), ("inference", 404)):
+            given = JSON | ({} if name is None else {"authorization": f"Bearer {SECRETS[name]}"})
+            assert (await peer.ask(request("/v1/embeddings", "POST", **given), body))[0] == status, name
+            assert (await peer.ask(request("/instances", **given)))[0] == {401: 401, 403: 200, 404: 403}[status], name
+
+
+JSON = {"content-type": "application/json"}
+
+
+@asynccontextmanager
+async def over_http2(settings: Settings) -> AsyncIterator[Peer]:
+    """A connection to the application with instances and inference."""
+    inference = Gateway(settings, Directory(), DaemonMetrics())
+    app = create_app(Fleet(settings), settings, DaemonMetrics(), gateway=inference)
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock, protocol, app.state.direct), connecting(*sock.getsockname()) as connect:
+        yield await connect()
+    await inference.close()
 
 
 async def test_a_post_that_needs_no_preflight_stops_no_instance(front: Front) -> None:

@@ -79,7 +79,7 @@ class HttpStreams:
         if direct is None or head.method != b"POST" or unread.taken_bytes > unread.limit_bytes:
             return False
         if not received.has_ended:
-            if head.expects_continue or head.length is None or head.length > MAX_BODY_BYTES:
+            if head.expects_continue or (head.length or 0) > MAX_BODY_BYTES:
                 return False
             with suppress(TimeoutError):
                 async with asyncio.timeout(HOLD_S):

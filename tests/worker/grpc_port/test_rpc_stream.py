@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from typing import cast
 
 import h2.events
 import h2.settings
 import pytest
-from tests.support.h2_peer import Peer, connecting, framed, head
+from tests.support.h2_peer import Peer, connecting, framed, head, request
+from tests.support.http_connections import hello
 from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
 
@@ -24,10 +25,6 @@ from teimgr.worker.grpc_port.port import GrpcPort
 
 MESSAGE = 256 * 1024
 HEAD = head("/tei.v1.Embed/Embed")
-
-
-async def hello(scope: Any, receive: Any, send: Any) -> None:
-    """No test sends HTTP/1."""
 
 
 Connect = Callable[[], Awaitable[Peer]]
@@ -137,3 +134,18 @@ async def test_an_end_inside_a_message_is_invalid(sent: bytes, connect: Connect)
 
     assert headers["grpc-status"] == "3"
     assert "ends inside" in headers["grpc-message"]
+
+
+async def test_a_connection_has_calls_and_http_requests_beside_each_other(connect: Connect) -> None:
+    peer = await connect()
+    assert (await peer.ask(request("/any", "POST", **{"content-type": "application/json"}), b"{}"))[0] == 200
+
+    stream = peer.open(head("/tei.v1.Info/Info"))
+    peer.h2.send_data(stream, framed(b""), end_stream=True)
+    peer.flush()
+    trailers = dict((await peer.until(h2.events.TrailersReceived)).headers)
+    wrong = [*request("/tei.v1.Info/Info", "POST"), ("content-type", "text/plain")]
+
+    assert trailers["grpc-status"] == "0"
+    assert (await peer.ask(wrong, b"x"))[0] == 415
+    assert (await peer.ask(request("/any")))[0] == 200
