@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
                 if process is not None and not self.transport.is_closing():
                     process(self, event)
         except ProtocolError as error:
-            log.info("an HTTP/2 connection broke: %r", error)
+            log.debug("an HTTP/2 connection broke: %r", error)
             self._break()
         except Exception as error:
             log.warning("an HTTP/2 connection broke: %r", error)

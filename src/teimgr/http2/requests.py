@@ -49,13 +49,12 @@ class HttpStreams:
         stream.discards_rest = True
         try:
             head = read_head(stream.headers)
-            scope = self._scope(stream, head) | head.location()
+            scope = self._scope(stream, head)
+            if not await self._answer_directly(stream, head, scope):
+                await self._run_app(stream, head, scope | head.location())
         except InvalidHead as error:
             text = f"Invalid HTTP request received: {error}"
             await self._reply(stream, DirectReply(400, _TEXT, text.encode()))
-            return
-        if not await self._answer_directly(stream, head, scope):
-            await self._run_app(stream, head, scope)
 
     def _scope(self, stream: Stream, head: RequestHead) -> dict[str, Any]:
         config = self._state.config
