@@ -8,6 +8,7 @@ SCENARIOS = {
     "mux": "latency of single queries, idle and beside bulk work; requests per second",
     "neighbours": "bulk texts/s of one instance alone, beside an idle and beside a busy one",
     "front": "requests per second by interface and callers, with the CPU time of every process",
+    "cluster": "calls through a link to another host beside the same calls through a unix socket",
     "guard": "ratios that must not fall below their bounds, in half a minute",
     "fidelity": "every kind of model against the library it was made with: cosines and differences",
     "html": "the newest results as one page, results/report.html",

@@ -32,11 +32,11 @@ HEADER = (
     *("load", "callers", "calls/s", "× median", "× low", "× high", "CPU ×", "p50 ms", "p99 ms", "max ms"),
     *("daemon µs", "mux µs", "worker µs", "client µs", "foreign cores"),
 )
-_INSTANCE = "bench"
+INSTANCE = "bench"
 _BATCH_TEXTS = 64
 _BATCH_CALLERS = 8
 _AT_SOCKET = ", Unix socket"
-_SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
+MUX_SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,33 +118,36 @@ class Target:
     def __init__(
         self, stack: ExitStack, running: Fleet, model: Path, texts: Sequence[str], bulk: int, folder: Path
     ) -> None:
-        running.client.create(_INSTANCE, str(model))
-        running.client.wait_until_running(_INSTANCE, deadline_s=120)
-        self._pids = running.pids(_INSTANCE)
-        port = running.client.get(_INSTANCE).port
+        running.client.create(INSTANCE, str(model))
+        running.client.wait_until_running(INSTANCE, deadline_s=120)
+        self._pids = running.pids(INSTANCE)
+        port = running.client.get(INSTANCE).port
         folder.mkdir()
         self._stack, self._folder = stack, folder
         batches = [texts[start : start + _BATCH_TEXTS] for start in range(0, len(texts), _BATCH_TEXTS)]
         openai = LoadTask("http", running.api_port, "/v1/embeddings")
-        in_base64 = {"model": _INSTANCE, "encoding_format": "base64"}
+        in_base64 = {"model": INSTANCE, "encoding_format": "base64"}
         self._tasks: dict[str, tuple[LoadTask | Task, list[bytes]]] = {
             "/embed": (LoadTask("http", port, "/embed"), [_json({"inputs": text}) for text in texts]),
-            "/v1/embeddings": (openai, [_json({"model": _INSTANCE, "input": text}) for text in texts]),
-            "mux Embed": (LoadTask("grpc", running.grpc_port, f"{_SERVICE}Embed"), [_embed(text) for text in texts]),
+            "/v1/embeddings": (openai, [_json({"model": INSTANCE, "input": text}) for text in texts]),
+            "mux Embed": (
+                LoadTask("grpc", running.grpc_port, f"{MUX_SERVICE}Embed"),
+                [embed_request(text) for text in texts],
+            ),
             f"mux Embed{_AT_SOCKET}": (
-                LoadTask("grpc", 0, f"{_SERVICE}Embed", str(running.grpc_socket)),
-                [_embed(text) for text in texts],
+                LoadTask("grpc", 0, f"{MUX_SERVICE}Embed", str(running.grpc_socket)),
+                [embed_request(text) for text in texts],
             ),
             f"/v1/embeddings{_AT_SOCKET}": (
                 LoadTask("http", 0, "/v1/embeddings", str(running.api_socket)),
-                [_json({"model": _INSTANCE, "input": text}) for text in texts],
+                [_json({"model": INSTANCE, "input": text}) for text in texts],
             ),
             "/v1/embeddings base64 × 64": (openai, [_json({"input": batch} | in_base64) for batch in batches]),
             "mux EmbedArrow × 64": (
-                LoadTask("grpc", running.grpc_port, f"{_SERVICE}EmbedArrow"),
-                [_arrow(batch) for batch in batches],
+                LoadTask("grpc", running.grpc_port, f"{MUX_SERVICE}EmbedArrow"),
+                [arrow_request(batch) for batch in batches],
             ),
-            "EmbedArrow by the client": (Task("served", grpc=running.grpc, instance=_INSTANCE), []),
+            "EmbedArrow by the client": (Task("served", grpc=running.grpc, instance=INSTANCE), []),
         }
         self._children: dict[str, Child] = {}
         self._bulk = [texts[index % len(texts)] for index in range(bulk)]
@@ -211,18 +214,20 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def _embed(text: str) -> bytes:
+def embed_request(text: str) -> bytes:
+    """The message of an Embed."""
     message = multiplexer_pb2.EmbedRequest()
-    message.target.instance_name = _INSTANCE
+    message.target.instance_name = INSTANCE
     message.request.inputs = text
     return message.SerializeToString()
 
 
-def _arrow(texts: Sequence[str]) -> bytes:
+def arrow_request(texts: Sequence[str]) -> bytes:
+    """The message of an EmbedArrow, of one batch."""
     sink = pa.BufferOutputStream()
     batch = pa.record_batch({"text": pa.array(texts, pa.string())})
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     message = multiplexer_pb2.EmbedArrowRequest(arrow_ipc=sink.getvalue().to_pybytes(), normalize=True)
-    message.target.instance_name = _INSTANCE
+    message.target.instance_name = INSTANCE
     return message.SerializeToString()
