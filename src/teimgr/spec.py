@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from enum import Enum, IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -488,11 +488,20 @@ class RouteEntry:
     dimension: int = 0
     endpoints: tuple[WorkerEndpoint, ...] = ()
 
+    def to_json(self) -> str:
+        """As a JSON object; made once for all muxes that get it."""
+        return _route_json(self)
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RouteEntry:
         """The inverse of `dataclasses.asdict`, also after a way through JSON."""
         endpoints = tuple(WorkerEndpoint(**endpoint) for endpoint in values["endpoints"])
         return cls(**values | {"state": State(values["state"]), "endpoints": endpoints})
+
+
+@lru_cache(maxsize=4096)
+def _route_json(entry: RouteEntry) -> str:
+    return json.dumps(asdict(entry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,7 +511,7 @@ class RoutingSnapshot:
     entries: tuple[RouteEntry, ...] = ()
 
     def to_json(self) -> str:
-        return json.dumps([asdict(entry) for entry in self.entries])
+        return f"[{', '.join(entry.to_json() for entry in self.entries)}]"
 
     @classmethod
     def from_json(cls, text: str) -> RoutingSnapshot:

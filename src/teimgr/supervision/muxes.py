@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from teimgr import __version__
@@ -268,9 +268,11 @@ class MuxSupervisor:
                 request = "ack" if await link.wait(changed, limits.interval_s) else "stats"
                 if request == "ack":
                     changed.clear()
-                    sent = json.dumps([(name, asdict(entry) if entry else None) for name, entry in changes])
+                    sent = ", ".join(
+                        f"[{json.dumps(name)}, {entry.to_json() if entry else 'null'}]" for name, entry in changes
+                    )
                     changes.clear()
-                    link.send(policy=self._policy.now.to_json(), changes=sent)
+                    link.send(policy=self._policy.now.to_json(), changes=f"[{sent}]")
                     version = self._directory.version
         finally:
             for leave in unsubscribe:
