@@ -10,7 +10,7 @@
     python3.11 dev.py gpu      GPU tests and the GPU benchmark
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
     python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults); or `soak saturation`,
-                               `soak overload`, `soak fleet`, `soak fuzz`
+                               `soak overload`, `soak fleet`, `soak hosts`, `soak fuzz`
     python3.11 dev.py setup    make .venv and install, nothing else
     python3.11 dev.py clients  make .venv-clients and install, nothing else
     python3.11 dev.py docs     build the documents' site in build/site; `docs serve` shows it while it is edited
@@ -45,6 +45,7 @@ SOAKS = {
     "saturation": "tests.faults.saturation",
     "overload": "tests.faults.overload",
     "fleet": "tests.faults.fleet",
+    "hosts": "tests.faults.hosts",
     "fuzz": "tests.fuzz",
 }
 # A change of one of these is installed anew: what the project needs, and what is compiled.
