@@ -22,7 +22,9 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.authority import Authority, needs_openssl, put
+from tests.support.fleet_nodes import FleetNodes, endpoint_of, worker_on
 from tests.support.frame_worker import FrameWorker, hold, lengths
+from tests.support.models import build
 from tests.support.mux_process import Control, MuxProcess, client, client_at, embed, mux_pb2, running, stub
 from tests.support.polling import eventually
 
@@ -31,6 +33,7 @@ from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig
 from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
+from teimgr.spec import RouteEntry, State
 from teimgr.wire.status import CODE_KEY
 
 Status = grpc.StatusCode
@@ -635,3 +638,23 @@ async def test_connections_beyond_the_cap_are_closed_and_a_client_is_served_when
     async with client(stats) as channel:
         assert list((await stub(channel, "Embed")(embed("x"), wait_for_ready=True)).embeddings) == [1.0]
     await control.close()
+
+
+async def test_a_mux_reaches_a_worker_of_another_host_by_its_certificate(tmp_path: Path) -> None:
+    nodes = FleetNodes(tmp_path / "fleet")
+    nodes.renew("head")
+    with worker_on(nodes, "gpu-1", build("bert", tmp_path / "model")) as worker:
+        watching, _ = await worker.watcher("ready")
+        watching.close()
+        entry = RouteEntry("a", "model", State.RUNNING, None, 32, (await endpoint_of(worker),))
+        Path(worker.socket).unlink()  # no way on this host
+        mux = MuxProcess(node="head", identity_dir=str(nodes.folder("head")))
+        try:
+            control = await Control.connect(mux)
+            stats = await control.push(entry)
+            async with client(stats) as channel:
+                reply = await stub(channel, "Embed")(embed("fog"), timeout=60)
+            await control.close()
+        finally:
+            mux.close()
+    assert len(reply.embeddings) == 32

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.worker_process import WorkerProcess
 
-from teimgr.cluster.authority import FleetAuthority, utc_now
+from teimgr.cluster.authority import CERTIFICATE_LIFE, FleetAuthority, utc_now
 from teimgr.fleet_tls import FleetIdentity, FleetName, write_identity
 from teimgr.launch.control_link import identify
 from teimgr.spec import WorkerEndpoint
@@ -32,8 +32,6 @@ class FleetNodes:
         return FleetIdentity(self.folder(node), node)
 
     def renew(self, node: str, *, valid_s: float | None = None) -> None:
-        from teimgr.cluster.authority import CERTIFICATE_LIFE
-
         self._offset = timedelta() if valid_s is None else timedelta(seconds=valid_s) - CERTIFICATE_LIFE
         key, certificate = self._authority.issue_own(FleetName(node))
         write_identity(self.folder(node), key, certificate, self._authority.authorities())
