@@ -49,7 +49,8 @@ class Results:
         """Commit every second, and whenever much waits, until this is cancelled."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_due.wait(), _COMMIT_S)
+                async with asyncio.timeout(_COMMIT_S):
+                    await self._is_due.wait()
             if not await self.commit():
                 await asyncio.sleep(NO_ROOM_PAUSE_S)
 

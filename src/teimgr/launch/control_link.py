@@ -96,7 +96,7 @@ class ControlLink(FrameProtocol):
         """
         reply = self.begin(method, payload, timeout_s=timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):  # wait_for loses a cancellation that comes with the answer (3.11)
+            async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError:
             raise DeadlineExceeded(f"no answer to {method.name} within {timeout_s:g} s") from None
@@ -171,7 +171,8 @@ async def identify(socket: Path, timeout_s: float) -> WorkerStatus | None:
     except TeimgrError:
         return None
     try:
-        return await asyncio.wait_for(first, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await first
     except TimeoutError:
         return None
     finally:

@@ -315,9 +315,8 @@ class NurseryProcess:
             LaunchFailed: they fail, or take too long.
         """
         try:
-            await asyncio.wait_for(
-                asyncio.shield(self._ready), STANDBY_LIMIT_S if self._child is None else IMPORT_LIMIT_S
-            )
+            async with asyncio.timeout(STANDBY_LIMIT_S if self._child is None else IMPORT_LIMIT_S):
+                await asyncio.shield(self._ready)
         except TimeoutError:
             await self._kill()
             raise LaunchFailed("the nursery's imports do not end") from None
@@ -336,7 +335,8 @@ class NurseryProcess:
             if len(message) > MESSAGE_LIMIT_BYTES:
                 raise LaunchFailed(f"the spec is {len(message)} bytes long, over {MESSAGE_LIMIT_BYTES}")
             socket.send_fds(self._control, [message], descriptors)
-            return await asyncio.wait_for(self._reply, limit_s)
+            async with asyncio.timeout(limit_s):
+                return await self._reply
         except TimeoutError:
             await self._kill()
             raise LaunchFailed("the nursery does not answer") from None
@@ -354,7 +354,8 @@ class NurseryProcess:
     async def end(self) -> None:
         self._send_signal(signal.SIGTERM)  # during its imports it would not notice a closed socket
         try:
-            await asyncio.wait_for(self._gone.wait(), _END_LIMIT_S)
+            async with asyncio.timeout(_END_LIMIT_S):
+                await self._gone.wait()
         except TimeoutError:
             await self._kill()  # stopped, or it hangs
 
@@ -362,7 +363,8 @@ class NurseryProcess:
         """Kill it and wait, so that it cannot fork a worker later."""
         self._send_signal(signal.SIGKILL)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._gone.wait(), KILL_LIMIT_S)
+            async with asyncio.timeout(KILL_LIMIT_S):
+                await self._gone.wait()
 
     def _send_signal(self, number: signal.Signals) -> None:
         if not self.has_ended:

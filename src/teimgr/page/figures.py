@@ -260,7 +260,8 @@ class Sampler:
                 if rest_s <= 0:
                     break
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), rest_s)
+                    async with asyncio.timeout(rest_s):
+                        await self._wake.wait()
 
 
 def _memory(view: InstanceView, on_cards: Mapping[int, int], stats: Sequence[WorkerStats]) -> int:

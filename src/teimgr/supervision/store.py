@@ -456,7 +456,8 @@ class WantedState:
     async def _write_until_saved(self) -> None:
         while self._save_alarm is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), _RETRY_S)
+                async with asyncio.timeout(_RETRY_S):
+                    await self._closing.wait()
             await self.write_quietly()
             if self._closing.is_set():
                 return

@@ -355,7 +355,7 @@ class Prober:
             if not (await asyncio.wait((answer,), timeout=_AT_ONCE_S))[0]:
                 # The device may be busy for long; the process, unless it was stopped, answers soon.
                 await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S) - _AT_ONCE_S)
-            async with asyncio.timeout(self._timeout_s - _AT_ONCE_S):  # wait_for may lose a cancellation in 3.11
+            async with asyncio.timeout(self._timeout_s - _AT_ONCE_S):
                 reply = await answer
             # A worker of an earlier version counts nothing here.
             self._batches = int(json.loads(reply)["batches"]) if reply else None
