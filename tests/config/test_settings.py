@@ -81,7 +81,7 @@ def test_variables_are_read_as_the_type_of_their_key(variable: str, text: str, k
 
 
 def test_every_scalar_key_has_its_variable() -> None:
-    tables = {"instances", "models", "auth", "aliases", "batches", "otel", "templates", "webhooks"}
+    tables = {"instances", "models", "auth", "aliases", "batches", "cluster", "otel", "templates", "webhooks"}
     tables |= {"allowed_origins", "allowed_hosts", "local_model_roots"}
     top = {field.name for field in fields(Settings)} - tables
     assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}
@@ -277,7 +277,7 @@ def test_every_fault_is_told_with_its_line(file: Path) -> None:
     file.write_text(
         "api_prot = 1\n\nmodels = [\n  'm',\n]\n[[instances]]\nname = 'a'\n# no model\nport = 'x'\n"
         "[[instances]]\nname = 'b'\nmodel_id = 'm'\ntags = {a = 1}\n"
-        "[auth.mtls]\nca_cert = 'x'\n[templates.t]\nnme = 1\n"
+        "[auth.mtls]\nca_cert = 'x'\n[templates.t]\nqqq = 1\n"
     )
     with pytest.raises(InvalidConfig) as caught:
         load(file, {})
@@ -290,7 +290,7 @@ def test_every_fault_is_told_with_its_line(file: Path) -> None:
         ":6:",
         ":13:",
     ]
-    assert "templates.t.nme: unknown key 'nme'; known: " in caught.value.message
+    assert "templates.t.qqq: unknown key 'qqq'; known: " in caught.value.message
 
 
 def test_every_broken_rule_is_told(file: Path) -> None:

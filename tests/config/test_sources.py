@@ -13,6 +13,7 @@ from tests.support.loaded_settings import load
 
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
 from teimgr.config.batches import BatchSettings
+from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Otel, Settings, Webhook
 from teimgr.config.sources import Source, key_lines, line_of, read
 from teimgr.errors import InvalidConfig
@@ -110,7 +111,7 @@ def test_the_full_file_changes_nothing() -> None:
 @pytest.mark.clause("M3.2-keys")
 def test_the_full_file_shows_every_key_with_its_default() -> None:
     given = tomllib.loads(FULL)
-    tables = {"auth", "instances", "aliases", "batches", "otel", "templates", "webhooks"}
+    tables = {"auth", "instances", "aliases", "batches", "cluster", "otel", "templates", "webhooks"}
     assert given.keys() - tables | commented("").keys() == {field.name for field in fields(Settings)} - tables
     defaults = Settings()
     assert {key: value for key, value in given.items() if key not in tables} == {
@@ -127,13 +128,14 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
         ("[auth.tls]", ServerTls, set()),
         ("[[auth.api_keys]]", ApiKeyEntry, set()),
         ("[[webhooks]]", Webhook, set()),
+        ("[cluster]", ClusterSettings, set()),
     ],
 )
 def test_the_full_file_shows_every_key_of_its_tables(table: str, kind: type[Any], hidden: set[str]) -> None:
     values = commented(table)
     values.pop("template", None)  # of a seed, which the template's keys replace
     assert set(values) == {field.name for field in fields(kind)} - hidden
-    defaults = {field.name: plain(field.default) for field in fields(kind)} | {"tags": {}}
+    defaults = {field.name: plain(field.default) for field in fields(kind)} | {"tags": {}, "labels": {}}
     assert shown(kind, values) == {key: defaults[key] for key in shown(kind, values)}
 
 

@@ -21,6 +21,8 @@ from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
 from teimgr.config.batches import BatchSettings
+from teimgr.config.cluster import ClusterSettings
+from teimgr.config.cluster import faults as cluster_faults
 from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
@@ -193,6 +195,7 @@ class Settings:
     webhooks: tuple[Webhook, ...] = key((), "receivers of fleet events", live=True)
     auth: Auth | None = key(None, "authentication; absent: off", live=True)
     batches: BatchSettings = key(BatchSettings, "files and batches in OpenAI's form")
+    cluster: ClusterSettings = key(ClusterSettings, "several hosts, by Ray")
     otel: Otel = key(Otel, "export of traces")
 
     def __post_init__(self) -> None:
@@ -284,6 +287,7 @@ def faults(settings: Settings) -> Iterator[ConfigFault]:
             yield ConfigFault(f"allowed_hosts[{index}]", f"must be a host name without scheme and port (got {host!r})")
     yield from _aliases(settings)
     yield from _webhooks(settings)
+    yield from cluster_faults(settings.cluster)
     if settings.auth is not None:
         yield from auth_faults(settings.auth)
 

@@ -23,7 +23,7 @@ from teimgr.errors import InvalidConfig
 from teimgr.spec import KEYS, DeclaredKey, InstanceKey, InstanceSpec, key_of, updatable
 
 # Variables of the workers, which have no key: `engine/native_library.py`.
-_WORKER_VARIABLES = ("TEIMGR_NATIVE",)
+_WORKER_VARIABLES = ("TEIMGR_NATIVE", "TEIMGR_AGENT")
 
 
 def key_lines(text: str) -> dict[str, int]:

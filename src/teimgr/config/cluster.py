@@ -1,0 +1,72 @@
+"""`[cluster]`: a fleet of several hosts, whose workers are placed and watched by Ray."""
+
+# ruff: noqa: RUF009  `key` is dataclasses.field with metadata; it makes a new field at every call
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from teimgr.config.schema import ConfigFault
+from teimgr.spec import U16, U32, key
+
+MOST_LABELS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """Times are seconds. Without an address the fleet is this host alone, and nothing of Ray is imported or started."""
+
+    address: str = key("", "ADDRESS:PORT of this host where Ray serves and other hosts join; empty: this host alone")
+    node: str = key("", "name of this host in the fleet; empty: its host name")
+    labels: Mapping[str, str] = key(dict, "labels of this host, which instances may ask for: {zone: a}")
+    token_file: Path | None = key(
+        None, "Ray's token, made where it is absent; every host has a copy; default: ray-token beside the state file"
+    )
+    ray_dir: Path | None = key(
+        None, "folder of Ray's sessions, at most 40 bytes long; default: ray/ in run_dir, or one in /tmp"
+    )
+    store: Literal["memory", "rocksdb"] = key(
+        "memory", "where Ray keeps its tables; rocksdb outlives a restart of Ray, and is alpha in Ray 2.60"
+    )
+    placement_timeout_secs: float = key(30.0, "a worker that Ray has not placed by then fails to start", 1, 3600)
+    health_check_period_secs: float = key(1.0, "time between two checks of a host by Ray", 0.1, 600)
+    health_check_timeout_secs: float = key(1.0, "a check of a host that takes longer has failed", 0.1, 600)
+    health_check_failures: int = key(3, "failed checks in a row after which a host is lost", 1, 100)
+    head_outage_secs: int = key(600, "hosts without a connection to Ray's head end their workers after so long", 1, U32)
+    object_store_mb: int = key(
+        80, "shared memory of Ray's object store on each host, MiB; vectors never use it", 76, U32
+    )
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+def faults(cluster: ClusterSettings) -> Iterator[ConfigFault]:
+    """Rules beyond types and limits."""
+    if cluster.address and (problem := address_problem(cluster.address)):
+        yield ConfigFault("cluster.address", problem)
+    if len(cluster.labels) > MOST_LABELS:
+        yield ConfigFault("cluster.labels", f"has {len(cluster.labels)} labels, over {MOST_LABELS}")
+
+
+def address_problem(address: str) -> str | None:
+    """The sentence that refuses an address which is not a numeric one with a port."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 1 <= int(port) <= U16:
+        return f"must be ADDRESS:PORT with a port of 1 to {U16} (got {address!r})"
+    try:
+        numeric = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return f"must have a numeric address, by which other hosts reach this one (got {host!r})"
+    if numeric.is_unspecified or numeric in (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")):
+        return f"must be an address by which other hosts reach this one (got {host!r})"
+    return None

@@ -1,0 +1,42 @@
+"""The table `[cluster]`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.loaded_settings import load
+
+from teimgr.config.settings import Settings
+from teimgr.errors import InvalidConfig
+
+
+def test_the_address_has_a_host_and_a_port(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text('[cluster]\naddress = "[fd00::1]:6379"\nlabels = { zone = "a" }\n')
+
+    cluster = load(file, {}).cluster
+
+    assert (cluster.host, cluster.port, cluster.labels) == ("fd00::1", 6379, {"zone": "a"})
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("10.0.0.1", "must be ADDRESS:PORT with a port of 1 to 65535"),
+        ("10.0.0.1:0", "with a port of 1 to 65535"),
+        ("head:6379", "must have a numeric address"),
+        ("0.0.0.0:6379", "by which other hosts reach this one"),
+        ("127.0.0.1:6379", "by which other hosts reach this one"),
+    ],
+)
+def test_an_address_that_no_other_host_reaches_is_refused(tmp_path: Path, address: str, problem: str) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'[cluster]\naddress = "{address}"\n')
+
+    with pytest.raises(InvalidConfig, match=rf"cluster\.address: .*{problem}"):
+        load(file, {})
+
+
+def test_without_the_table_there_is_one_host() -> None:
+    assert Settings().cluster.address == ""
