@@ -37,7 +37,7 @@ def sample(name: str) -> Any:
     key, default = KEYS[name], {item.name: item.default for item in fields(InstanceSpec)}[name]
     if key.words:
         return next(word for word in key.words if word != default)
-    kind = {"tags": dict, "extra_args": list}.get(name) or next(
+    kind = {"tags": dict, "labels": dict, "extra_args": list}.get(name) or next(
         kind for kind in (bool, int, str) if kind in (hint := HINTS[name], *get_args(hint))
     )
     values = {dict: {"team": "search"}, list: ["--auto-truncate"], bool: not default, str: "sample"}
@@ -63,7 +63,7 @@ def test_a_key_says_what_it_means_and_has_limits_where_it_is_a_number(name: str)
     key, kinds = KEYS[name], {HINTS[name], *get_args(HINTS[name])}
     assert key.meaning
     assert int not in kinds or (key.low is not None and key.high is not None)
-    assert (key.most is not None) == (name in ("tags", "extra_args"))
+    assert (key.most is not None) == (name in ("tags", "labels", "extra_args"))
 
 
 @pytest.mark.parametrize("name", KEYS)

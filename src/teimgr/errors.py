@@ -57,6 +57,7 @@ class Code(IntEnum):
     CANCELLED = 39
     STATE_NOT_SAVED = 40
     STORAGE_FULL = 41
+    NO_HOST = 42
     MODEL_LOAD_FAILED = 64
     INFERENCE_FAILED = 65
     INTERNAL_ERROR = 66
@@ -299,6 +300,10 @@ class Unreachable(Unavailable):
         super().__init__(f"{address}: {reason}")
         self.address = address
         self.reason = reason
+
+
+class NoHost(TryLater, code=Code.NO_HOST):
+    """No host of the cluster takes the worker: none fits what its instance asks for, or it was not placed in time."""
 
 
 class StateNotSaved(TryLater, code=Code.STATE_NOT_SAVED):

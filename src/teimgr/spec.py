@@ -37,6 +37,7 @@ EVENTS = (
 
 _ROUTES = {"actions"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+PLACEMENTS = ("spread", "pack")
 
 
 class State(str, Enum):
@@ -241,6 +242,13 @@ class InstanceSpec:
         None, "resident memory in MiB above which a worker is replaced, without a gap; absent: no limit", 1, U32
     )
     replicas: Literal["per-gpu"] | int = _key(1, "workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE)
+    node: str | None = _key(None, "name of the host in the cluster; absent: any that fits", change=_REPLACE)
+    labels: Mapping[str, str] = _key(
+        dict, "labels that its hosts in the cluster have: {zone: a}", change=_REPLACE, most=64
+    )
+    placement: str = _key(
+        "spread", "replicas on different hosts and GPUs first, or pack: on few hosts", words=PLACEMENTS
+    )
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
     wanted_running: bool = _key(True, "false after a user's stop", in_rest=False, in_config=False)
     pending_update: str | None = _key(
@@ -401,12 +409,13 @@ class WorkerView:
 
     `replica` counts from 0; during an update two workers have the same number. `role` in an update is `serving`,
     `joining` for workers that will take over, or `leaving` for replaced ones that finish their calls. `gpu` is the
-    card's UUID and `gpu_id` its index, None on the CPU.
+    card's UUID and `gpu_id` its index, None on the CPU. `node` is the name of its host in a cluster.
     """
 
     replica: int
     role: str
     state: State
+    node: str | None = None
     gpu: str | None = None
     gpu_id: int | None = None
     pid: int | None = None

@@ -286,6 +286,17 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("The disk of the folder `batches`, beside the state file, is full, or this user's quota of it.",),
             ("Make room, or delete files by `DELETE /v1/files/{id}`. A running batch goes on by itself then.",),
         ),
+        Code.NO_HOST: Advice(
+            (
+                "`node` or `labels` of the instance name hosts that are not in the cluster, or are leaving it.",
+                "The host has another version of teimgr, Ray, Python or torch than the daemon.",
+                "Ray did not place the worker within `placement_timeout_secs` of `[cluster]`.",
+            ),
+            (
+                "The message has the reason for each host; `teimgr cluster status` shows them all.",
+                "The daemon tries again, with growing pauses: a host that joins gets the worker.",
+            ),
+        ),
         Code.MODEL_LOAD_FAILED: Advice(
             (
                 "The model is neither a directory of the daemon's host nor in its cache, and cannot be fetched: a"

@@ -60,14 +60,14 @@ def test_the_card_with_most_free_memory_wins() -> None:
 def test_workers_that_are_still_loading_count_as_memory_taken() -> None:
     loading = {"GPU-1": (11 * GIB) // LOADING_BYTES + 1}
 
-    assert place(spec(), TWO, loading) == TWO.gpus[0]
+    assert place(spec(), TWO, Others(loading=loading)) == TWO.gpus[0]
 
 
 def test_cards_that_tell_no_memory_are_taken_in_turn() -> None:
     silent = Inventory((card(0, 0), card(1, 0)))
 
     assert place(spec(), silent) == silent.gpus[0]
-    assert place(spec(), silent, {"GPU-0": 1}) == silent.gpus[1]
+    assert place(spec(), silent, Others(loading={"GPU-0": 1})) == silent.gpus[1]
 
 
 @pytest.mark.clause("M5.2-gpu")
@@ -100,7 +100,7 @@ async def test_an_explicit_number_of_threads_wins() -> None:
     both = [spec("a", threads=7), spec("b")]
     plans = await planner(NONE)
 
-    assert [plans.plan(each, 0, Others(2)).threads for each in both] == [7, 4]
+    assert [plans.plan(each, 0, Others({"": 2})).threads for each in both] == [7, 4]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ async def test_orders_name_the_card_by_uuid_and_spread_what_is_loading() -> None
     orders: list[WorkerSpec] = []
     for each in specs:
         loading = Counter(order.gpu for order in orders if order.gpu)
-        orders.append(plans.plan(each, 0, Others(len(specs), loading)))
+        orders.append(plans.plan(each, 0, Others({"": len(specs)}, loading)))
 
     assert [order.gpu for order in orders] == ["GPU-0", "GPU-1", "GPU-0"]
     assert [order.threads for order in orders] == [2, 2, 2]
@@ -166,7 +166,7 @@ async def test_replicas_are_spread_before_memory_is_looked_at() -> None:
     orders: list[WorkerSpec] = []
     for number in range(plans.replicas(wanted)):
         beside = Counter(order.gpu for order in orders if order.gpu)
-        orders.append(plans.plan(wanted, number, Others(2, {}, beside)))
+        orders.append(plans.plan(wanted, number, Others({"": 2}, {}, beside)))
 
     assert [(order.gpu, order.replica, order.threads) for order in orders] == [("GPU-1", 0, 4), ("GPU-0", 1, 4)]
     assert all(plans.accepts(wanted, order) for order in orders)
@@ -184,14 +184,14 @@ def test_one_replica_per_card_is_one_where_there_is_no_card() -> None:
 
 
 async def test_a_worker_on_the_cpu_is_nicer() -> None:
-    order = (await planner(NONE)).plan(spec(), 0, Others(1))
+    order = (await planner(NONE)).plan(spec(), 0, Others({"": 1}))
 
     assert (order.gpu, order.nice, order.threads) == (None, Settings().cpu_worker_nice, 8)
 
 
 async def test_a_live_worker_is_accepted_where_it_was_placed_if_it_was_told_the_same() -> None:
     plans = await planner(TWO)
-    order = plans.plan(spec(), 0, Others(1))
+    order = plans.plan(spec(), 0, Others({"": 1}))
 
     assert plans.accepts(spec(), replace(order, threads=1))
     assert plans.accepts(spec(gpu_id=1), order)
@@ -206,7 +206,7 @@ async def test_extra_arguments_win_over_fields_and_settings() -> None:
     flags = ("--pooling", "cls", "--max-client-batch-size=9", "--trust-remote-code")
     wanted = replace(spec(), pooling="mean", kind="embedding", extra_args=flags)
 
-    order = (await planner(NONE)).plan(wanted, 0, Others(1))
+    order = (await planner(NONE)).plan(wanted, 0, Others({"": 1}))
 
     assert (order.pooling, order.max_client_batch_size) == ("cls", 9)
     assert (order.kind, order.trust_remote_code) == ("embedding", True)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from teimgr.spec import KEYS, InstanceKey, updatable
 _PANEL = "Keys of the instance"
 _HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "default"` takes a key back to its default.'
 _DEFAULT = "default"
+_TABLES = {"tags": "--tag", "labels": "--label"}
+"""Keys that are tables, and the option of one entry."""
 
 
 def _types() -> dict[str, Literal["int", "bool", "text"]]:
@@ -46,10 +49,8 @@ def _option(name: str, key: InstanceKey) -> tuple[str, Any, Any]:
     flag = "--" + name.replace("_", "-")
     words = f" One of {', '.join(key.words)}." if key.words else ""
     meaning = f"{key.meaning[:1].upper()}{key.meaning[1:]}.{words}"
-    if name == "tags":
-        option = typer.Option(
-            "--tag", metavar="KEY=VALUE", help="For people and filters; several.", rich_help_panel=_PANEL
-        )
+    if name in _TABLES:
+        option = typer.Option(_TABLES[name], metavar="KEY=VALUE", help=meaning + " Several.", rich_help_panel=_PANEL)
         return name, Annotated[list[str] | None, option], None
     if name == "extra_args":
         option = typer.Option("--extra-arg", metavar="ARG", help=meaning + " Several.", rich_help_panel=_PANEL)
@@ -152,7 +153,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(name: str, text: Any) -> Any:
     if isinstance(text, list):
-        return None if text == [_DEFAULT] else (dict(map(_tag, text)) if name == "tags" else text)
+        return None if text == [_DEFAULT] else (dict(map(partial(_pair, name), text)) if name in _TABLES else text)
     if text == _DEFAULT:
         return None
     kind = InstanceTypes[name]
@@ -163,10 +164,10 @@ def _value(name: str, text: Any) -> Any:
     return int(text) if kind == "int" and text.lstrip("-").isdecimal() else text
 
 
-def _tag(text: str) -> tuple[str, str]:
+def _pair(table: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"--tag is KEY=VALUE, not {text!r}")
+        raise UsageError(f"{_TABLES[table]} is KEY=VALUE, not {text!r}")
     return name, value
 
 

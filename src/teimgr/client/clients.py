@@ -200,6 +200,7 @@ class Client:
     config = _blocking(AsyncClient.config)
     reload = _blocking(AsyncClient.reload)
     gpus = _blocking(AsyncClient.gpus)
+    hosts = _blocking(AsyncClient.hosts)
     templates = _blocking(AsyncClient.templates)
     metrics = _blocking(AsyncClient.metrics)
     act = _blocking(AsyncClient.act)

@@ -39,6 +39,11 @@ class FleetCalls(RestCalls):
         gpus: Mapping[str, Any] = await self._call("GET", "/gpus")
         return gpus
 
+    async def hosts(self) -> Mapping[str, Any]:
+        """`hosts` of the cluster with cores, memory, workers and versions; none in a fleet of one host."""
+        hosts: Mapping[str, Any] = await self._call("GET", "/hosts")
+        return hosts
+
     async def templates(self) -> Sequence[Mapping[str, Any]]:
         """The templates that `create` may name."""
         templates: Sequence[Mapping[str, Any]] = await self._call("GET", "/templates")

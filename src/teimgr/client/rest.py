@@ -36,6 +36,9 @@ class InstanceKeys(TypedDict, total=False):
     startup_timeout_secs: int | None
     max_rss_mib: int | None
     replicas: int | Literal["per-gpu"] | None
+    node: str | None
+    labels: Mapping[str, str] | None
+    placement: str | None
     tags: Mapping[str, str] | None
     extra_args: Sequence[str] | None
 

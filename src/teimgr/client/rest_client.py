@@ -106,6 +106,7 @@ class RestClient:
     config = _blocking(_Calls.config)
     reload = _blocking(_Calls.reload)
     gpus = _blocking(_Calls.gpus)
+    hosts = _blocking(_Calls.hosts)
     templates = _blocking(_Calls.templates)
     metrics = _blocking(_Calls.metrics)
     act = _blocking(_Calls.act)

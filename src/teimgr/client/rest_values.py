@@ -43,6 +43,9 @@ class Instance:
     trust_remote_code: bool | None = None
     safetensors_only: bool | None = None
     replicas: int | Literal["per-gpu"] | None = None
+    node: str | None = None
+    labels: Mapping[str, str] | None = None
+    placement: str | None = None
     tags: Mapping[str, str] | None = None
     wanted_running: bool | None = None
     seeded: bool | None = None
@@ -67,6 +70,7 @@ class InstanceEvent:
     reason: str | None = None
     tags: Mapping[str, str] | None = None
     crash_report: str | None = None
+    nodes: Sequence[str] = ()
     details: Mapping[str, Any]
 
     @classmethod

@@ -23,6 +23,7 @@ class FleetEvent:
     """One event. `id` counts from 1 in the life of a daemon; `status` and `reason` are those of the instance then.
 
     A `crashed` one has the worker's reason, and the name of its crash report in the folder `crashes` beside the logs.
+    `nodes` are the hosts of the instance's workers in a cluster.
     """
 
     id: int
@@ -34,6 +35,7 @@ class FleetEvent:
     reason: str | None
     tags: dict[str, str] = field(default_factory=dict)
     crash_report: str | None = None
+    nodes: tuple[str, ...] = ()
 
 
 class EventLog:
@@ -116,6 +118,7 @@ class EventLog:
             reason=incident.reason if incident else view.reason,
             tags=dict(view.spec.tags),
             crash_report=incident.crash_report if incident else None,
+            nodes=tuple(sorted({worker.node for worker in view.workers if worker.node})),
         )
         self._ring.append(event)
         if kind == "deleted":

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.observability.memory import resident_bytes_of
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import InventorySource
 from teimgr.rest.probes import Scraper, WorkerStats
 from teimgr.spec import InstanceView
 
@@ -149,7 +149,7 @@ class Sampler:
         self,
         scraper: Scraper,
         views: Callable[[], Sequence[InstanceView]],
-        gpus: GpuInventory,
+        gpus: InventorySource,
     ) -> None:
         self.version = 0
         self.figures: dict[str, Figures] = {}

@@ -29,7 +29,7 @@ from teimgr.page.assets import assets, html_response
 from teimgr.page.figures import Sampler
 from teimgr.page.forms import ESSENTIAL, groups
 from teimgr.page.views import EVENTS_SHOWN, Values
-from teimgr.placement.planner import GpuInventory, host_memory, usable_cores
+from teimgr.placement.planner import InventorySource, host_memory, usable_cores
 from teimgr.rest.app import PageRoutes
 from teimgr.rest.events import Event, event_stream
 from teimgr.rest.middleware import own_names
@@ -50,7 +50,7 @@ _SIGN_IN, _SIGN_OUT = "/ui/sign-in", "/ui/sign-out"
 class Page:
     """The page over the parts of a daemon; `running` samples the fleet meanwhile."""
 
-    def __init__(self, settings: Settings, manager: Manager, scraper: Scraper, gpus: GpuInventory) -> None:
+    def __init__(self, settings: Settings, manager: Manager, scraper: Scraper, gpus: InventorySource) -> None:
         self.sessions = Sessions(settings.api_port)
         self._manager = manager
         self._gpus = gpus

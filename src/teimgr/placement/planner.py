@@ -1,4 +1,4 @@
-"""Placement of workers (GPU or CPU, replicas, CPU threads, batch tokens) and the making of their `WorkerSpec`."""
+"""Placement of workers (host, GPU or CPU, replicas, CPU threads, batch tokens) and the making of their `WorkerSpec`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pynvml
 
 from teimgr.config.instance_keys import parse
 from teimgr.config.settings import Settings
-from teimgr.errors import InvalidGpuId, TeimgrError
+from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
+from teimgr.placement.hosts import Host, allows, best_host, candidates
 from teimgr.spec import KEYS, WORKER_KEYS, Change, CpuThreads, InstanceSpec, WorkerSpec
 
 READING_AGE_S = 1.0
@@ -27,7 +28,8 @@ _FAILURE_AGE_S = 10.0
 class Gpu:
     """One card. Values that the driver does not report are None, free memory 0.
 
-    `memory_of` is the memory of each process in bytes, by pid; empty where it is not reported, as inside containers.
+    `node` is the name of its host in a cluster, empty in a fleet of one host; `index` is that of its host. `memory_of`
+    is the memory of each process in bytes, by pid; empty where it is not reported, as inside containers.
     """
 
     index: int
@@ -41,22 +43,31 @@ class Gpu:
     power_w: float | None = None
     compute_capability: tuple[int, int] | None = None
     memory_of: Mapping[int, int] = field(default_factory=dict)
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The cards that workers may use; `reason` is why there are none."""
+    """The cards that workers may use; `reason` is why there are none. `hosts` are those of a cluster."""
 
     gpus: tuple[Gpu, ...] = ()
     reason: str = ""
+    hosts: tuple[Host, ...] = ()
 
     @property
     def indexes(self) -> list[int]:
         return [gpu.index for gpu in self.gpus]
 
 
+class InventorySource(Protocol):
+    """Reads the present inventory: of this host, or of all hosts of a cluster."""
+
+    async def read(self) -> Inventory:
+        """The cards with their free memory, and the hosts of a cluster; soon, as launches wait for it."""
+
+
 class GpuInventory:
-    """Reads the inventory, at most once per second, and every 10 seconds while there is no driver."""
+    """Reads the inventory of this host, at most once per second, and every 10 seconds while there is no driver."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, read: Callable[[], Inventory] | None = None) -> None:
         self._visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -155,32 +166,36 @@ _MEMINFO = Path("/proc/meminfo")
 class Others:
     """The workers beside which a new one is placed.
 
-    `alive` is the number of workers that share the cores, the new one included. `loading` counts, by GPU UUID, the
-    workers whose memory NVML cannot show yet, `beside` the other replicas of the instance.
+    `alive` counts the workers that share the cores of each host, the new one included where it has a host already;
+    a fleet of one host has the name "". `loading` counts, by GPU UUID, the workers whose memory NVML cannot show yet,
+    `beside` and `beside_hosts` the other replicas of the instance, by GPU UUID and by host.
     """
 
-    alive: int
+    alive: Mapping[str, int] = field(default_factory=dict)
     loading: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)
+    beside_hosts: Mapping[str, int] = field(default_factory=dict)
 
 
 class FleetCounts:
-    """The number of live workers, and by GPU UUID that of those that load; `set` is called when an instance changes."""
+    """The number of live workers by host, and by GPU UUID that of those that load; `set` is called when an instance
+    changes."""
 
     def __init__(self) -> None:
-        self.alive = 0
+        self.alive: Counter[str] = Counter()
         self.loading: Counter[str] = Counter()
-        self._instances: dict[str, tuple[int, Counter[str]]] = {}  # those with live workers
+        self._instances: dict[str, tuple[Counter[str], Counter[str]]] = {}  # those with live workers
 
     @property
     def instances(self) -> KeysView[str]:
         """The names of those with live workers."""
         return self._instances.keys()
 
-    def set(self, name: str, alive: int, loading: Counter[str]) -> None:
+    def set(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
         """Count the workers of an instance anew."""
-        before, were_loading = self._instances.pop(name, (0, Counter[str]()))
-        self.alive += alive - before
+        before, were_loading = self._instances.pop(name, (Counter[str](), Counter[str]()))
+        self.alive.update(alive)
+        self.alive.subtract(before)
         self.loading.update(loading)
         self.loading.subtract(were_loading)
         if alive:
@@ -193,7 +208,7 @@ class Planner:
     Only `refresh` awaits; every other method is synchronous, so two plans cannot interleave.
     """
 
-    def __init__(self, settings: Settings, gpus: GpuInventory, cores: int) -> None:
+    def __init__(self, settings: Settings, gpus: InventorySource, cores: int) -> None:
         self.inventory = Inventory()
         self._settings = settings
         self._gpus = gpus
@@ -208,23 +223,30 @@ class Planner:
 
         Raises:
             InvalidGpuId: `gpu_id` is none of the cards.
+            NoHost: none of the hosts fits.
             InvalidConfig: an extra argument cannot be parsed.
         """
-        gpu = place(spec, self.inventory, others.loading, others.beside)
-        threads = spec.threads or self.share(others.alive).own
-        return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica)
+        gpu = place(spec, self.inventory, others)
+        host = gpu.node if gpu else cpu_host(spec, self.inventory, others)
+        threads = spec.threads or self.share(others.alive.get(host, 0), host).own
+        return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica, host)
 
     def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
         """Whether a live worker that was started with `found` could have been started for `spec` now."""
         if found.replica >= self.replicas(spec):
             return False
+        hosts = self.inventory.hosts
+        on_host = replace(spec, node=found.host) if hosts else spec
         try:
-            chosen = place(spec, self.inventory) if spec.gpu_id is not None else None
+            chosen = place(on_host, self.inventory) if spec.gpu_id is not None else None
             gpu = chosen.uuid if chosen else found.gpu
-            same = worker_spec(spec, self._settings, gpu, replica=found.replica).hash == found.hash
+            same = worker_spec(spec, self._settings, gpu, replica=found.replica, host=found.host).hash == found.hash
         except TeimgrError:
             return False
-        return same and (found.gpu is None or found.gpu in {gpu.uuid for gpu in self.inventory.gpus})
+        if not same or (hosts and not allows(spec, found.host, hosts)) or bool(hosts) != bool(found.host):
+            return False
+        is_known = not hosts or found.host in {host.name for host in hosts if not host.problem}
+        return found.gpu is None or not is_known or found.gpu in {gpu.uuid for gpu in self.inventory.gpus}
 
     def change_needed(self, old: InstanceSpec, new: InstanceSpec) -> Change:
         """What an update from `old` to `new` needs, by the declared keys and by what the workers are launched with.
@@ -241,17 +263,24 @@ class Planner:
     def replicas(self, spec: InstanceSpec) -> int:
         return replica_count(spec, self.inventory)
 
-    def share(self, workers: int) -> CpuThreads:
-        """CPU threads for each of so many workers."""
-        return CpuThreads(fair_share(self._cores, workers), self._cores)
+    def share(self, workers: int, host: str = "") -> CpuThreads:
+        """CPU threads for each of so many workers of a host."""
+        found = self._host(host)
+        cores = found.cores if found else self._cores
+        return CpuThreads(fair_share(cores, workers), cores)
 
-    def load_limit(self, gpu: str | None) -> int:
-        """How many workers may load on a card, or on the CPU, at the same time, by cores and free memory."""
-        if gpu is None:
+    def load_limit(self, device: str | None) -> int:
+        """How many workers may load on a card, or on a host's CPU, at the same time, by cores and free memory."""
+        if device is None:
             free_bytes = free_memory_bytes()
             return self._cores if free_bytes is None else min(self._cores, free_bytes // LOADING_BYTES)
-        free_bytes = next((card.memory_free_bytes for card in self.inventory.gpus if card.uuid == gpu), 0)
+        if host := self._host(device):
+            return min(host.cores, host.memory_free_bytes // LOADING_BYTES)
+        free_bytes = next((card.memory_free_bytes for card in self.inventory.gpus if card.uuid == device), 0)
         return min(_LOADS_PER_CARD, free_bytes // LOADING_BYTES)
+
+    def _host(self, name: str) -> Host | None:
+        return next((host for host in self.inventory.hosts if host.name == name), None)
 
     def index_of(self, gpu: str | None) -> int | None:
         return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
@@ -325,7 +354,12 @@ def _free_in(group: Path, limit: str, use: str, cache: str) -> int | None:
 
 
 def worker_spec(
-    spec: InstanceSpec, settings: Settings, gpu_uuid: str | None = None, threads: int = 1, replica: int = 0
+    spec: InstanceSpec,
+    settings: Settings,
+    gpu_uuid: str | None = None,
+    threads: int = 1,
+    replica: int = 0,
+    host: str = "",
 ) -> WorkerSpec:
     """The spec of one worker. `extra_args` take precedence over the instance's fields, these over the settings.
 
@@ -337,6 +371,7 @@ def worker_spec(
     made = WorkerSpec(
         **{name: getattr(spec, name) for name in WORKER_KEYS},
         replica=replica,
+        host=host,
         gpu=gpu_uuid,
         threads=threads,
         instance_host=settings.instance_host,
@@ -352,37 +387,61 @@ def worker_spec(
     return replace(made, **parse(spec.extra_args))
 
 
-def place(
-    spec: InstanceSpec,
-    inventory: Inventory,
-    loading: Mapping[str, int] | None = None,
-    beside: Mapping[str, int] | None = None,
-) -> Gpu | None:
-    """The card for one more worker of `spec`; None means the CPU, on hosts without a card.
+def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None) -> Gpu | None:
+    """The card for one more worker of `spec`; None means the CPU, where no host that fits has a card.
 
-    `loading` and `beside` are those of `Others`. Without a `gpu_id`, the cards with the fewest other replicas are
-    preferred, among them the one with the most spare memory.
+    Without a `gpu_id`, the cards on the hosts with the fewest other replicas are preferred, then those with the fewest
+    themselves, among them the one with the most spare memory. To "pack" is to prefer the hosts with the most replicas,
+    and the fullest card that has room for a loading worker.
 
     Raises:
         InvalidGpuId: `gpu_id` is none of the cards.
+        NoHost: none of the hosts fits.
+        ValidationError: it names a host or labels in a fleet of one host.
     """
+    others, cards = others or Others(), inventory.gpus
+    if not inventory.hosts and (spec.node is not None or spec.labels):
+        raise ValidationError("node and labels name hosts of a cluster, and the daemon has none ([cluster] address)")
+    if inventory.hosts:
+        fitting = {host.name for host in candidates(spec, inventory.hosts)}
+        cards = tuple(card for card in cards if card.node in fitting)
     if spec.gpu_id is not None:
-        named = next((gpu for gpu in inventory.gpus if gpu.index == spec.gpu_id), None)
-        if named is None:
-            raise InvalidGpuId(spec.gpu_id, inventory.indexes, inventory.reason)
-        return named
-    pending, others = loading or {}, beside or {}
+        named = tuple(gpu for gpu in cards if gpu.index == spec.gpu_id)
+        if not named:
+            raise InvalidGpuId(spec.gpu_id, sorted({gpu.index for gpu in cards}), inventory.reason)
+        cards = named
 
-    def preference(gpu: Gpu) -> tuple[int, int]:
-        spare_bytes = gpu.memory_free_bytes - LOADING_BYTES * pending.get(gpu.uuid, 0)
-        return -others.get(gpu.uuid, 0), spare_bytes
+    def spare_bytes(gpu: Gpu) -> int:
+        return gpu.memory_free_bytes - LOADING_BYTES * others.loading.get(gpu.uuid, 0)
 
-    return max(inventory.gpus, key=preference, default=None)
+    def spread(gpu: Gpu) -> tuple[int, ...]:
+        return -others.beside_hosts.get(gpu.node, 0), -others.beside.get(gpu.uuid, 0), spare_bytes(gpu)
+
+    def pack(gpu: Gpu) -> tuple[int, ...]:
+        has_room = spare_bytes(gpu) >= LOADING_BYTES
+        crowd = others.beside_hosts.get(gpu.node, 0), others.alive.get(gpu.node, 0)
+        return (has_room, *crowd, -others.beside.get(gpu.uuid, 0), -spare_bytes(gpu))
+
+    return max(cards, key=pack if spec.placement == "pack" else spread, default=None)
+
+
+def cpu_host(spec: InstanceSpec, inventory: Inventory, others: Others) -> str:
+    """The host for one more worker of `spec` on the CPU; "" in a fleet of one host.
+
+    Raises:
+        NoHost: none of the hosts fits.
+    """
+    if not inventory.hosts:
+        return ""
+    return best_host(spec, candidates(spec, inventory.hosts), others.alive, others.beside_hosts).name
 
 
 def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
-    """The number of workers; "per-gpu" is one for each card, and at least one."""
-    return max(1, len(inventory.gpus)) if spec.replicas == "per-gpu" else spec.replicas
+    """The number of workers; "per-gpu" is one for each card of the hosts that fit, and at least one."""
+    if spec.replicas != "per-gpu":
+        return spec.replicas
+    hosts = {host.name for host in inventory.hosts if allows(spec, host.name, inventory.hosts)}
+    return max(1, sum(not inventory.hosts or gpu.node in hosts for gpu in inventory.gpus))
 
 
 def fair_share(cores: int, workers: int) -> int:
@@ -403,7 +462,10 @@ def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) ->
     if spec.gpu_id is None and spec.replicas != 1:
         cards = list(inventory.gpus)
     else:
-        card = place(spec, inventory)
+        try:
+            card = place(spec, inventory)
+        except NoHost:  # it may join later
+            card = None
         cards = [card] if card else []
     free_bytes = min((card.memory_free_bytes for card in cards), default=0)
     tokens = max(per_gib, free_bytes * per_gib // _GIB) if free_bytes else CPU_TOKENS

@@ -1,8 +1,10 @@
-"""GET /gpus, and the GPUs on the page of metrics: each GPU's state and the instances on it."""
+"""GET /gpus and GET /hosts, and the GPUs on the page of metrics: each GPU's state and the instances on it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -12,7 +14,7 @@ from starlette.responses import Response
 from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, add
-from teimgr.placement.planner import Gpu, GpuInventory
+from teimgr.placement.planner import Gpu, InventorySource
 from teimgr.rest.schemas import ANY_FAILURE, Card, StrictQueryRoute, answer
 from teimgr.spec import InstanceView
 
@@ -47,10 +49,31 @@ class Gpus(BaseModel):
     reason: str
 
 
+class HostInfo(BaseModel):
+    """A host of a cluster, with its live workers."""
+
+    name: str = Field(description="the value for `node`")
+    address: str = Field(description="by which Ray reaches it; empty until then")
+    cores: int
+    memory_total_bytes: int
+    memory_free_bytes: int
+    labels: dict[str, str]
+    versions: dict[str, str] = Field(description="of teimgr, ray, python and torch; they are equal on all hosts in use")
+    gpus: int
+    workers: int
+    problem: str | None = Field(description="why it takes no workers; null where it does")
+
+
+class Hosts(BaseModel):
+    """The hosts of the cluster; none in a fleet of one host."""
+
+    hosts: list[HostInfo]
+
+
 class GpuReport:
     """GPUs together with the workers on them. `views` returns the current instances."""
 
-    def __init__(self, inventory: GpuInventory, views: Callable[[], Iterable[InstanceView]]) -> None:
+    def __init__(self, inventory: InventorySource, views: Callable[[], Iterable[InstanceView]]) -> None:
         self._inventory = inventory
         self._views = views
 
@@ -80,6 +103,19 @@ class GpuReport:
             gpus.append(_card(gpu) | {"instances": workers})
         return {"gpus": gpus, "reason": inventory.reason}
 
+    async def hosts(self) -> dict[str, Any]:
+        """`Hosts` as plain values."""
+        inventory = await self._inventory.read()
+        alive = Counter(worker.node for view in self._views() for worker in view.workers if worker.pid is not None)
+        on_hosts = Counter(gpu.node for gpu in inventory.gpus)
+        return {
+            "hosts": [
+                asdict(host)
+                | {"gpus": on_hosts[host.name], "workers": alive[host.name], "problem": host.problem or None}
+                for host in inventory.hosts
+            ]
+        }
+
     async def of(self, view: InstanceView) -> dict[str, Any] | None:
         """`CardOfInstance` as plain values: the first GPU that the instance is on; None while it is on none."""
         for gpu in (await self._inventory.read()).gpus:
@@ -100,7 +136,7 @@ def _memory(view: InstanceView, gpu: Gpu) -> int | None:
 
 
 def _card(gpu: Gpu) -> dict[str, Any]:
-    return {name: getattr(gpu, name) for name in Card.model_fields}
+    return {name: getattr(gpu, name) for name in Card.model_fields} | {"node": gpu.node or None}
 
 
 def gpu_report_of(request: Request) -> GpuReport | None:
@@ -113,6 +149,13 @@ GpuReportDep = Annotated[GpuReport | None, Depends(gpu_report_of)]
 
 @router.get("/gpus", response_model=Gpus)
 async def list_gpus(gpus: GpuReportDep) -> Response:
-    """The GPUs of this host that instances may use, with memory, load and workers."""
+    """The GPUs that instances may use, of all hosts, with memory, load and workers."""
     assert gpus is not None  # create_app adds this route only with a report
     return answer(await gpus.to_dict())
+
+
+@router.get("/hosts", response_model=Hosts)
+async def list_hosts(gpus: GpuReportDep) -> Response:
+    """The hosts of the cluster, with cores, memory, workers and versions; none in a fleet of one host."""
+    assert gpus is not None
+    return answer(await gpus.hosts())

@@ -234,6 +234,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /config": ADMIN_ALL,
     "POST /config/reload": ADMIN_ALL,
     "GET /gpus": READ_ALL,
+    "GET /hosts": READ_ALL,
     "GET /models": READ_ALL,
     "POST /models": ADMIN_ALL,
     "GET /models/{model_id:path}": READ_ALL,

@@ -277,6 +277,7 @@ class WorkerFacts(BaseModel):
     role: Literal["serving", "joining", "leaving"] = Field(description="joining and leaving occur during an update")
     state: State
     pid: int | None
+    node: str | None = Field(description="name of its host in a cluster; null in a fleet of one host")
     gpu: str | None = Field(description="UUID of its card")
     gpu_id: int | None
     uptime_secs: int | None
@@ -304,6 +305,7 @@ class Card(BaseModel):
     """A GPU, as the driver reports it now; null where it does not report."""
 
     index: int = Field(description="the value for `gpu_id`")
+    node: str | None = Field(description="name of its host in a cluster, the value for `node`")
     uuid: str
     name: str
     memory_total_bytes: int | None
@@ -435,6 +437,7 @@ def instance_info(view: InstanceView, gpu: dict[str, Any] | None = None) -> dict
         "threads": view.threads,
         "extra_args": shown_args(spec.extra_args),
         "tags": dict(spec.tags),
+        "labels": dict(spec.labels),
         "workers": [_worker_facts(worker) for worker in view.workers],
         "update": asdict(view.update) if view.update else None,
         "model": model.to_dict() if model else None,

@@ -24,7 +24,7 @@ from typing import Any, Self
 from teimgr import __version__
 from teimgr.durable_files import write_atomically
 from teimgr.launch.launcher import EndedWorker
-from teimgr.observability.logs import LogSpan
+from teimgr.observability.logs import LogLines, LogSpan
 from teimgr.spec import Incident, WorkerSpec, rfc3339
 from teimgr.supervision.lifecycle import explain
 
@@ -61,7 +61,7 @@ class Crash:
     started_at: float
     status: int | None
     reason: str
-    log: LogSpan | None = None
+    log: LogSpan | LogLines | None = None
     spec: WorkerSpec | None = None
     events: Sequence[Mapping[str, Any]] = ()
 

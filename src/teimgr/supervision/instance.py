@@ -166,20 +166,20 @@ class ManagedInstance:
         return self.view()
 
     @property
-    def alive_count(self) -> int:
-        """The number of workers that exist or are being started."""
-        return sum(each.state in (State.STARTING, State.RUNNING) for each in self.workers)
+    def alive(self) -> Counter[str]:
+        """The workers that exist or are being started, by host; a fleet of one host has the name ""."""
+        return Counter(each.host for each in self.workers if each.state in (State.STARTING, State.RUNNING))
 
     @property
     def loading(self) -> Counter[str]:
         """The workers that are being started, by the UUID of the card that they are placed on."""
         return Counter(each.gpu for each in self.workers if each.gpu is not None and each.state is State.STARTING)
 
-    def set_threads(self, share: CpuThreads) -> None:
-        """Set the CPU threads of each worker: exactly the key `threads`, else the fair share."""
+    def set_threads(self, share: Callable[[str], CpuThreads]) -> None:
+        """Set the CPU threads of each worker: exactly the key `threads`, else the fair share of its host."""
         for each in self.workers:
             fixed = each.spec.threads
-            each.set_threads(CpuThreads(fixed, fixed) if fixed else share)
+            each.set_threads(CpuThreads(fixed, fixed) if fixed else share(each.host))
 
     def force_stop(self) -> None:
         for each in self._workers:
@@ -454,6 +454,19 @@ class ManagedInstance:
             "it is being replaced"
         )
         self._context.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
+
+    async def leave_host(self, host: str) -> None:
+        """Replace each running replica on `host` by one elsewhere, one after the other, by the steps of an update.
+
+        Raises:
+            UpdateFailed: no other host takes one, or it failed to start; the old one serves on.
+        """
+        for old in self._serving:
+            async with self._one_command:
+                if self._is_deleted or self._is_updating or old.host != host or old.state is not State.RUNNING:
+                    continue
+                self._begin_update_of(partial(self._replace_one, old), ())
+            await self.update_finished()
 
     async def _replace_one(self, old: Supervisor) -> None:
         new = await self._join(self.spec, (old.number,))

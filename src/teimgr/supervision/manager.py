@@ -26,7 +26,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import (
     FleetCounts,
-    GpuInventory,
+    InventorySource,
     Planner,
     place,
     usable_cores,
@@ -34,7 +34,7 @@ from teimgr.placement.planner import (
     worker_spec,
 )
 from teimgr.routing.router import Directory
-from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.spec import Change, CpuThreads, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 from teimgr.supervision.crash_reports import Crash, CrashReports
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
@@ -49,6 +49,8 @@ ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
 # At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
 _BACKGROUND_LIMIT_S = 5.0
+# Before another attempt to move workers that no other host took.
+_MOVE_PAUSE_S = 3.0
 
 
 async def _nothing_to_confirm() -> None:
@@ -70,7 +72,7 @@ class Manager:
         launcher: Launcher,
         directory: Directory,
         store: Store,
-        gpus: GpuInventory,
+        gpus: InventorySource,
         metrics: DaemonMetrics,
         cores: int | None = None,
     ) -> None:
@@ -88,11 +90,12 @@ class Manager:
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self._is_restored = False
         self._counts = FleetCounts()
-        self._share = self._planner.share(0)
+        self._shares: dict[str, CpuThreads] = {}
         self._adopting: set[asyncio.Task[None]] = set()
         self._is_shutting_down = False
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._not_startable: set[str] = set()
+        self._left_hosts: set[str] = set()  # whose workers are being moved
         self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._context = SupervisorContext(
             launcher=launcher,
@@ -369,9 +372,26 @@ class Manager:
                 for changed in self._watchers.get(name, ()):
                     changed.set()
                 self.on_view_changed(name, None)
-                self._count(name, 0, Counter())
+                self._count(name, Counter(), Counter())
         self._metrics.count(catalogue.DELETED, name)
         return view
+
+    def leave_host(self, host: str) -> None:
+        """Begin to move the workers of a host elsewhere, because it is about to leave; no effect while that goes on."""
+        if host not in self._left_hosts and not self._is_shutting_down:
+            self._left_hosts.add(host)
+            moving = self._in_background(self._move_off(host), f"moving workers off host {host}")
+            moving.add_done_callback(lambda _: self._left_hosts.discard(host))
+
+    async def _move_off(self, host: str) -> None:
+        await self.booted.wait()
+        for name, instance in tuple(self._instances.items()):
+            try:
+                await instance.leave_host(host)
+            except TeimgrError as error:
+                facts = {"instance": name, "node": host, "reason": error.message}
+                log.warning("worker not moved to another host", extra=facts)
+                await asyncio.sleep(_MOVE_PAUSE_S)
 
     def alarms(self) -> list[str]:
         """Those of instances; `store_alarm` has that of the state file."""
@@ -461,17 +481,21 @@ class Manager:
         if instance is None:
             return
         self.on_view_changed(name, instance.view())
-        self._count(name, instance.alive_count, instance.loading)
+        self._count(name, instance.alive, instance.loading)
 
-    def _count(self, name: str, alive: int, loading: Counter[str]) -> None:
+    def _count(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
         """Count the live workers of an instance, and send the workers their share of the cores where it has changed.
 
         More workers than cores have one core each, so that at most as many as there are cores get a message.
         """
         self._counts.set(name, alive, loading)
-        before, self._share = self._share, self._planner.share(self._counts.alive)
-        if before != self._share:
+        shares = {host: self._planner.share(count, host) for host, count in self._counts.alive.items() if count}
+        before, self._shares = self._shares, shares
+        if before != shares:
             for each in tuple(self._counts.instances):
-                self._instances[each].set_threads(self._share)
+                self._instances[each].set_threads(self._share_of)
         elif alive:
-            self._instances[name].set_threads(self._share)
+            self._instances[name].set_threads(self._share_of)
+
+    def _share_of(self, host: str) -> CpuThreads:
+        return self._shares.get(host) or self._planner.share(1, host)

@@ -113,8 +113,9 @@ class _Request:
 class Supervisor:
     """Supervises the `number`-th replica of the instance `spec`.
 
-    `role` is its part in an update, as in `WorkerView`. `gpu` is the UUID of the card that the present worker was, or
-    the next one is to be, placed on. `started` is set once `run` has begun and an adopted worker is taken over.
+    `role` is its part in an update, as in `WorkerView`. `host` and `gpu` are the name of the host, empty in a fleet of
+    one, and the UUID of the card that the present worker was, or the next one is to be, placed on. `started` is set
+    once `run` has begun and an adopted worker is taken over.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Supervisor:
         self.spec = spec
         self.number = number
         self.role = role
+        self.host = ""
         self.gpu: str | None = None
         self.model: LoadedModel | None = None
         """Of the last worker that was ready."""
@@ -237,6 +239,7 @@ class Supervisor:
             replica=self.number,
             role=self.role,
             state=self.state,
+            node=self.host or None,
             gpu=self.gpu,
             gpu_id=self._context.planner.index_of(self.gpu),
             pid=handle.pid if handle else None,
@@ -388,18 +391,21 @@ class Supervisor:
         loading = fleet.loading.copy()
         if self.gpu is not None and self.state is State.STARTING:
             loading[self.gpu] -= 1  # itself, on the card of its last start
-        beside = Counter(each.gpu for each in self._owner.siblings_of(self) if each.gpu is not None)
-        spec = planner.plan(self.spec, self.number, Others(fleet.alive, loading, beside))
+        siblings = self._owner.siblings_of(self)
+        beside = Counter(each.gpu for each in siblings if each.gpu is not None)
+        others = Others(fleet.alive, loading, beside, Counter(each.host for each in siblings if each.host))
+        spec = planner.plan(self.spec, self.number, others)
         spec = replace(spec, restarts=self._replica.restarts)
-        if self.gpu != spec.gpu:
-            self.gpu = spec.gpu
+        if (self.host, self.gpu) != (spec.host, spec.gpu):
+            self.host, self.gpu = spec.host, spec.gpu
             self._owner.on_state_changed()
-        await self._context.slots.take(spec.gpu)
-        self._give_back = partial(self._context.slots.give_back, spec.gpu)
+        device = spec.gpu or spec.host or None
+        await self._context.slots.take(device)
+        self._give_back = partial(self._context.slots.give_back, device)
         return spec
 
     def _adopt(self, adopted: Adopted) -> None:
-        self.gpu = adopted.handle.spec.gpu
+        self.host, self.gpu = adopted.handle.spec.host, adopted.handle.spec.gpu
         self._replica = replace(self._replica, restarts=adopted.handle.spec.restarts)
         self._step(Command.ADOPT)
         self._start_worker(adopted)

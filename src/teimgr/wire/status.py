@@ -73,6 +73,7 @@ STATUS: dict[Code, StatusMapping] = {
     Code.OBJECT_IN_USE: StatusMapping(409, FAILED_PRECONDITION, "Validation"),
     Code.STORAGE_QUOTA_EXCEEDED: StatusMapping(403, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.STORAGE_FULL: StatusMapping(507, RESOURCE_EXHAUSTED, "Overloaded"),
+    Code.NO_HOST: StatusMapping(503, UNAVAILABLE, "Backend"),
     Code.MAX_INSTANCES_REACHED: StatusMapping(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.PORT_ALLOCATION_FAILED: StatusMapping(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.OVERLOADED: StatusMapping(429, RESOURCE_EXHAUSTED, "Overloaded"),
