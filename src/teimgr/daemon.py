@@ -15,6 +15,7 @@ import uvloop
 from teimgr import __version__
 from teimgr.auth.policy import PolicyInForce
 from teimgr.batches import Batches
+from teimgr.cluster.opening import open_cluster
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
@@ -23,13 +24,13 @@ from teimgr.events.fleet_events import EventLog
 from teimgr.events.webhooks import Webhooks
 from teimgr.gateway import Gateway
 from teimgr.http_server import bind
-from teimgr.launch.launcher import LocalLauncher, LocalOptions
+from teimgr.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.observability import logs
 from teimgr.observability.memory import raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
 from teimgr.page.page import Page
-from teimgr.placement.planner import GpuInventory
+from teimgr.placement.planner import GpuInventory, InventorySource
 from teimgr.placement.preflight import Preflight
 from teimgr.registry.registry import Registry
 from teimgr.rest.app import RestTls, create_app
@@ -88,14 +89,21 @@ class Daemon:
             log_max_bytes=settings.log_max_bytes,
             log_keep=settings.log_keep,
         )
-        self.launcher = LocalLauncher(options)
-        self.preflight = Preflight(settings.gpu_preflight, gpus, self.launcher.nursery.build)
-        self.manager = Manager(settings, self.launcher, self.directory, Store(settings.state_file), gpus, self.metrics)
+        local = LocalLauncher(options)
+        self.launcher: Launcher = local
+        inventory: InventorySource = gpus
+        self.cluster = open_cluster(settings, local, gpus)
+        if self.cluster is not None:
+            self.launcher, inventory = self.cluster.launcher, self.cluster.inventory
+        self.preflight = Preflight(settings.gpu_preflight, gpus, local.nursery.build)
+        self.manager = Manager(
+            settings, self.launcher, self.directory, Store(settings.state_file), inventory, self.metrics
+        )
         self.muxes = Muxes(settings, self.directory, self.metrics, self.policy)
         self.manager.routes_confirmed = self.muxes.routes_confirmed
-        self.registry = Registry(
-            settings, self.launcher, gpus, self.metrics, self.manager.list, booted=self.manager.booted
-        )
+        if self.cluster is not None:
+            self.cluster.head.on_draining = self.manager.leave_host
+        self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         # HTTP
         self.tls = RestTls(settings.tls_files)
@@ -103,12 +111,12 @@ class Daemon:
         self.gateway.views = self.manager.list
         self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
-        self.gpu_report = GpuReport(gpus, self.manager.list)
+        self.gpu_report = GpuReport(inventory, self.manager.list)
         self.scraper = Scraper(self.directory)
         self.metrics.sources += (self.scraper.page, self.gpu_report.page)
         if self.batches is not None:
             self.metrics.sources.append(self.batches.page)
-        self.page = Page(settings, self.manager, self.scraper, gpus) if settings.page else None
+        self.page = Page(settings, self.manager, self.scraper, inventory) if settings.page else None
         self.app = create_app(
             self.manager,
             settings,
@@ -222,8 +230,7 @@ class Daemon:
     def alarms(self) -> Sequence[str]:
         """The alarms of all parts, except that of the state file."""
         parts = (self.manager, self.tls, self.muxes, self.registry, self.preflight, self.webhooks, self.reloader)
-        found = [alarm for part in parts for alarm in part.alarms()]
-        return [*found, *self.batches.alarms()] if self.batches else found
+        return [alarm for part in (*parts, self.batches, self.cluster) if part for alarm in part.alarms()]
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

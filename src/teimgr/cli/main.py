@@ -52,6 +52,9 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "models rm": ("model_commands", "remove", _FLEET),
         "gpus": ("fleet_commands", "gpus", _FLEET),
         "templates": ("fleet_commands", "templates", _FLEET),
+        "cluster status": ("cluster_commands", "status", _FLEET),
+        "node join": ("cluster_commands", "join", _FLEET),
+        "node leave": ("cluster_commands", "leave", _FLEET),
         "import": ("import_command", "import_files", _SETUP),
         "config check": ("config_commands", "check", _SETUP),
         "config show": ("config_commands", "show", _SETUP),
@@ -66,6 +69,8 @@ GROUPS = MappingProxyType(
     {
         "models": "Models: list, download, try out, delete.",
         "config": "A daemon's configuration file.",
+        "cluster": "The hosts of a fleet on several hosts.",
+        "node": "This host, as one of a fleet on several hosts.",
         "key": "API keys for a daemon's configuration.",
         "context": "Named connections to daemons.",
     }

@@ -24,7 +24,7 @@ from typing import Self
 
 from teimgr.durable_files import write_atomically
 from teimgr.errors import Code, InvalidConfig
-from teimgr.observability.logs import LogSpan
+from teimgr.observability.logs import LogLines, LogSpan
 from teimgr.spec import WorkerSpec, worker_file
 from teimgr.unix_listener import SOCKET_PATH_BYTES
 
@@ -63,7 +63,7 @@ class Exit:
     status: int | None
     report: ExitReport | None = None
     log_tail: str = ""
-    log: LogSpan | None = None
+    log: LogSpan | LogLines | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +177,11 @@ class ProcessHandle:
         pidfd = run_file.open_pidfd()
         return None if pidfd is None else cls(run_file.pid, pidfd)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone, or was released."""
+        return self._ended.is_set()
+
     async def wait(self) -> Exit:
         """Return when the process is gone. Any number may wait."""
         return await asyncio.shield(self._exit)
@@ -245,7 +250,9 @@ def reap(pid: int) -> int | None:
 
 
 _WORKER_FILE = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
-_OTHER_FILE = re.compile(r"mux-.*|nursery\.(log.*|run)|standby\.run|daemon\.lock")
+_OTHER_FILE = re.compile(
+    r"mux-.*|nursery\.(log.*|run)|standby\.run|daemon\.lock|agent\.sock|bridge\.log.*|ray|ray\.(log.*|run)"
+)
 
 
 def new_incarnation() -> str:

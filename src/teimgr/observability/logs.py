@@ -210,6 +210,23 @@ class LogSpan:
         return text.decode("utf-8", "replace").splitlines()
 
 
+@dataclass(frozen=True, slots=True)
+class LogLines:
+    """The last lines of a log on another host; read as a `LogSpan` is."""
+
+    lines: tuple[str, ...]
+
+    def read(self, limit_bytes: int) -> list[str]:
+        """The last lines, at most about so many bytes."""
+        kept, size = 0, 0
+        for line in reversed(self.lines):
+            size += len(line.encode()) + 1
+            if size > limit_bytes:
+                break
+            kept += 1
+        return list(self.lines[len(self.lines) - kept :])
+
+
 def remove_logs(folder: Path, name: str) -> None:
     """Remove the log of an instance, its rotated files and its crash reports. Files of other instances stay."""
     replica_and_time = re.compile(rf"{re.escape(name)}-\d+-[^-]*\.json")

@@ -1,0 +1,148 @@
+"""The actors: one for each worker, which owns its process, and one for each host, which describes it.
+
+They run in Ray's processes on the worker's host; Ray makes actors of these classes (`bridge.py`), which import nothing
+of it. All they do is ask the host's node agent over its unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from teimgr.cluster.messages import (
+    AGENT_VARIABLE,
+    LINE_LIMIT_BYTES,
+    HeldWorker,
+    exit_to_dict,
+    read_message,
+    write_message,
+)
+from teimgr.launch.process_handle import Exit, LaunchFailed, ProcessHandle, WorkerPaths, open_pidfd
+from teimgr.observability.logs import LogSpan, last_warning, log_size
+
+CONNECT_LIMIT_S = 5.0
+AGENT_ABSENCE_S = 10.0
+"""How long after a worker's end its agent is waited for, which may be restarting, to say how it ended."""
+_RETRY_PAUSE_S = 0.25
+
+Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class WorkerActor:
+    """Owns one worker process: its name in the cluster is the mutex of a replica. Async; every method may be called
+    while others wait."""
+
+    def __init__(self) -> None:
+        self._held: HeldWorker | None = None
+        self._process: ProcessHandle | None = None
+        self._exit: asyncio.Task[dict[str, Any]] | None = None
+
+    async def ready(self) -> bool:
+        """Answer as soon as Ray has placed the actor."""
+        return True
+
+    async def launch(self, spec: str) -> dict[str, Any]:
+        """Have the node agent fork a worker: {"worker": …} as `HeldWorker`, or {"error": text}."""
+        try:
+            link = await _connect()
+            write_message(link[1], op="launch", spec=spec)
+            answer = await read_message(link[0])
+        except OSError as error:
+            return {"error": f"no node agent: {error}"}
+        if answer is None or "worker" not in answer:
+            link[1].close()
+            return {"error": answer["error"] if answer else "the node agent ended"}
+        self._held = held = HeldWorker.from_dict(answer["worker"])
+        if (pidfd := open_pidfd(held.process)) is not None:
+            self._process = ProcessHandle(held.pid, pidfd)
+        self._exit = asyncio.create_task(self._watch(held, link), name="exit of the worker")
+        return {"worker": asdict(held)}
+
+    async def describe(self) -> dict[str, Any]:
+        """{"worker", "exit"}; the latter is None while it lives. {} before `launch` has ended."""
+        if self._held is None or self._exit is None:
+            return {}
+        return {"worker": asdict(self._held), "exit": self._exit.result() if self._exit.done() else None}
+
+    async def wait(self) -> dict[str, Any]:
+        """Return the exit, as `exit_to_dict` has it, when the process is gone."""
+        assert self._exit is not None
+        return await asyncio.shield(self._exit)
+
+    async def stop(self, grace_s: float, sigterm: bool) -> str | None:
+        """As `WorkerHandle.stop`; the result is the reason of a failure."""
+        if self._process is not None:
+            try:
+                await self._process.stop(grace_s, sigterm=sigterm)
+            except LaunchFailed as error:
+                return str(error)
+        return None
+
+    async def signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.Signals(number))
+
+    async def _watch(self, held: HeldWorker, link: Link | None) -> dict[str, Any]:
+        """Wait for the end of the process, over restarts of the agent, which describes it."""
+        gone_at: float | None = None
+        while True:
+            if link is not None:
+                while (message := await read_message(link[0])) is not None:
+                    if "exit" in message:
+                        link[1].close()
+                        found: dict[str, Any] = message["exit"]
+                        return found
+                    if "error" in message:
+                        break
+                link[1].close()
+            link = None
+            if self._process is None or self._process.has_ended:
+                gone_at = gone_at or time.monotonic()
+                if time.monotonic() - gone_at > AGENT_ABSENCE_S:
+                    return _own_description(held)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+            with suppress(OSError):
+                link = await _connect()
+                write_message(link[1], op="claim", incarnation=held.incarnation, pid=held.pid)
+
+
+class HostActor:
+    """Describes its host."""
+
+    async def facts(self) -> dict[str, Any]:
+        """{"facts": …} as `NodeFacts`, or {"error": text} where no agent answers."""
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                reader, writer = await _connect()
+                try:
+                    write_message(writer, op="facts")
+                    answer = await read_message(reader)
+                finally:
+                    writer.close()
+        except OSError as error:  # TimeoutError is one of them
+            return {"error": f"its node agent does not answer: {str(error) or 'timeout'}"}
+        return answer if answer is not None else {"error": "its node agent ended"}
+
+
+async def _connect() -> Link:
+    """A connection to this host's agent. Raises OSError."""
+    path = os.environ.get(AGENT_VARIABLE)
+    if path is None:
+        raise FileNotFoundError("Ray was not started by teimgr on this host")
+    async with asyncio.timeout(CONNECT_LIMIT_S):
+        return await asyncio.open_unix_connection(path, limit=LINE_LIMIT_BYTES)
+
+
+def _own_description(held: HeldWorker) -> dict[str, Any]:
+    """How a worker ended whose agent is gone: without a status; its files are removed."""
+    paths, log_path = WorkerPaths(Path(held.run_dir), held.incarnation), Path(held.log_path)
+    span = LogSpan(log_path, 0, log_size(log_path))
+    exit = Exit(None, paths.read_exit_report(), last_warning(log_path), span)
+    paths.remove()
+    return exit_to_dict(exit)

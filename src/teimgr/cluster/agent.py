@@ -1,0 +1,228 @@
+"""The node agent: forks workers from its host's nursery on request of worker actors, and describes the host.
+
+It serves a unix socket in the run directory, with one JSON object per line. One connection of an
+actor is one worker:
+
+    in    {"op": "launch", "spec"}        fork a worker
+          {"op": "claim", "incarnation"}  after a restart of the agent: a worker that was forked before
+          {"op": "facts"}                 answered by {"facts"}, `NodeFacts`
+          {"op": "leave"}                 answered by {"workers"} as they become fewer, and {"left"}
+    out   {"worker"}                      `HeldWorker`; the connection stays open while it lives
+          {"exit"}                        it has ended; its files are removed
+          {"error"}
+
+An actor that dies closes its connection, and its worker is killed: the fleet has given it up by then. Workers survive
+a restart of the agent; those that no actor claims in time are ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from teimgr.cluster.messages import (
+    LINE_LIMIT_BYTES,
+    HeldWorker,
+    NodeFacts,
+    agent_socket,
+    exit_to_dict,
+    read_message,
+    write_message,
+)
+from teimgr.errors import TeimgrError
+from teimgr.launch.launcher import LocalLauncher, LocalWorker
+from teimgr.launch.process_handle import Exit, LaunchFailed, look_up
+from teimgr.spec import WorkerSpec
+
+CLAIM_LIMIT_S = 15.0
+"""How long after the agent's start an actor may claim a worker of an earlier agent."""
+_LEFTOVER_GRACE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """Serves `agent.sock` in the run directory of `launcher`, which is started before. `facts` describes the host."""
+
+    def __init__(self, launcher: LocalLauncher, run_dir: Path, facts: Callable[[], Awaitable[NodeFacts]]) -> None:
+        self.socket = agent_socket(run_dir.absolute())
+        self.leaving = asyncio.Event()
+        """Set by a `leave`: the host shall take no more workers, and end when it has none."""
+        self._launcher = launcher
+        self._run_dir = run_dir.absolute()
+        self._facts = facts
+        self._unclaimed: dict[str, LocalWorker] = {}
+        self._ended: dict[int, Exit] = {}
+        self._server: asyncio.Server | None = None
+        self._claims: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._held: set[LocalWorker] = set()
+        self._number_changed = asyncio.Event()
+
+    @property
+    def workers(self) -> int:
+        """The number of live workers, those that wait to be claimed included."""
+        return len(self._held) + len(self._unclaimed)
+
+    async def emptied(self, limit_s: float) -> bool:
+        """Wait until there are no workers; whether that took no longer than `limit_s`."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while self.workers:
+                    self._number_changed.clear()
+                    await self._number_changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop_workers(self, grace_s: float) -> None:
+        """Stop all workers, in parallel; each has the grace to finish its calls."""
+        workers = [*self._held, *self._unclaimed.values()]
+        for result in await asyncio.gather(*(each.stop(grace_s) for each in workers), return_exceptions=True):
+            if isinstance(result, LaunchFailed):
+                log.error("worker does not die", extra={"reason": str(result)})
+
+    async def start(self) -> None:
+        """Find the workers of an earlier agent, and listen.
+
+        Raises:
+            Unavailable: a run file cannot be read.
+            OSError: the socket cannot be bound.
+        """
+        found = await self._launcher.find()
+        self._unclaimed = {each.incarnation: each for each in found.alive if isinstance(each, LocalWorker)}
+        self._ended = {each.pid: each.exit for each in found.ended}
+        self.socket.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, str(self.socket), limit=LINE_LIMIT_BYTES)
+        self.socket.chmod(0o600)
+        self._claims = asyncio.create_task(self._end_unclaimed(), name="workers that no actor claims")
+
+    async def close(self) -> None:
+        """Stop serving. Actors and workers continue, and wait for the next agent."""
+        if self._server is not None:
+            self._server.close()
+        tasks = [*self._connections, *([self._claims] if self._claims else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self.socket.unlink(missing_ok=True)
+
+    async def _end_unclaimed(self) -> None:
+        await asyncio.sleep(CLAIM_LIMIT_S)
+        unclaimed, self._unclaimed = self._unclaimed, {}
+        for worker in unclaimed.values():
+            log.warning("ending a worker without an actor", extra={"instance": worker.spec.name, "pid": worker.pid})
+            with suppress(LaunchFailed):
+                await worker.stop(_LEFTOVER_GRACE_S)
+        self._number_changed.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            while (request := await read_message(reader)) is not None:
+                if not await self._answer(request, reader, writer):
+                    break
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the other side is gone, or the agent ends
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(
+        self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        """Whether another request may follow on this connection."""
+        match request:
+            case {"op": "facts"}:
+                write_message(writer, facts=(await self._facts()).to_dict())
+            case {"op": "launch", "spec": str(spec)}:
+                await self._launch(spec, reader, writer)
+                return False
+            case {"op": "claim", "incarnation": str(incarnation), "pid": int(pid)}:
+                await self._claim(incarnation, pid, reader, writer)
+                return False
+            case {"op": "leave"}:
+                await self._leave(writer)
+                return False
+            case _:
+                write_message(writer, error=f"not a request: {str(request)[:200]}")
+                return False
+        await writer.drain()
+        return True
+
+    async def _launch(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            worker = await self._launcher.launch(WorkerSpec.from_json(spec))
+        except (LaunchFailed, TeimgrError, ValueError, TypeError) as error:
+            write_message(writer, error=str(error))
+            return
+        await self._hold(worker, reader, writer)
+
+    async def _claim(
+        self, incarnation: str, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if (worker := self._unclaimed.pop(incarnation, None)) is not None:
+            await self._hold(worker, reader, writer)
+        elif (exit := self._ended.pop(pid, None)) is not None:
+            write_message(writer, exit=exit_to_dict(exit))
+        else:
+            write_message(writer, error="no such worker")
+
+    async def _hold(self, worker: LocalWorker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Keep a worker for the actor at the other end: report its exit, or kill it when the actor is gone."""
+        self._held.add(worker)
+        gone = asyncio.ensure_future(reader.read(1))
+        ended = asyncio.ensure_future(worker.wait())
+        try:
+            write_message(writer, worker=self._described(worker))
+            await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                log.warning("worker's actor is gone", extra={"instance": worker.spec.name, "pid": worker.pid})
+                await worker.stop(0)
+            write_message(writer, exit=await asyncio.to_thread(exit_to_dict, await ended))
+            with suppress(ConnectionError):
+                await writer.drain()
+        except asyncio.CancelledError:  # the agent ends; the next one finds the worker by its run file
+            raise
+        except LaunchFailed as error:
+            log.error("worker does not die", extra={"instance": worker.spec.name, "reason": str(error)})
+        finally:
+            self._held.discard(worker)
+            self._number_changed.set()
+            gone.cancel()
+            ended.cancel()
+
+    def _described(self, worker: LocalWorker) -> dict[str, Any]:
+        process = look_up(worker.pid)
+        held = HeldWorker(
+            spec=worker.spec.to_json(),
+            incarnation=worker.incarnation,
+            pid=worker.pid,
+            start_time=process.start_time if process else 0,
+            socket=str(worker.socket),
+            run_dir=str(self._run_dir),
+            log_path=str(worker.log_path),
+            started_at=worker.started_at,
+        )
+        return asdict(held)
+
+    async def _leave(self, writer: asyncio.StreamWriter) -> None:
+        """Take no more workers, and report those that are left until there are none."""
+        self.leaving.set()
+        while True:
+            write_message(writer, workers=self.workers)
+            await writer.drain()
+            if not self.workers:
+                break
+            self._number_changed.clear()
+            await self._number_changed.wait()
+        write_message(writer, left=True)
+        await writer.drain()

@@ -1,0 +1,201 @@
+"""The head of a cluster, in the daemon: Ray on this host, the agent of its workers, the bridge, the list of hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from teimgr.cluster.agent import Agent
+from teimgr.cluster.bridge import AnswerLate, Bridge
+from teimgr.cluster.host_facts import HostDescription, own_versions
+from teimgr.cluster.messages import NodeFacts
+from teimgr.cluster.ray_process import RayHost, RayProcess, ensure_token, ray_folder
+from teimgr.config.settings import Settings
+from teimgr.errors import InvalidConfig, Unavailable
+from teimgr.launch.launcher import LocalLauncher
+from teimgr.launch.process_handle import LaunchFailed, boot_id
+from teimgr.placement.planner import GpuInventory, usable_cores
+
+CONNECT_LIMIT_S = 60.0
+WATCH_INTERVAL_S = 1.0
+MISSES_ALLOWED = 3
+"""So many readings without an answer of its agent change nothing: on a loaded host one may be late."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One host of the cluster. `ray_id` is Ray's id of it, `problem` why it takes no workers, empty where it does."""
+
+    name: str
+    ray_id: str
+    address: str
+    facts: NodeFacts | None = None
+    problem: str = ""
+    misses: int = 0
+    """How often in a row its agent has not answered."""
+
+
+class Head:
+    """Starts Ray's head on this host and keeps the list of hosts. `launcher` is the one of this host."""
+
+    def __init__(self, settings: Settings, launcher: LocalLauncher, cards: GpuInventory) -> None:
+        own_versions()  # refuses where Ray is not installed
+        cluster = settings.cluster
+        self.members: Mapping[str, Member] = {}
+        """By name; hosts that Ray has lost are not among them."""
+        self.on_draining: Callable[[str], None] = lambda name: None
+        """Called with the name of a host that is about to leave, again and again until it has left."""
+        self.address = cluster.host
+        self.host = HostDescription(cluster.node, cluster.labels, cards)
+        self.agent = Agent(launcher, settings.run_dir, self.own_facts)
+        self._settings = settings
+        self._launcher = launcher
+        token_file = cluster.token_file or settings.state_file.parent / "ray-token"
+        self._ray_host = RayHost(
+            node_ip=cluster.host,
+            ray_dir=ray_folder(cluster.ray_dir, settings.run_dir),
+            token_file=token_file,
+            agent_socket=self.agent.socket,
+            cores=usable_cores(),
+        )
+        self.bridge = Bridge(
+            cluster.address, cluster.host, self._ray_host.environ(), settings.run_dir.absolute() / "bridge.log"
+        )
+        self._ray: RayProcess | None = None
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start everything; does not wait for Ray, which takes seconds. `launcher` is started before.
+
+        Raises:
+            InvalidConfig: the token's file, the folder or the address cannot be used.
+        """
+        settings, cluster, host = self._settings, self._settings.cluster, self._ray_host
+        ensure_token(host.token_file)
+        run_dir = settings.run_dir.absolute()
+        store_dir = settings.state_file.absolute().parent / "ray-store"
+        command = host.head_command(cluster, store_dir)
+        self._ray = RayProcess(command, host.environ(), run_dir, run_dir / "ray.log")
+        try:
+            await self.agent.start()
+            self._ray.start()
+        except (OSError, LaunchFailed, Unavailable) as error:
+            raise InvalidConfig(f"cluster: {error}") from error
+        self.bridge.start()
+        self._watch = asyncio.create_task(self._keep_watching(), name="hosts of the cluster")
+
+    async def close(self) -> None:
+        """End Ray's head on this host; the other hosts wait for the next one."""
+        await self.release()
+        if self._ray is not None:
+            await self._ray.stop()
+
+    async def release(self) -> None:
+        """Let go of Ray, the actors and the workers, which go on and are found by the next daemon."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+        await self.bridge.close()
+        if self._ray is not None:
+            await self._ray.release()
+        await self.agent.close()
+
+    async def connected(self, limit_s: float = CONNECT_LIMIT_S) -> None:
+        """Return when Ray answers and this host is in its list.
+
+        Raises:
+            Unavailable: that takes longer than `limit_s`.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                while self.host.name not in self.members:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            address = self._settings.cluster.address
+            raise Unavailable(f"Ray does not answer at {address} for {limit_s:g} s: {self._disconnection}") from None
+
+    def alarms(self) -> list[str]:
+        """Hosts that take no workers, and the lack of a connection."""
+        if not self.bridge.connected.is_set():
+            return [f"cluster: no connection to Ray: {self._disconnection}"]
+        return [f"cluster: host {each.name}: {each.problem}" for each in self.members.values() if each.problem]
+
+    @property
+    def _disconnection(self) -> str:
+        return (self._ray.problem if self._ray else "") or self.bridge.problem
+
+    async def refresh(self) -> None:
+        """Read the list of hosts anew. Raises Unavailable, AnswerLate."""
+        found = await self.bridge.call("hosts")
+        known = {member.ray_id: member for member in self.members.values()}
+        before, self.members = self.members, self._admitted([_member(each, known) for each in found])
+        for name in before.keys() ^ self.members.keys():
+            log.info("host %s", "joined" if name in self.members else "lost", extra={"node": name})
+        for name, member in self.members.items():
+            if member.problem and (name not in before or before[name].problem != member.problem):
+                log.warning("host takes no workers", extra={"node": name, "reason": member.problem})
+        self._changed.set()
+        for name, member in self.members.items():
+            if member.facts is not None and member.facts.draining:
+                self.on_draining(name)
+
+    def _admitted(self, members: list[Member]) -> dict[str, Member]:
+        """The hosts by name, this one first; those that may not take workers have the reason."""
+        admitted: dict[str, Member] = {}
+        for member in sorted(members, key=lambda each: (each.address != self._ray_host.node_ip, each.ray_id)):
+            if member.name in admitted:
+                log.warning("two hosts have one name", extra={"node": member.name, "address": member.address})
+                continue
+            admitted[member.name] = member
+        return admitted
+
+    async def _keep_watching(self) -> None:
+        published = False
+        while True:
+            await self.bridge.connected.wait()
+            with suppress(Unavailable, AnswerLate):
+                if not published:
+                    await self.bridge.call("publish", versions=json.dumps(asdict(own_versions())))
+                    published = True
+                await self.refresh()
+            published &= self.bridge.connected.is_set()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def own_facts(self) -> NodeFacts:
+        return await self.host.facts(self.agent.workers, draining=False)
+
+
+def _member(found: Mapping[str, Any], known: Mapping[str, Member]) -> Member:
+    """A host as the bridge has read it; one that does not answer stays for a while as it was, by its id in Ray."""
+    ray_id, address = str(found["id"]), str(found["address"])
+    before = known.get(ray_id) or Member(name=address, ray_id=ray_id, address=address, misses=MISSES_ALLOWED)
+    name = before.name
+    if "facts" not in found:
+        late = before.misses >= MISSES_ALLOWED
+        problem = str(found.get("error", "no answer")) if late else before.problem
+        return replace(before, problem=problem, misses=before.misses + 1)
+    try:
+        facts = NodeFacts.from_dict(found["facts"])
+    except (TypeError, KeyError):
+        return Member(name=name, ray_id=ray_id, address=address, problem="its teimgr is of another version")
+    return Member(name=facts.name, ray_id=ray_id, address=address, facts=facts, problem=_problem(facts))
+
+
+def _problem(facts: NodeFacts) -> str:
+    """Why a host takes no workers; empty where it does. Unix sockets are shared by what runs on one machine."""
+    if different := facts.versions.differences(own_versions()):
+        return f"versions differ: {different}"
+    if facts.draining:
+        return "it is leaving"
+    if facts.boot_id != boot_id():
+        return "links to workers on other machines are not built yet"
+    return ""

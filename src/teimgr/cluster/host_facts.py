@@ -1,0 +1,70 @@
+"""What a host is described by: its name, versions, labels, cores, memory and cards."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from teimgr import __version__
+from teimgr.cluster.messages import NodeFacts, Versions
+from teimgr.errors import InvalidConfig, ValidationError
+from teimgr.fleet_tls import check_node_name
+from teimgr.launch.process_handle import boot_id
+from teimgr.placement.planner import GpuInventory, free_memory_bytes, host_memory, usable_cores
+
+
+class HostDescription:
+    """Describes this host. `name` is its name in the fleet, or empty for its host name.
+
+    Raises:
+        InvalidConfig: the name is no node name, as `fleet_tls` has them.
+    """
+
+    def __init__(self, name: str, labels: Mapping[str, str], cards: GpuInventory) -> None:
+        self.name = name or socket.gethostname().lower()
+        try:
+            check_node_name(self.name)
+        except ValidationError as error:
+            raise InvalidConfig(f"cluster.node: {error.message}") from error
+        self._labels = labels
+        self._cards = cards
+
+    async def facts(self, workers: int, *, draining: bool) -> NodeFacts:
+        """The host as it is now."""
+        inventory = await self._cards.read()
+        total, used = host_memory()
+        free = free_memory_bytes()
+        return NodeFacts(
+            name=self.name,
+            boot_id=boot_id(),
+            versions=own_versions(),
+            labels=dict(self._labels),
+            cores=usable_cores(),
+            memory_total_bytes=total,
+            memory_free_bytes=total - used if free is None else free,
+            cards=[asdict(card) for card in inventory.gpus],
+            no_cards_reason=inventory.reason,
+            workers=workers,
+            draining=draining,
+        )
+
+
+@cache
+def own_versions() -> Versions:
+    """Of the packages installed here, from their metadata.
+
+    Raises:
+        InvalidConfig: ray is not installed.
+    """
+    try:
+        return Versions(
+            teimgr=__version__, ray=version("ray"), python=platform.python_version(), torch=version("torch")
+        )
+    except PackageNotFoundError as error:
+        raise InvalidConfig(
+            f"cluster.address: the package {error.name} is not installed: pip install 'teimgr[cluster]'"
+        ) from error

@@ -1,0 +1,122 @@
+"""Messages between daemon, bridge, node agents and actors: lines of JSON, and the values that they carry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from teimgr.launch.process_handle import Exit, ExitReport, ProcessId
+from teimgr.observability.logs import LogLines
+
+LINE_LIMIT_BYTES = 1 << 20
+_LOG_BYTES = 64 << 10
+
+AGENT_SOCKET = "agent.sock"
+"""Name of the node agent's socket in the run directory."""
+AGENT_VARIABLE = "TEIMGR_AGENT"
+"""Environment variable of Ray's processes on a host: the path of the agent's socket."""
+NAMESPACE = "teimgr"
+"""Ray's namespace of all our actors."""
+
+
+def write_message(writer: asyncio.StreamWriter, **values: object) -> None:
+    writer.write(json.dumps(values).encode() + b"\n")
+
+
+async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message; None at the end of the stream, or where it is broken."""
+    try:
+        line = await reader.readline()
+        message = json.loads(line) if line.endswith(b"\n") else None
+    except (OSError, ValueError):  # a ValueError is a line over the limit, or no JSON
+        return None
+    return message if isinstance(message, dict) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWorker:
+    """A worker process on some host. `spec` is JSON, `started_at` epoch seconds, `start_time` that of `ProcessId`."""
+
+    spec: str
+    incarnation: str
+    pid: int
+    start_time: int
+    socket: str
+    run_dir: str
+    log_path: str
+    started_at: float
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(self.pid, self.start_time)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**values)
+
+
+def exit_to_dict(exit: Exit) -> dict[str, Any]:
+    """An exit as plain values, with the last lines of its log: the file is on the worker's host."""
+    return {
+        "status": exit.status,
+        "report": asdict(exit.report) if exit.report else None,
+        "log_tail": exit.log_tail,
+        "log": exit.log.read(_LOG_BYTES) if exit.log else [],
+    }
+
+
+def exit_from_dict(values: Mapping[str, Any]) -> Exit:
+    report = values["report"]
+    return Exit(
+        values["status"], ExitReport(**report) if report else None, values["log_tail"], LogLines(tuple(values["log"]))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """What must be equal on all hosts of a fleet."""
+
+    teimgr: str
+    ray: str
+    python: str
+    torch: str
+
+    def differences(self, other: Versions) -> str:
+        """`teimgr 0.2 (here 0.3)` for each that differs from `other`, the daemon's; empty if none does."""
+        ours, theirs = asdict(other), asdict(self)
+        return ", ".join(f"{name} {theirs[name]} (here {ours[name]})" for name in ours if ours[name] != theirs[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """One host, as its agent describes it. `cards` are those of `placement.planner.Gpu` as plain values.
+
+    `draining` is set where the host is about to leave, `workers` counts its live workers.
+    """
+
+    name: str
+    boot_id: str
+    versions: Versions
+    labels: Mapping[str, str]
+    cores: int
+    memory_total_bytes: int
+    memory_free_bytes: int
+    cards: list[dict[str, Any]] = field(default_factory=list)
+    no_cards_reason: str = ""
+    workers: int = 0
+    draining: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**{**values, "versions": Versions(**values["versions"])})
+
+
+def agent_socket(run_dir: Path) -> Path:
+    return run_dir / AGENT_SOCKET

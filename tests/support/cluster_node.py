@@ -1,0 +1,64 @@
+"""`teimgr node join` as a process for a test, beside the daemon whose cluster it joins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from tests.support.cluster import kill_ray
+from tests.support.fork_server import nursery_service
+from tests.support.warm_daemon import SERVICE
+
+STOP_LIMIT_S = 60.0
+
+
+class NodeProcess:
+    """A host of the cluster at `head`, named `name`, whose folder lies in `folder`; `token` is Ray's token file."""
+
+    def __init__(self, folder: Path, head: str, token: Path, name: str, address: str) -> None:
+        self.state_dir = folder / name
+        self.name = name
+        self.arguments = ["--grace", "20", "--name", name, "--host-address", address, "--token-file", str(token)]
+        self._head = head
+        self.process: subprocess.Popen[bytes] | None = None
+        self.within: Sequence[str] = ()
+        """A command that runs the node's, such as one that enters a namespace."""
+
+    def start(self, *more: str) -> Self:
+        self.state_dir.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "tests.support.warm_daemon", "node", "join", self._head]
+        command += ["--state-dir", str(self.state_dir)]
+        with (self.state_dir / "node.log").open("ab") as output:
+            self.process = subprocess.Popen(
+                [*self.within, *command, *self.arguments, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", SERVICE: nursery_service()},
+                start_new_session=True,
+            )
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL the node's process alone; Ray and the workers go on."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def log(self) -> str:
+        return (self.state_dir / "node.log").read_text()
+
+    def close(self) -> None:
+        """Stop it, and kill what is left of it."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        kill_ray(self.state_dir / "run")
