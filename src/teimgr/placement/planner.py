@@ -213,6 +213,7 @@ class Planner:
         self._settings = settings
         self._gpus = gpus
         self._cores = cores
+        self._hosts: tuple[tuple[Host, ...], dict[str, Host]] = ((), {})
 
     async def refresh(self) -> Inventory:
         self.inventory = await self._gpus.read()
@@ -280,7 +281,10 @@ class Planner:
         return min(_LOADS_PER_CARD, free_bytes // LOADING_BYTES)
 
     def _host(self, name: str) -> Host | None:
-        return next((host for host in self.inventory.hosts if host.name == name), None)
+        hosts, by_name = self._hosts
+        if hosts is not self.inventory.hosts:  # read anew: looked up for each host at every change of a worker
+            hosts, by_name = self._hosts = self.inventory.hosts, {host.name: host for host in self.inventory.hosts}
+        return by_name.get(name)
 
     def index_of(self, gpu: str | None) -> int | None:
         return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
