@@ -80,7 +80,7 @@ class GpuReport:
     async def page(self) -> Page:
         page: Page = {}
         for gpu in (await self._inventory.read()).gpus:
-            index = str(gpu.index)
+            index = f"{gpu.node}/{gpu.index}" if gpu.node else str(gpu.index)  # hosts of a cluster count from 0 each
             if (total := gpu.memory_total_bytes) is not None:
                 add(page, catalogue.GPU_MEMORY_TOTAL, total, gpu=index, uuid=gpu.uuid, name=gpu.name)
             for family, gauge in _GAUGES.items():
