@@ -155,7 +155,8 @@ class Bridge:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            first = await asyncio.wait_for(read_message(reader), READY_LIMIT_S)
+            async with asyncio.timeout(READY_LIMIT_S):
+                first = await read_message(reader)
         except TimeoutError:
             first, self.problem = None, f"Ray did not answer within {READY_LIMIT_S:g} s"
         else:

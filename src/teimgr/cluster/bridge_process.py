@@ -108,7 +108,8 @@ class BridgeProcess:
         creating = asyncio.ensure_future(asyncio.to_thread(create))
         try:
             actor = await asyncio.shield(creating)
-            await asyncio.wait_for(_result(actor.ready.remote()), limit_s)
+            async with asyncio.timeout(limit_s):
+                await actor.ready.remote()
         except ActorAlreadyExistsError as error:
             raise Refusal("exists", _first_line(error)) from error
         except BaseException:
@@ -120,7 +121,8 @@ class BridgeProcess:
     async def _ask(self, name: str, method: str, arguments: Sequence[Any], limit_s: float | None) -> Any:
         actor = await self._actor(name)
         try:
-            return await asyncio.wait_for(_result(getattr(actor, method).remote(*arguments)), limit_s)
+            async with asyncio.timeout(limit_s):
+                return await getattr(actor, method).remote(*arguments)
         except RayActorError:
             self._actors.pop(name, None)
             raise
@@ -159,7 +161,8 @@ class BridgeProcess:
     async def _host(self, node: dict[str, Any]) -> dict[str, Any]:
         known = {"id": node["NodeID"], "address": node["NodeManagerAddress"]}
         try:
-            return known | await asyncio.wait_for(self._facts(node["NodeID"]), _FACTS_LIMIT_S)
+            async with asyncio.timeout(_FACTS_LIMIT_S):
+                return known | await self._facts(node["NodeID"])
         except TimeoutError:
             return known | {"error": "no answer in time"}
         except (RayError, ValueError) as error:
@@ -176,7 +179,7 @@ class BridgeProcess:
 
             actor = self._actors[name] = await asyncio.to_thread(create)
         try:
-            found: dict[str, Any] = await _result(actor.facts.remote())
+            found: dict[str, Any] = await actor.facts.remote()
             return found
         except RayActorError:
             self._actors.pop(name, None)
@@ -187,10 +190,6 @@ class BridgeProcess:
         from ray.experimental.internal_kv import _internal_kv_put
 
         await asyncio.to_thread(_internal_kv_put, _VERSIONS, versions.encode(), True)
-
-
-async def _result(reference: Any) -> Any:
-    return await reference
 
 
 def _first_line(error: BaseException) -> str:

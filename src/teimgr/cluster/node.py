@@ -170,7 +170,8 @@ async def _published(head: str, host: RayHost) -> Versions | None:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        output, errors = await asyncio.wait_for(process.communicate(), VERSIONS_LIMIT_S)
+        async with asyncio.timeout(VERSIONS_LIMIT_S):
+            output, errors = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
