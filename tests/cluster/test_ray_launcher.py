@@ -71,6 +71,7 @@ async def test_an_exit_has_its_status_and_the_last_lines_of_the_log(launcher: Ra
 
 async def test_a_stop_ends_the_worker_and_its_actor(launcher: RayLauncher) -> None:
     handle = await launcher.launch(spec())
+    assert await identify(handle.socket, LIMIT_S)  # before it SIGTERM has no handler
 
     exit = await handle.stop(LIMIT_S)
 
