@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write what failed into the file that TEIMGR_FAILED_TESTS names, an id on each line; `.ci/run` reads it."""
-    if file := os.environ.get("TEIMGR_FAILED_TESTS"):
+    """Write what failed into the file that FAILED_TESTS_FILE names, an id on each line; `.ci/run` reads it."""
+    if file := os.environ.get("FAILED_TESTS_FILE"):
         reports = terminalreporter.getreports("failed") + terminalreporter.getreports("error")
         ids = dict.fromkeys(report.nodeid.rpartition("@")[0] for report in reports)  # xdist appends @ and the group
         Path(file).write_text("".join(f"{name}\n" for name in ids))

@@ -87,19 +87,32 @@ class LoopThread:
         Without the wait the coroutine would still run while its caller cleans up: an asynchronous generator cannot be
         closed then.
         """
+        task: asyncio.Task[T] | None = None
+        is_interrupted = False
         ended = threading.Event()
 
         async def watched() -> T:
+            nonlocal task
+            task = asyncio.current_task()
             try:
+                if is_interrupted:
+                    coroutine.close()
+                    raise asyncio.CancelledError
                 return await coroutine
             finally:
                 ended.set()
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        def cancel() -> None:
+            nonlocal is_interrupted
+            is_interrupted = True
+            if task is not None:
+                task.cancel()
+
         try:
-            return future.result()
-        except BaseException:
-            if future.cancel():
+            return asyncio.run_coroutine_threadsafe(watched(), self._loop).result()
+        except BaseException:  # an interrupt may come before there is a future to cancel
+            if not ended.is_set():
+                self._loop.call_soon_threadsafe(cancel)
                 ended.wait(_CANCEL_LIMIT_S)
             raise
 

@@ -197,5 +197,5 @@ def _problem(facts: NodeFacts) -> str:
     if facts.draining:
         return "it is leaving"
     if facts.boot_id != boot_id():
-        return "links to workers on other machines are not built yet"
+        return "workers on other machines are not connected yet"
     return ""
