@@ -203,7 +203,7 @@ def read_versions(address: str) -> str | None:
     Raises:
         RuntimeError: Ray does not answer there, or refuses the token.
     """
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
+    from ray._raylet import GcsClient  # a compiled module
 
     found: bytes | None = GcsClient(address=address).internal_kv_get(_VERSIONS, None, 10)
     return None if found is None else found.decode()
