@@ -13,6 +13,8 @@ import pytest
 
 from teimgr.cli import doctor
 from teimgr.config.settings import Settings
+from teimgr.placement.planner import free_memory_bytes
+from teimgr.spec import InstanceSpec
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -72,6 +74,35 @@ def test_a_seed_whose_model_is_no_directory_is_a_finding(config: Path) -> None:
         False,
         True,
     ]
+
+
+def test_models_of_the_seeds_are_added_up_with_their_replicas(tmp_path: Path) -> None:
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.parent.mkdir()
+    with weights.open("wb") as file:
+        file.truncate(3 * 2**30)  # takes no room on the disk
+    (weights.parent / "pytorch_model.bin").write_bytes(b"not loaded beside the other")
+    seeds = (
+        InstanceSpec(name="a", model_id=str(weights.parent), replicas=2),
+        InstanceSpec(name="b", model_id="no/such"),
+    )
+
+    found = list(doctor._models(Settings(instances=seeds)))
+
+    assert found[0].text == "not here yet, so of unknown size: no/such"
+    assert found[1].text.startswith("2 workers of the seeds need about 6.2 GiB, ")
+    fits = (free_memory_bytes() or 0) > 6.2 * 2**30
+    assert found[1].outcome == ("ok" if fits else "warn")
+
+
+def test_models_that_do_not_fit_are_a_warning_with_advice(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2**42)
+    seed = InstanceSpec(name="a", model_id=str(tmp_path))
+
+    (found,) = doctor._models(Settings(instances=(seed,)))
+
+    assert (found.outcome, "about 4096.1 GiB" in found.text, "fewer replicas" in found.advice) == ("warn", True, True)
 
 
 def test_a_wrong_configuration_fails_with_its_fault_and_the_host_is_still_checked(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from teimgr.http_server import bind
 _OPEN_FILES = 8192
 _LOW_DISK_BYTES = 5 * 2**30
 _LOW_MEMORY_BYTES = 2 * 2**30
+# Of a worker beside its weights: measured on CPUs by `bench start`; on a card mostly the CUDA context, an estimate.
+_WORKER_BYTES = 100 * 2**20
+_WORKER_BYTES_ON_A_CARD = 600 * 2**20
 _CONNECT_LIMIT_S = 1.0
 _TORCH_LIMIT_S = 120.0
 # Before this, a clock was never set; certificates and the hub's TLS fail with it.
@@ -191,4 +194,53 @@ def _devices(settings: Settings) -> Iterator[Finding]:
         yield Finding("gpus", "ok", f"{card.index}: {card.name}")
 
 
-CHECKS: tuple[Check, ...] = (_folders, _ports, _limits, _clock, _devices)
+def _models(settings: Settings) -> Iterator[Finding]:
+    """The models of the seeds, with all replicas, fit into the free memory: that of the cards, or of the host."""
+    from teimgr.placement.planner import free_memory_bytes, only_visible, read_nvml, replica_count
+
+    inventory = only_visible(read_nvml(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    beside = _WORKER_BYTES_ON_A_CARD if inventory.gpus else _WORKER_BYTES
+    workers, needed, absent = 0, 0, []
+    for seed in settings.instances:
+        if (weights := weight_bytes(seed.model_id, seed.revision)) is None:
+            absent.append(seed.model_id)
+            continue
+        replicas = replica_count(seed, inventory)
+        workers += replicas
+        needed += replicas * (weights + beside)
+    if absent:
+        text = f"not here yet, so of unknown size: {', '.join(dict.fromkeys(absent))}"
+        yield Finding("models", "warn", text, "`teimgr models check MODEL` downloads one and measures it")
+    if workers:
+        free = sum(card.memory_free_bytes for card in inventory.gpus) if inventory.gpus else free_memory_bytes() or 0
+        place = "the cards" if inventory.gpus else "this host"
+        text = f"{workers} workers of the seeds need about {_gib(needed)}, {_gib(free)} are free on {place}"
+        if needed <= free:
+            yield Finding("models", "ok", text)
+        else:
+            advice = "fewer replicas, smaller models or dtypes; right if the seeds run now and are what fills it"
+            yield Finding("models", "warn", text, advice)
+
+
+def weight_bytes(model_id: str, revision: str | None = None) -> int | None:
+    """The size of the weight files that a worker would load, as they are stored; None where the model is not here."""
+    from teimgr import hub
+
+    try:
+        local = Path(model_id) if Path(model_id).is_dir() else None
+        source = None if local else hub.find_cached(model_id, revision) or hub.find_packaged(model_id)
+    except TeimgrError:
+        return None
+    folder = local or (source.path if source else None)
+    if folder is None:
+        return None
+    kinds = ("*.safetensors", "*.bin", "*.pt")  # where the first are there, the others are not loaded
+    found = ([*folder.glob(kind), *folder.glob(f"*/{kind}")] for kind in kinds)
+    return sum(file.stat().st_size for file in next(filter(None, found), []))
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+CHECKS: tuple[Check, ...] = (_folders, _ports, _limits, _clock, _models, _devices)
