@@ -14,7 +14,7 @@ from tests.support.cluster import OneHost, needs_ray, one_host
 from tests.support.fleet import LIMIT_S
 from tests.support.polling import eventually
 
-from teimgr.cluster.head import Head, Member
+from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.inventory import ClusterInventory
 from teimgr.cluster.ray_launcher import RayLauncher
 from teimgr.errors import Code, NoHost
@@ -32,7 +32,7 @@ def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
 
 
 @pytest.fixture
-async def daemon(one_host: OneHost) -> AsyncIterator[tuple[Head, RayLauncher]]:
+async def daemon(one_host: OneHost) -> AsyncIterator[tuple[ClusterHead, RayLauncher]]:
     """The part of a new daemon; its predecessor's workers are gone."""
     head, launcher = one_host.launcher()
     await launcher.start()
@@ -43,7 +43,7 @@ async def daemon(one_host: OneHost) -> AsyncIterator[tuple[Head, RayLauncher]]:
 
 
 @pytest.fixture
-def launcher(daemon: tuple[Head, RayLauncher]) -> RayLauncher:
+def launcher(daemon: tuple[ClusterHead, RayLauncher]) -> RayLauncher:
     return daemon[1]
 
 
@@ -90,7 +90,7 @@ async def test_a_replica_runs_at_most_twice_in_the_whole_cluster(launcher: RayLa
     await asyncio.gather(*(each.stop(0) for each in (*both, other)))
 
 
-async def test_a_worker_ends_with_its_actor(daemon: tuple[Head, RayLauncher]) -> None:
+async def test_a_worker_ends_with_its_actor(daemon: tuple[ClusterHead, RayLauncher]) -> None:
     head, launcher = daemon
     handle = await launcher.launch(spec())
 
@@ -103,7 +103,7 @@ async def test_a_worker_ends_with_its_actor(daemon: tuple[Head, RayLauncher]) ->
     await eventually(lambda: not look_up(handle.pid))
 
 
-async def test_a_worker_for_no_host_is_refused_with_the_reason(daemon: tuple[Head, RayLauncher]) -> None:
+async def test_a_worker_for_no_host_is_refused_with_the_reason(daemon: tuple[ClusterHead, RayLauncher]) -> None:
     head, launcher = daemon
     with pytest.raises(NoHost, match="host 'two' takes no workers: it is not in the cluster"):
         await launcher.launch(replace(spec(), host="two"))
@@ -125,11 +125,11 @@ async def test_what_ray_does_not_place_in_time_is_given_up_and_leaves_nothing(on
     await launcher.release()
 
 
-async def _no_actors(head: Head) -> bool:
+async def _no_actors(head: ClusterHead) -> bool:
     return not await head.bridge.call("names", prefix="worker/")
 
 
-async def test_a_cancelled_launch_leaves_no_process_behind(daemon: tuple[Head, RayLauncher]) -> None:
+async def test_a_cancelled_launch_leaves_no_process_behind(daemon: tuple[ClusterHead, RayLauncher]) -> None:
     head, launcher = daemon
     launching = asyncio.create_task(launcher.launch(spec(name="cancelled")))
     await eventually(lambda: head.bridge.call("names", prefix="worker/cancelled"))
@@ -164,7 +164,9 @@ async def test_the_next_daemon_takes_over_what_lives_and_learns_what_ended(one_h
     await after.release()
 
 
-async def test_the_inventory_has_the_host_with_cores_memory_and_versions(daemon: tuple[Head, RayLauncher]) -> None:
+async def test_the_inventory_has_the_host_with_cores_memory_and_versions(
+    daemon: tuple[ClusterHead, RayLauncher],
+) -> None:
     inventory = await ClusterInventory(daemon[0]).read()
 
     (host,) = inventory.hosts

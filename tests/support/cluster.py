@@ -16,7 +16,7 @@ from tests.support.daemon_process import free_ports
 from tests.support.fleet import LIMIT_S, ROOT, local_launcher
 from tests.support.polling import until
 
-from teimgr.cluster.head import Head
+from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.ray_launcher import RayLauncher
 from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Settings
@@ -42,16 +42,16 @@ class OneHost:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
-        self._heads: list[Head] = []
+        self._heads: list[ClusterHead] = []
         (port,) = free_ports(1)
         address = f"{HEAD_ADDRESS}:{port}"
         self.settings = Settings(
             state_file=self.folder / "state.toml", cluster=ClusterSettings(address=address, node="one")
         )
 
-    def launcher(self, placement_limit_s: float = 30.0) -> tuple[Head, RayLauncher]:
+    def launcher(self, placement_limit_s: float = 30.0) -> tuple[ClusterHead, RayLauncher]:
         local = local_launcher(self.folder)
-        head = Head(self.settings, local, GpuInventory({}, lambda: Inventory(reason="none in this test")))
+        head = ClusterHead(self.settings, local, GpuInventory({}, lambda: Inventory(reason="none in this test")))
         self._heads.append(head)
         return head, RayLauncher(head, local, placement_limit_s)
 

@@ -35,7 +35,7 @@ _LISTENER_PAUSE_S = 0.1
 _VERSIONS = b"teimgr:versions"
 
 
-class Refusal(Exception):
+class BridgeError(Exception):
     """An error for the daemon: `kind` is one of `exists`, `timeout`, `lost`, `absent`, `ray`."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -86,7 +86,7 @@ class BridgeProcess:
         operation = self._operations[request.pop("op")]
         try:
             write_message(self._writer, id=id, value=await operation(**request))
-        except Refusal as error:
+        except BridgeError as error:
             write_message(self._writer, id=id, error=[error.kind, str(error)])
         except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
             write_message(self._writer, id=id, error=["lost", _first_line(error)])
@@ -111,7 +111,7 @@ class BridgeProcess:
             async with asyncio.timeout(limit_s):
                 await actor.ready.remote()
         except ActorAlreadyExistsError as error:
-            raise Refusal("exists", _first_line(error)) from error
+            raise BridgeError("exists", _first_line(error)) from error
         except BaseException:
             with suppress(ValueError, RayError):  # it was not created
                 ray.kill(await creating, no_restart=True)
@@ -131,7 +131,7 @@ class BridgeProcess:
         """Kill an actor, if it exists; its agent then kills the worker."""
         try:
             actor = await self._actor(name)
-        except Refusal:
+        except BridgeError:
             return
         self._actors.pop(name, None)
         await asyncio.to_thread(ray.kill, actor, no_restart=True)
@@ -148,7 +148,7 @@ class BridgeProcess:
             try:
                 actor = self._actors[name] = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
             except ValueError as error:
-                raise Refusal("absent", _first_line(error)) from error
+                raise BridgeError("absent", _first_line(error)) from error
         return actor
 
     # Hosts

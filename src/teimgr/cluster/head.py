@@ -42,7 +42,7 @@ class Member:
     """How often in a row its agent has not answered."""
 
 
-class Head:
+class ClusterHead:
     """Starts Ray's head on this host and keeps the list of hosts. `launcher` is the one of this host."""
 
     def __init__(self, settings: Settings, launcher: LocalLauncher, cards: GpuInventory) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from teimgr.cluster.head import Head, Member
+from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.messages import NodeFacts
 from teimgr.placement.hosts import Host
 from teimgr.placement.planner import Gpu, Inventory
@@ -15,7 +15,7 @@ from teimgr.placement.planner import Gpu, Inventory
 class ClusterInventory:
     """`InventorySource` of what the head's watch has read last. This host is in it before Ray answers."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ClusterHead) -> None:
         self._head = head
 
     async def read(self) -> Inventory:

@@ -11,7 +11,7 @@ from teimgr.launch.launcher import Launcher, LocalLauncher
 from teimgr.placement.planner import GpuInventory, InventorySource
 
 if TYPE_CHECKING:
-    from teimgr.cluster.head import Head
+    from teimgr.cluster.head import ClusterHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Cluster:
 
     launcher: Launcher
     inventory: InventorySource
-    head: Head
+    head: ClusterHead
     alarms: Callable[[], Sequence[str]]
 
 
@@ -32,10 +32,10 @@ def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory) 
     """
     if not settings.cluster.address:
         return None
-    from teimgr.cluster.head import Head
+    from teimgr.cluster.head import ClusterHead
     from teimgr.cluster.inventory import ClusterInventory
     from teimgr.cluster.ray_launcher import RayLauncher
 
-    head = Head(settings, local, cards)
+    head = ClusterHead(settings, local, cards)
     launcher = RayLauncher(head, local, settings.cluster.placement_timeout_secs)
     return Cluster(launcher, ClusterInventory(head), head, head.alarms)

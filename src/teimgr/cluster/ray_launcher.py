@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.cluster.bridge import ActorAbsent, ActorExists, ActorLost, AnswerLate, Bridge, BridgeLost, RayRefused
-from teimgr.cluster.head import Head
+from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.messages import HeldWorker, exit_from_dict
 from teimgr.errors import Code, NoHost
 from teimgr.launch.control_link import ControlLink, WorkerStatus
@@ -121,7 +121,7 @@ class RayWorker:
 class RayLauncher:
     """`Launcher` for all hosts of a cluster. `local` is the one of the head's host, which its agent uses."""
 
-    def __init__(self, head: Head, local: LocalLauncher, placement_limit_s: float) -> None:
+    def __init__(self, head: ClusterHead, local: LocalLauncher, placement_limit_s: float) -> None:
         self._head = head
         self._local = local
         self._placement_limit_s = placement_limit_s
