@@ -73,7 +73,7 @@ def bind_unix(path: Path, mode: int, setting: str) -> UnixListener:
         with _failures(path, setting), _locked(path.parent):
             _free(path, setting)
             sock.bind(str(path))
-            path.chmod(mode)  # before listen(), so that nobody connects under other permissions
+            path.chmod(mode)  # before listen(): no connection under other permissions
             sock.listen(_BACKLOG)
             return UnixListener(sock, path)
     except BaseException:

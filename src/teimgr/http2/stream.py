@@ -109,8 +109,8 @@ class Stream:
         on_lost: Called once when the client resets the stream or the connection ends; the connection sets it to the
             cancellation of the task that serves the stream.
         on_stopping: Called when the server ends, while the stream is open.
-        discards_rest: Whether a client that is answered may still send its request, which is discarded; else it is told
-            to stop by a reset.
+        discards_rest: Whether a client that is answered may still send its request, which is discarded; else the
+            stream is reset.
         is_lost: Whether nothing can be sent any more; `received` fails with `StreamLost` then.
     """
 

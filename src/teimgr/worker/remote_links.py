@@ -189,7 +189,7 @@ class RemoteLinkConnection(LinkConnection):
         self._next_tick(min(_TICK_S, valid_s))
 
     def _tick(self) -> None:
-        """Close a link whose client has not said HELLO, is silent, or has a certificate that has expired."""
+        """Close a link without a HELLO, without frames for too long, or with an expired client certificate."""
         now, transport = self._loop.time(), self._transport
         if transport is None:
             return
