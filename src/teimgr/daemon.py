@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvloop
@@ -26,6 +26,7 @@ from teimgr.gateway import Gateway
 from teimgr.http_server import bind
 from teimgr.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.observability import logs
+from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.memory import raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
@@ -38,7 +39,7 @@ from teimgr.rest.gpus import GpuReport
 from teimgr.rest.probes import Scraper
 from teimgr.routing.router import Directory
 from teimgr.supervision.manager import Manager
-from teimgr.supervision.muxes import Muxes
+from teimgr.supervision.muxes import Muxes, mux_configs
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.store import Store
 from teimgr.supervision.worker_run import FleetProber
@@ -95,11 +96,14 @@ class Daemon:
         self.cluster = open_cluster(settings, local, gpus)
         if self.cluster is not None:
             self.launcher, inventory = self.cluster.launcher, self.cluster.inventory
+        identity = self.cluster.identity if self.cluster else None
         self.preflight = Preflight(settings.gpu_preflight, gpus, local.nursery.build)
         self.manager = Manager(
             settings, self.launcher, self.directory, Store(settings.state_file), inventory, self.metrics
         )
-        self.muxes = Muxes(settings, self.directory, self.metrics, self.policy)
+        node_identity = self.cluster.node_identity if self.cluster else None
+        hosts = self.cluster.mux_hosts(mux_configs(settings)) if self.cluster else None
+        self.muxes = Muxes(settings, self.directory, self.metrics, self.policy, node_identity, hosts)
         self.manager.routes_confirmed = self.muxes.routes_confirmed
         if self.cluster is not None:
             self.cluster.head.on_draining = self.manager.leave_host
@@ -107,12 +111,12 @@ class Daemon:
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         # HTTP
         self.tls = RestTls(settings.tls_files)
-        self.gateway = Gateway(settings, self.directory, self.metrics)
+        self.gateway = Gateway(settings, self.directory, self.metrics, identity)
         self.gateway.views = self.manager.list
         self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
-        self.gpu_report = GpuReport(inventory, self.manager.list)
-        self.scraper = Scraper(self.directory)
+        self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
+        self.scraper = Scraper(self.directory, identity=identity)
         self.metrics.sources += (self.scraper.page, self.gpu_report.page)
         if self.batches is not None:
             self.metrics.sources.append(self.batches.page)
@@ -128,11 +132,16 @@ class Daemon:
             gpu_report=self.gpu_report,
             policy=self.policy,
             event_log=self.events,
-            live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs)),
+            live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs), identity),
             reloader=self.reloader,
             telemetry=self.telemetry,
             batches=self.batches,
             page=self.page.routes() if self.page else None,
+            enrolment=self.cluster.head.enrolment if self.cluster else None,
+            log_sources=FleetLogs(
+                LocalLogs(settings.log_dir, self.cluster.head.host.name if self.cluster else ""),
+                self.cluster.logs if self.cluster else tuple,
+            ),
         )
 
     async def run(self) -> int:
@@ -226,6 +235,11 @@ class Daemon:
         log.warning("second signal: stopping without grace")
         self.muxes.force_stop()
         await self.manager.shutdown(at_once=True)
+
+    def _mux_states(self) -> Mapping[str, str]:
+        """What the muxes of each host do, by its name in the fleet."""
+        own = self.cluster.head.host.name if self.cluster else ""
+        return {host or own: state for host, state in self.muxes.states().items()}
 
     def alarms(self) -> Sequence[str]:
         """The alarms of all parts, except that of the state file."""

@@ -237,7 +237,7 @@ class Forbidden(Refused, code=Code.FORBIDDEN):
 
 
 class ObjectNotFound(Refused, code=Code.OBJECT_NOT_FOUND):
-    """The caller has no file or batch of this id; those of other callers are not revealed."""
+    """The caller has no file or batch of this id, where those of others are not revealed, or there is no such host."""
 
     def __init__(self, kind: str, id: str) -> None:
         super().__init__(f"No such {kind}: {id[:_SHOWN_ID_CHARS]}")
@@ -291,6 +291,10 @@ class Stopped(Unavailable):
 
 class FailedToLoad(Unavailable):
     """The instance failed: an attempt succeeds only after an operator's help or a late retry."""
+
+
+class DeviceFailed(Unavailable):
+    """The device reported a fault that lasts: no forward succeeds before another process has replaced this one."""
 
 
 class Unreachable(Unavailable):

@@ -13,10 +13,12 @@ certificates; `cluster/authority.py` makes them.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import ssl
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,10 @@ IDENTITY_FILE = "identity.pem"
 """Private key and certificate of a node in one file, so that a renewal replaces both at once."""
 AUTHORITIES_FILE = "ca.pem"
 """The certificates of the fleet CAs that are trusted: two while one takes the place of the other."""
+REMOVED_FILE = "removed.json"
+"""Nodes with revoked certificates: by name the time, in seconds since the epoch, before which they were issued."""
+CLOCKS_APART_S = 3600.0
+"""Certificates begin so much before they are issued, for nodes whose clocks are late."""
 HANDSHAKE_LIMIT_S = 5.0
 MAX_NODE_NAME = 63
 
@@ -85,10 +91,13 @@ DAEMON = FleetName()
 
 
 class Peer(NamedTuple):
-    """The other end of a connection, whose chain was verified; its certificate is valid for `valid_s` seconds more."""
+    """The other end of a connection, whose chain was verified; its certificate is valid for `valid_s` seconds more, and
+    was issued at `issued_at`, in seconds since the epoch.
+    """
 
     name: FleetName
     valid_s: float
+    issued_at: float
 
 
 def peer_of(ssl_object: Any) -> Peer:
@@ -102,7 +111,8 @@ def peer_of(ssl_object: Any) -> Peer:
     names = [name for name in map(FleetName.parse, uris) if name is not None]
     if len(names) != 1:
         raise Unauthenticated("the peer's certificate does not name one node of the fleet")
-    return Peer(names[0], ssl.cert_time_to_seconds(certificate["notAfter"]) - time.time())
+    begun, ends = (ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter"))
+    return Peer(names[0], ends - time.time(), begun + CLOCKS_APART_S)
 
 
 class FleetIdentity:
@@ -118,6 +128,7 @@ class FleetIdentity:
         self.node = node
         self._stamp: Stamp | None = None
         self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
+        self._removed: tuple[Stamp | None, Mapping[str, float]] = (None, {})
 
     def client_context(self) -> ssl.SSLContext:
         """For connections to other nodes, whose name the caller checks by `peer_of`. Raises as `server_context`."""
@@ -130,6 +141,23 @@ class FleetIdentity:
             InvalidConfig: the files cannot be used, and no earlier ones were.
         """
         return self._current()[1]
+
+    def check(self, peer: Peer) -> None:
+        """Check that the certificate of a peer was not revoked, by the file of now.
+
+        Raises:
+            Unauthenticated: it was.
+        """
+        path = self.folder / REMOVED_FILE
+        stamp, removed = self._removed
+        if (now := _stamp_of(path)) != stamp:
+            try:
+                removed = json.loads(path.read_bytes()) if now else {}
+            except (OSError, ValueError) as error:
+                log.error("removed nodes cannot be read, the former ones stay", extra={"reason": str(error)})
+            self._removed = now, removed
+        if peer.issued_at < removed.get(peer.name.node, 0.0):
+            raise Unauthenticated(f"node '{peer.name.node}' was removed from the fleet")
 
     def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         stamp = self._read_stamp()
@@ -146,11 +174,7 @@ class FleetIdentity:
 
     def _read_stamp(self) -> Stamp | None:
         """A value that changes when a file is replaced; None where one is missing."""
-        try:
-            found = [(self.folder / name).stat() for name in (IDENTITY_FILE, AUTHORITIES_FILE)]
-        except OSError:
-            return None
-        return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
+        return _stamp_of(self.folder / IDENTITY_FILE, self.folder / AUTHORITIES_FILE)
 
     def context(self, protocol: Any) -> ssl.SSLContext:
         """A new context of the present files, for the caller alone. Raises OSError and ValueError."""
@@ -158,6 +182,14 @@ class FleetIdentity:
         context.load_cert_chain(self.folder / IDENTITY_FILE)
         context.load_verify_locations(self.folder / AUTHORITIES_FILE)
         return context
+
+
+def _stamp_of(*paths: Path) -> Stamp | None:
+    try:
+        found = [path.stat() for path in paths]
+    except OSError:
+        return None
+    return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
 
 
 def new_context(protocol: Any) -> ssl.SSLContext:
@@ -184,3 +216,14 @@ def write_identity(folder: Path, key: bytes, certificate: bytes, authorities: by
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(folder / AUTHORITIES_FILE, authorities, mode=0o600, durable=True)
     write_atomically(folder / IDENTITY_FILE, key + certificate, mode=0o600, durable=True)
+
+
+def write_removed(folder: Path, removed: Mapping[str, float]) -> None:
+    """Replace the list of revoked nodes beside an identity, unless it is the same.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path, content = folder / REMOVED_FILE, json.dumps(dict(removed), sort_keys=True).encode()
+    if not path.exists() or path.read_bytes() != content:
+        write_atomically(path, content, mode=0o600, durable=True)

@@ -55,6 +55,12 @@ def bind(host: str, port: int, setting: str = "") -> socket.socket:
     return sock
 
 
+def address_of(sock: socket.socket) -> str:
+    """The address that a TCP socket is bound to, as `host:port`, an IPv6 host in brackets."""
+    name, port = sock.getsockname()[:2]
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
 def listening_process(port: int) -> str | None:
     """The process that listens on a TCP port of this host, as `process 71 (python -m http.server)`.
 

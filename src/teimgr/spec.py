@@ -283,8 +283,8 @@ class WorkerSpec:
 
     `replica` distinguishes the workers of one instance. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID:
     NVML and CUDA may order cards differently) or None for the CPU. In a fleet of several hosts `host` is the name of
-    its own, `link_address` the numeric address on which it listens for the others, and `identity_dir` the folder of
-    that node's certificate. Times are seconds.
+    its own, `link_address` where it listens for the others (a numeric address, of a worker that runs with its port),
+    and `identity_dir` the folder of that node's certificate. Times are seconds.
     """
 
     name: str
@@ -525,6 +525,10 @@ class RoutingSnapshot:
     @classmethod
     def from_json(cls, text: str) -> RoutingSnapshot:
         return cls(tuple(map(RouteEntry.from_dict, json.loads(text))))
+
+
+LINK_LISTENER = -3
+"""Name of the listening socket for other hosts among those that a worker inherits; the other names are ports."""
 
 
 def worker_file(folder: Path, incarnation: str, suffix: Literal["sock", "json", "exit"]) -> Path:

@@ -1,4 +1,4 @@
-"""`teimgr cluster status`, `node join` and `node leave`: a fleet on several hosts."""
+"""`teimgr cluster status`, `token` and `remove`, `teimgr node join` and `leave`: a fleet on several hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def status(server: DaemonOptions, output: CommandOutput) -> None:
     if output.as_json:
         output.value(found)
         return
-    columns = ("host", "address", "cores", "gpus", "memory", "workers", "labels", "versions", "problem")
+    columns = ("host", "address", "cores", "gpus", "memory", "workers", "mux", "labels", "versions", "problem")
     output.table(columns, [_row(each) for each in found["hosts"]])
     if not found["hosts"]:
         output.note("a fleet of one host: the daemon has no [cluster] address")
@@ -36,17 +36,53 @@ def _row(host: dict[str, Any]) -> tuple[Any, ...]:
         host["gpus"],
         f"{size(total - free)} of {size(total)}",
         host["workers"],
+        host["mux"] or "",
         ", ".join(f"{key}={value}" for key, value in host["labels"].items()),
         ", ".join(f"{name} {version}" for name, version in host["versions"].items()),
         host["problem"] or "",
     )
 
 
+def token(
+    server: DaemonOptions,
+    output: CommandOutput,
+    node: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only for this name; such a token may replace a host of the name."),
+    ] = None,
+    life: Annotated[float, typer.Option(metavar="MIN", help="Minutes within which it is to be used.", min=0)] = 60.0,
+) -> None:
+    """Make a token by which one host may join the cluster, once: `teimgr node join ADDRESS --token TOKEN`."""
+    made = server.rest.create_join_token(node=node, life_secs=life * 60)
+    if output.as_json:
+        output.value(made)
+    else:
+        print(made["token"])
+
+
+def remove(
+    server: DaemonOptions, output: CommandOutput, name: Annotated[str, typer.Argument(help="Name of the host.")]
+) -> None:
+    """Take a host out of the cluster for good, such as one that is lost.
+
+    Its certificates do not count any more. Its workers are moved where they can run elsewhere. It may join again with a
+    new token.
+    """
+    server.rest.remove_host(name)
+    if output.as_json:
+        output.value({"removed": name})
+    else:
+        output.note(f"host {name} is not in the fleet any more")
+
+
 def join(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="`[cluster] address` of the daemon, ADDRESS:PORT.")],
     state_dir: _State = _STATE,
+    token: Annotated[
+        str, typer.Option(help="Join token of `teimgr cluster token`; not needed once this host has joined.")
+    ] = "",
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Copy of the daemon's ray-token; default: in --state-dir.")
+        Path | None, typer.Option(metavar="FILE", help="File with the join token, which keeps it off process lists.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this host in the fleet; default: its host name.")] = "",
     label: Annotated[
@@ -55,14 +91,23 @@ def join(
     host_address: Annotated[
         str, typer.Option(metavar="ADDRESS", help="By which other hosts reach this one; default: the way to the head.")
     ] = "",
+    enrolment_port: Annotated[
+        int,
+        typer.Option(metavar="PORT", help="`[cluster] enrolment_port` of the daemon; default: the port after ADDRESS."),
+    ] = 0,
     ray_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of Ray's sessions, a short path.")] = None,
+    ray_port_start: Annotated[
+        int, typer.Option(metavar="PORT", help="First port of Ray on this host, for firewalls; 0: any that are free.")
+    ] = 0,
+    ray_port_end: Annotated[int, typer.Option(metavar="PORT", help="Port after the last one of Ray.")] = 0,
     grace: Annotated[
         float, typer.Option(metavar="S", help="Time to move workers elsewhere when it leaves.", min=0)
     ] = 120.0,
 ) -> int:
     """Be a host of the cluster, in the foreground, until it leaves.
 
-    Starts Ray's node and the agent that forks workers here. Ctrl-C, SIGTERM or `teimgr node leave` end it, after its
+    The first time it needs a join token; then it has a certificate, which it keeps renewed. Starts Ray's node and the
+    agent that forks workers here. Ctrl-C, SIGTERM or `teimgr node leave` end it, after its
     workers are moved to other hosts.
     """
     from teimgr.cluster.node import NodeOptions, main
@@ -71,14 +116,23 @@ def join(
     options = NodeOptions(
         head=address,
         state_dir=state_dir,
-        token_file=token_file or state_dir / "ray-token",
+        token=token or _read(token_file),
+        enrolment_port=enrolment_port,
         address=host_address,
         name=name,
         labels=labels,
         ray_dir=ray_dir,
+        ray_ports=range(ray_port_start, ray_port_end),
         grace_s=grace,
     )
     return main(options)
+
+
+def _read(file: Path | None) -> str:
+    try:
+        return file.read_text().strip() if file else ""
+    except OSError as error:
+        raise ValidationError(f"--token-file: {file}: {error.strerror}") from error
 
 
 def _label(text: str) -> tuple[str, str]:

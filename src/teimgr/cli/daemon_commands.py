@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from teimgr.cli.command import CommandOutput
+from teimgr.cli.command import CommandOutput, DaemonOptions
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings in TOML.", show_default=False)
@@ -74,16 +74,21 @@ def quickstart(once: Once = False) -> int:
 
 
 def doctor(
+    server: DaemonOptions,
     output: CommandOutput,
     config: Config = None,
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="The same as --config.", show_default=False)
     ] = None,
+    node: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Check a joined host: --state-dir of its `node join`.", show_default=False),
+    ] = None,
 ) -> int:
     """Check this host, with advice.
 
-    Ports, GPUs, torch, cache, permissions, limits, clock.
+    Ports, GPUs, torch, cache, permissions, limits, clock. With `[cluster]` also the other hosts, by the running daemon.
     """
     from teimgr.cli.doctor import main as examine
 
-    return examine(file or config, as_json=output.as_json)
+    return examine(file or config, node=node, flags=server.flags, as_json=output.as_json)

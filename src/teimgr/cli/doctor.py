@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from teimgr.client.connection import ConnectionValues
 from teimgr.config.settings import Settings, is_loopback
 from teimgr.config.sources import Source, read, unread_variables
 from teimgr.errors import TeimgrError
@@ -52,9 +53,17 @@ class Finding:
 Check = Callable[[Settings], Iterator[Finding]]
 
 
-def main(file: Path | None, *, as_json: bool = False) -> int:
-    """Run every check and print the findings; the result is the exit status."""
-    findings = list(examine(file))
+def main(
+    file: Path | None, *, node: Path | None = None, flags: ConnectionValues | None = None, as_json: bool = False
+) -> int:
+    """Run every check and print the findings; the result is the exit status.
+
+    `node` is the folder of a joined host, which is checked in place of a daemon's; `flags` lead to the daemon that
+    knows the other hosts.
+    """
+    from teimgr.cli.doctor_hosts import check_node
+
+    findings = list(examine(file, flags) if node is None else check_node(node))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -64,7 +73,7 @@ def main(file: Path | None, *, as_json: bool = False) -> int:
     return int(any(finding.outcome == "fail" for finding in findings))
 
 
-def examine(file: Path | None) -> Iterator[Finding]:
+def examine(file: Path | None, flags: ConnectionValues | None = None) -> Iterator[Finding]:
     """The findings of every check, in the order of `CHECKS`; without a valid configuration, the checks of the host."""
     try:
         settings = read(Source(file=file)).settings
@@ -77,19 +86,37 @@ def examine(file: Path | None) -> Iterator[Finding]:
         yield Finding("config", "ok", f"{file or 'defaults'}: {len(settings.instances)} seeds")
         for warning in (*settings.warnings(), *map(str, settings.missing_models()), *unread_variables()):
             yield Finding("config", "warn", warning)
+    from teimgr.cli.doctor_hosts import check_hosts
+
     for check in CHECKS:
         yield from check(settings)
+    yield from check_hosts(settings, flags or ConnectionValues())
 
 
 def _folders(settings: Settings) -> Iterator[Finding]:
     """The folders of state, logs and run files can be written."""
     for noun, folder in (("state", settings.state_file.parent), ("logs", settings.log_dir), ("run", settings.run_dir)):
-        present = _present(folder)
-        if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
-            advice = f"give {present} to the user {os.geteuid()}, or set another state_file, log_dir or run_dir"
+        if not is_writable(folder):
+            advice = (
+                f"give {_present(folder)} to the user {os.geteuid()}, or set another state_file, log_dir or run_dir"
+            )
             yield Finding(noun, "fail", f"{folder.absolute()} cannot be written", advice)
         else:
             yield Finding(noun, "ok", str(folder.absolute()))
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in the folder, or it can be made."""
+    present = _present(folder)
+    return present.is_dir() and os.access(present, os.W_OK | os.X_OK)
+
+
+def enough_memory(free_bytes: int) -> bool:
+    return free_bytes >= _LOW_MEMORY_BYTES
+
+
+def enough_disk(free_bytes: int) -> bool:
+    return free_bytes >= _LOW_DISK_BYTES
 
 
 def _present(folder: Path) -> Path:
@@ -124,7 +151,7 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def _limits(settings: Settings) -> Iterator[Finding]:
+def check_limits(settings: Settings) -> Iterator[Finding]:
     """Descriptors, CPU cores, memory and disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
@@ -137,7 +164,7 @@ def _limits(settings: Settings) -> Iterator[Finding]:
 
     yield Finding("cpu", "ok", f"{usable_cores()} cores")
     available = free_memory_bytes() or 0
-    outcome: Outcome = "warn" if available < _LOW_MEMORY_BYTES else "ok"
+    outcome: Outcome = "ok" if enough_memory(available) else "warn"
     yield Finding("memory", outcome, f"{available / 2**30:.1f} GiB available")
     from huggingface_hub import constants
 
@@ -147,13 +174,13 @@ def _limits(settings: Settings) -> Iterator[Finding]:
     text = f"{cache}: {free / 2**30:.0f} GiB free"
     if not os.access(present, os.W_OK):
         yield Finding("cache", "fail", f"{cache} cannot be written", "set HF_HOME to a folder of this user")
-    elif free < _LOW_DISK_BYTES:
+    elif not enough_disk(free):
         yield Finding("cache", "warn", text, "models that are not here yet may not fit; set HF_HOME, or delete some")
     else:
         yield Finding("cache", "ok", text)
 
 
-def _clock(settings: Settings) -> Iterator[Finding]:
+def check_clock(settings: Settings) -> Iterator[Finding]:
     """The clock was set, and the state file is not of the future."""
     now = time.time()
     if now < _EARLIEST_CLOCK:
@@ -164,7 +191,7 @@ def _clock(settings: Settings) -> Iterator[Finding]:
         yield Finding("clock", "ok", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)))
 
 
-def _devices(settings: Settings) -> Iterator[Finding]:
+def check_devices(settings: Settings) -> Iterator[Finding]:
     """Driver and torch, each asked in its own way, agree on the GPUs, and torch has code for them."""
     from teimgr.launch.nursery import TorchBuild
     from teimgr.placement.planner import only_visible, read_nvml
@@ -214,7 +241,7 @@ def _models(settings: Settings) -> Iterator[Finding]:
     if workers:
         free = sum(card.memory_free_bytes for card in inventory.gpus) if inventory.gpus else free_memory_bytes() or 0
         place = "the cards" if inventory.gpus else "this host"
-        text = f"{workers} workers of the seeds need about {_gib(needed)}, {_gib(free)} are free on {place}"
+        text = f"{workers} workers of the seeds need about {gib(needed)}, {gib(free)} are free on {place}"
         if needed <= free:
             yield Finding("models", "ok", text)
         else:
@@ -239,8 +266,9 @@ def weight_bytes(model_id: str, revision: str | None = None) -> int | None:
     return sum(file.stat().st_size for file in next(filter(None, found), []))
 
 
-def _gib(size_bytes: int) -> str:
+def gib(size_bytes: int) -> str:
+    """Such as `1.5 GiB`."""
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
-CHECKS: tuple[Check, ...] = (_folders, _ports, _limits, _clock, _models, _devices)
+CHECKS: tuple[Check, ...] = (_folders, _ports, check_limits, check_clock, _models, check_devices)

@@ -53,6 +53,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "gpus": ("fleet_commands", "gpus", _FLEET),
         "templates": ("fleet_commands", "templates", _FLEET),
         "cluster status": ("cluster_commands", "status", _FLEET),
+        "cluster token": ("cluster_commands", "token", _FLEET),
+        "cluster remove": ("cluster_commands", "remove", _FLEET),
         "node join": ("cluster_commands", "join", _FLEET),
         "node leave": ("cluster_commands", "leave", _FLEET),
         "import": ("import_command", "import_files", _SETUP),

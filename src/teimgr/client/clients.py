@@ -214,6 +214,8 @@ class Client:
     reload = _blocking(AsyncClient.reload)
     gpus = _blocking(AsyncClient.gpus)
     hosts = _blocking(AsyncClient.hosts)
+    create_join_token = _blocking(AsyncClient.create_join_token)
+    remove_host = _blocking(AsyncClient.remove_host)
     templates = _blocking(AsyncClient.templates)
     metrics = _blocking(AsyncClient.metrics)
     act = _blocking(AsyncClient.act)

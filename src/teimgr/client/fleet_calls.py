@@ -44,6 +44,25 @@ class FleetCalls(RestCalls):
         hosts: Mapping[str, Any] = await self._call("GET", "/hosts")
         return hosts
 
+    async def create_join_token(self, *, node: str | None = None, life_secs: float = 3600.0) -> Mapping[str, Any]:
+        """`token`, by which one host may join the cluster within `life_secs`; as `node` alone, if that is given.
+
+        Raises:
+            Unsupported: the daemon has no cluster.
+        """
+        body = {"node": node, "life_secs": life_secs}
+        made: Mapping[str, Any] = await self._call("POST", "/hosts/tokens", body=body)
+        return made
+
+    async def remove_host(self, name: str) -> None:
+        """Revoke the certificates of a host of the cluster, as of one that is lost or was stolen.
+
+        Raises:
+            ObjectNotFound: it is not in the fleet.
+            Unsupported: the daemon has no cluster.
+        """
+        await self._call("DELETE", f"/hosts/{name}")
+
     async def templates(self) -> Sequence[Mapping[str, Any]]:
         """The templates that `create` may name."""
         templates: Sequence[Mapping[str, Any]] = await self._call("GET", "/templates")

@@ -107,6 +107,8 @@ class RestClient:
     reload = _blocking(_Calls.reload)
     gpus = _blocking(_Calls.gpus)
     hosts = _blocking(_Calls.hosts)
+    create_join_token = _blocking(_Calls.create_join_token)
+    remove_host = _blocking(_Calls.remove_host)
     templates = _blocking(_Calls.templates)
     metrics = _blocking(_Calls.metrics)
     act = _blocking(_Calls.act)

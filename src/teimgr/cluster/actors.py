@@ -35,7 +35,7 @@ Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class WorkerActor:
-    """Owns one worker process: its name in the cluster is the mutex of a replica. Async; every method may be called
+    """Owns one worker or mux process: its name in the cluster is the mutex of a replica. Async; methods may be called
     while others wait."""
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class WorkerActor:
         """Answer as soon as Ray has placed the actor."""
         return True
 
-    async def launch(self, spec: str) -> dict[str, Any]:
-        """Have the node agent fork a worker: {"worker": …} as `HeldWorker`, or {"error": text}."""
+    async def launch(self, spec: str, op: str = "launch") -> dict[str, Any]:
+        """Have the node agent start a process: {"worker": …} as `HeldWorker`, or {"error": text}."""
         try:
             link = await _connect()
-            write_message(link[1], op="launch", spec=spec)
+            write_message(link[1], op=op, spec=spec)
             answer = await read_message(link[0])
         except OSError as error:
             return {"error": f"no node agent: {error}"}
@@ -115,13 +115,13 @@ class WorkerActor:
 class HostActor:
     """Describes its host."""
 
-    async def facts(self) -> dict[str, Any]:
-        """{"facts": …} as `NodeFacts`, or {"error": text} where no agent answers."""
+    async def facts(self, removed: dict[str, float]) -> dict[str, Any]:
+        """{"facts": …} as `NodeFacts`, or {"error": text} where no agent answers, which learns who was removed."""
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 reader, writer = await _connect()
                 try:
-                    write_message(writer, op="facts")
+                    write_message(writer, op="facts", removed=removed)
                     answer = await read_message(reader)
                 finally:
                     writer.close()

@@ -4,8 +4,9 @@ It serves a unix socket in the run directory, with one JSON object per line. One
 actor is one worker:
 
     in    {"op": "launch", "spec"}        fork a worker
+          {"op": "launch mux", "spec"}    start a mux, which is held as a worker is
           {"op": "claim", "incarnation"}  after a restart of the agent: a worker that was forked before
-          {"op": "facts"}                 answered by {"facts"}, `NodeFacts`
+          {"op": "facts", "removed"}      answered by {"facts"}, `NodeFacts`; workers refuse nodes that were removed
           {"op": "leave"}                 answered by {"workers"} as they become fewer, and {"left"}
     out   {"worker"}                      `HeldWorker`; the connection stays open while it lives
           {"exit"}                        it has ended; its files are removed
@@ -21,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from teimgr.cluster.messages import (
     read_message,
     write_message,
 )
+from teimgr.cluster.node_muxes import NodeMux, NodeMuxes
 from teimgr.errors import TeimgrError
+from teimgr.fleet_tls import write_removed
 from teimgr.launch.launcher import LocalLauncher, LocalWorker
 from teimgr.launch.process_handle import Exit, LaunchFailed, look_up
 from teimgr.spec import WorkerSpec
@@ -45,35 +48,52 @@ _LEFTOVER_GRACE_S = 5.0
 
 log = logging.getLogger(__name__)
 
+Held = LocalWorker | NodeMux
+
 
 class Agent:
-    """Serves `agent.sock` in the run directory of `launcher`, which is started before. `facts` describes the host."""
+    """Serves `agent.sock` in the run directory of `launcher`, which is started before. `facts` describes the host.
 
-    def __init__(self, launcher: LocalLauncher, run_dir: Path, facts: Callable[[], Awaitable[NodeFacts]]) -> None:
+    Workers listen for other hosts on `link_address`, with the certificate in `identity_dir`; `muxes` are those of the
+    host, where it may have any.
+    """
+
+    def __init__(
+        self,
+        launcher: LocalLauncher,
+        run_dir: Path,
+        facts: Callable[[], Awaitable[NodeFacts]],
+        link_address: str,
+        identity_dir: Path,
+        muxes: NodeMuxes | None = None,
+    ) -> None:
         self.socket = agent_socket(run_dir.absolute())
         self.leaving = asyncio.Event()
         """Set by a `leave`: the host shall take no more workers, and end when it has none."""
         self._launcher = launcher
         self._run_dir = run_dir.absolute()
         self._facts = facts
-        self._unclaimed: dict[str, LocalWorker] = {}
+        self._link_address = link_address
+        self._identity_dir = identity_dir
+        self._muxes = muxes
+        self._unclaimed: dict[str, Held] = {}
         self._ended: dict[int, Exit] = {}
         self._server: asyncio.Server | None = None
         self._claims: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._held: set[LocalWorker] = set()
+        self._held: set[Held] = set()
         self._number_changed = asyncio.Event()
 
     @property
     def workers(self) -> int:
         """The number of live workers, those that wait to be claimed included."""
-        return len(self._held) + len(self._unclaimed)
+        return sum(isinstance(each, LocalWorker) for each in (*self._held, *self._unclaimed.values()))
 
     async def emptied(self, limit_s: float) -> bool:
-        """Wait until there are no workers; whether that took no longer than `limit_s`."""
+        """Wait until there are no workers and no muxes; whether that took no longer than `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
-                while self.workers:
+                while self._held or self._unclaimed:
                     self._number_changed.clear()
                     await self._number_changed.wait()
         except TimeoutError:
@@ -81,7 +101,7 @@ class Agent:
         return True
 
     async def stop_workers(self, grace_s: float) -> None:
-        """Stop all workers, in parallel; each has the grace to finish its calls."""
+        """Stop all workers and muxes, in parallel; each has the grace to finish its calls."""
         workers = [*self._held, *self._unclaimed.values()]
         for result in await asyncio.gather(*(each.stop(grace_s) for each in workers), return_exceptions=True):
             if isinstance(result, LaunchFailed):
@@ -95,7 +115,9 @@ class Agent:
             OSError: the socket cannot be bound.
         """
         found = await self._launcher.find()
-        self._unclaimed = {each.incarnation: each for each in found.alive if isinstance(each, LocalWorker)}
+        workers: list[Held] = [each for each in found.alive if isinstance(each, LocalWorker)]
+        muxes = self._muxes.find() if self._muxes else []
+        self._unclaimed = {each.incarnation: each for each in (*workers, *muxes)}
         self._ended = {each.pid: each.exit for each in found.ended}
         self.socket.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, str(self.socket), limit=LINE_LIMIT_BYTES)
@@ -117,7 +139,7 @@ class Agent:
         await asyncio.sleep(CLAIM_LIMIT_S)
         unclaimed, self._unclaimed = self._unclaimed, {}
         for worker in unclaimed.values():
-            log.warning("ending a worker without an actor", extra={"instance": worker.spec.name, "pid": worker.pid})
+            log.warning("ending a worker without an actor", extra={"worker": _label(worker), "pid": worker.pid})
             with suppress(LaunchFailed):
                 await worker.stop(_LEFTOVER_GRACE_S)
         self._number_changed.set()
@@ -141,10 +163,19 @@ class Agent:
     ) -> bool:
         """Whether another request may follow on this connection."""
         match request:
-            case {"op": "facts"}:
+            case {"op": "facts", "removed": dict(removed)}:
+                try:
+                    write_removed(self._identity_dir, removed)
+                except OSError as error:
+                    log.error("removed nodes cannot be written", extra={"reason": str(error)})
+                write_message(writer, facts=(await self._facts()).to_dict())
+            case {"op": "facts"}:  # of `teimgr doctor`, which knows nothing of nodes
                 write_message(writer, facts=(await self._facts()).to_dict())
             case {"op": "launch", "spec": str(spec)}:
                 await self._launch(spec, reader, writer)
+                return False
+            case {"op": "launch mux", "spec": str(spec)}:
+                await self._launch_mux(spec, reader, writer)
                 return False
             case {"op": "claim", "incarnation": str(incarnation), "pid": int(pid)}:
                 await self._claim(incarnation, pid, reader, writer)
@@ -160,11 +191,24 @@ class Agent:
 
     async def _launch(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            worker = await self._launcher.launch(WorkerSpec.from_json(spec))
+            wanted = WorkerSpec.from_json(spec)
+            own = replace(wanted, link_address=self._link_address, identity_dir=str(self._identity_dir))
+            worker = await self._launcher.launch(own)
         except (LaunchFailed, TeimgrError, ValueError, TypeError) as error:
             write_message(writer, error=str(error))
             return
         await self._hold(worker, reader, writer)
+
+    async def _launch_mux(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._muxes is None:
+            write_message(writer, error="this host's muxes are its daemon's own")
+            return
+        try:
+            mux = self._muxes.launch(spec)
+        except (OSError, TeimgrError, ValueError, KeyError, TypeError) as error:
+            write_message(writer, error=str(error))
+            return
+        await self._hold(mux, reader, writer)
 
     async def _claim(
         self, incarnation: str, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -176,7 +220,7 @@ class Agent:
         else:
             write_message(writer, error="no such worker")
 
-    async def _hold(self, worker: LocalWorker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _hold(self, worker: Held, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Keep a worker for the actor at the other end: report its exit, or kill it when the actor is gone."""
         self._held.add(worker)
         gone = asyncio.ensure_future(reader.read(1))
@@ -185,7 +229,7 @@ class Agent:
             write_message(writer, worker=self._described(worker))
             await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                log.warning("worker's actor is gone", extra={"instance": worker.spec.name, "pid": worker.pid})
+                log.warning("worker's actor is gone", extra={"worker": _label(worker), "pid": worker.pid})
                 await worker.stop(0)
             write_message(writer, exit=await asyncio.to_thread(exit_to_dict, await ended))
             with suppress(ConnectionError):
@@ -193,17 +237,17 @@ class Agent:
         except asyncio.CancelledError:  # the agent ends; the next one finds the worker by its run file
             raise
         except LaunchFailed as error:
-            log.error("worker does not die", extra={"instance": worker.spec.name, "reason": str(error)})
+            log.error("worker does not die", extra={"worker": _label(worker), "reason": str(error)})
         finally:
             self._held.discard(worker)
             self._number_changed.set()
             gone.cancel()
             ended.cancel()
 
-    def _described(self, worker: LocalWorker) -> dict[str, Any]:
+    def _described(self, worker: Held) -> dict[str, Any]:
         process = look_up(worker.pid)
         held = HeldWorker(
-            spec=worker.spec.to_json(),
+            spec=worker.spec.to_json() if isinstance(worker, LocalWorker) else worker.spec_json,
             incarnation=worker.incarnation,
             pid=worker.pid,
             start_time=process.start_time if process else 0,
@@ -211,6 +255,7 @@ class Agent:
             run_dir=str(self._run_dir),
             log_path=str(worker.log_path),
             started_at=worker.started_at,
+            address="" if isinstance(worker, LocalWorker) else worker.address,
         )
         return asdict(held)
 
@@ -226,3 +271,7 @@ class Agent:
             await self._number_changed.wait()
         write_message(writer, left=True)
         await writer.drain()
+
+
+def _label(worker: Held) -> str:
+    return worker.spec.name if isinstance(worker, LocalWorker) else worker.name

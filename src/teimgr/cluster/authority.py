@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from teimgr.durable_files import write_atomically
 from teimgr.errors import InvalidConfig, InvalidInput
-from teimgr.fleet_tls import FleetName
+from teimgr.fleet_tls import CLOCKS_APART_S, FleetName
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,7 @@ CERTIFICATE_LIFE = timedelta(hours=72)
 AUTHORITY_LIFE = timedelta(days=730)
 AUTHORITY_RENEWAL = timedelta(days=365)
 """The age at which an authority gets a successor."""
-CLOCKS_APART = timedelta(hours=1)
-"""Certificates begin so much earlier, for nodes whose clocks are late."""
+CLOCKS_APART = timedelta(seconds=CLOCKS_APART_S)
 MAX_REQUEST_BYTES = 16 * 1024
 _CURVES = (ec.SECP256R1, ec.SECP384R1)
 

@@ -15,7 +15,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ _FACTS_LIMIT_S = 5.0
 _END_LIMIT_S = 2.0
 _LISTENER_LIMIT_S = 40.0
 _LISTENER_PAUSE_S = 0.1
-_VERSIONS = b"teimgr:versions"
 
 
 class BridgeError(Exception):
@@ -59,7 +58,6 @@ class BridgeProcess:
             "end": self._end,
             "names": self._names,
             "hosts": self._hosts,
-            "publish": self._publish,
         }
 
     async def run(self) -> None:
@@ -153,22 +151,24 @@ class BridgeProcess:
 
     # Hosts
 
-    async def _hosts(self) -> list[dict[str, Any]]:
-        """Each host that Ray has, dead ones excepted: its id, address, and facts or an error."""
+    async def _hosts(self, removed: dict[str, float]) -> list[dict[str, Any]]:
+        """Each host that Ray has, dead ones excepted: its id, address, and facts or an error. They learn who was
+        removed from the fleet, as `fleet_tls.REMOVED_FILE` has it.
+        """
         nodes = [each for each in await asyncio.to_thread(ray.nodes) if each["Alive"]]
-        return await asyncio.gather(*map(self._host, nodes))
+        return await asyncio.gather(*(self._host(node, removed) for node in nodes))
 
-    async def _host(self, node: dict[str, Any]) -> dict[str, Any]:
+    async def _host(self, node: dict[str, Any], removed: dict[str, float]) -> dict[str, Any]:
         known = {"id": node["NodeID"], "address": node["NodeManagerAddress"]}
         try:
             async with asyncio.timeout(_FACTS_LIMIT_S):
-                return known | await self._facts(node["NodeID"])
+                return known | await self._facts(node["NodeID"], removed)
         except TimeoutError:
             return known | {"error": "no answer in time"}
         except (RayError, ValueError) as error:
             return known | {"error": _first_line(error)}
 
-    async def _facts(self, node: str) -> dict[str, Any]:
+    async def _facts(self, node: str, removed: dict[str, float]) -> dict[str, Any]:
         name = _HOST + node
         if (actor := self._actors.get(name)) is None:
             options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
@@ -178,35 +178,27 @@ class BridgeProcess:
                 return self._host_class.options(**options, scheduling_strategy=strategy, get_if_exists=True).remote()
 
             actor = self._actors[name] = await asyncio.to_thread(create)
+        asked_at = time.time()
         try:
-            found: dict[str, Any] = await actor.facts.remote()
-            return found
+            found: dict[str, Any] = await actor.facts.remote(removed)
+            return found | _clock_of(found, asked_at, time.time())
         except RayActorError:
             self._actors.pop(name, None)
             raise
 
-    async def _publish(self, versions: str) -> None:
-        """Keep the daemon's versions in the cluster, where a host looks before it joins."""
-        from ray.experimental.internal_kv import _internal_kv_put
 
-        await asyncio.to_thread(_internal_kv_put, _VERSIONS, versions.encode(), True)
+def _clock_of(found: Mapping[str, Any], asked_at: float, answered_at: float) -> dict[str, float]:
+    """By how much a host's clock is ahead of this one's, in seconds; less than the way there counts as none."""
+    clock = found.get("facts", {}).get("clock")
+    if not clock:
+        return {}
+    ahead = clock - (asked_at + answered_at) / 2
+    return {"clock_ahead_s": round(ahead, 3) if abs(ahead) > (answered_at - asked_at) / 2 else 0.0}
 
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
-
-
-def read_versions(address: str) -> str | None:
-    """The versions that the daemon at `address` has published, as JSON; None where there are none yet.
-
-    Raises:
-        RuntimeError: Ray does not answer there, or refuses the token.
-    """
-    from ray._raylet import GcsClient  # a compiled module
-
-    found: bytes | None = GcsClient(address=address).internal_kv_get(_VERSIONS, None, 10)
-    return None if found is None else found.decode()
 
 
 def _await_listener(address: str) -> None:
@@ -225,10 +217,6 @@ async def _main(control: socket.socket) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments[0] == "versions":
-        _await_listener(arguments[1])
-        print(read_versions(arguments[1]) or "")
-        return 0
     control, address, node_ip = arguments
     _await_listener(address)
     ray.init(

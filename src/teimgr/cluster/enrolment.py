@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from teimgr.cluster.authority import CERTIFICATE_LIFE
 from teimgr.durable_files import write_atomically
 from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, ValidationError
 from teimgr.fleet_tls import check_node_name
@@ -78,19 +80,24 @@ class NodeRecord:
 class Enrolment:
     """Tokens and nodes of the fleet. One process writes the file, which is replaced before an answer is given.
 
+    `reserved` is the name of the daemon's own node, which no other may have.
+
     Raises:
         InvalidConfig: the file cannot be read.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, reserved: str = "") -> None:
         self._path = path
+        self._reserved = reserved
         self._clock = clock
         self._tokens: dict[str, TokenRecord] = {}
         self._nodes: dict[str, NodeRecord] = {}
+        self._removed: dict[str, float] = {}
         try:
             values = json.loads(path.read_bytes()) if path.exists() else {"tokens": [], "nodes": []}
             self._tokens = {each["id"]: TokenRecord(**each) for each in values["tokens"]}
             self._nodes = {each["name"]: NodeRecord(**each) for each in values["nodes"]}
+            self._removed = {name: float(at) for name, at in values.get("removed", {}).items()}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InvalidConfig(f"the nodes of the fleet cannot be read from {path}: {error!r}") from error
 
@@ -98,6 +105,14 @@ class Enrolment:
     def nodes(self) -> list[NodeRecord]:
         """Those that have joined and were not removed, by name."""
         return [self._nodes[name] for name in sorted(self._nodes)]
+
+    def has(self, node: str) -> bool:
+        return node in self._nodes
+
+    @property
+    def removed(self) -> dict[str, float]:
+        """Nodes whose certificates do not count where they were issued before a time, in seconds since the epoch."""
+        return dict(self._removed)
 
     def create_token(
         self, fingerprint: str, node: str | None = None, life_s: float = DEFAULT_TOKEN_LIFE_S
@@ -125,7 +140,8 @@ class Enrolment:
 
         Raises:
             Unauthenticated: the token is unknown, expired, or was used.
-            Forbidden: it is for another node, or a node of this name is in the fleet and the token is not for it.
+            Forbidden: it is for another node, or a node of this name is in the fleet and the token is not for it, or
+                it is the daemon's own.
             ValidationError: `node` is no name of a node, or the fleet has as many as it may.
         """
         check_node_name(node)
@@ -138,31 +154,38 @@ class Enrolment:
             raise Unauthenticated(f"the join token was used by node '{record.used_by}'")
         if record.node not in (None, node):
             raise Forbidden(f"The join token is not for node '{node}'")
+        if node == self._reserved:
+            raise Forbidden(f"Node '{node}' is the daemon's own host: choose another name")
         if record.node is None and node in self._nodes:
             raise Forbidden(f"A node '{node}' is in the fleet: remove it, or join with a token made for this name")
         if node not in self._nodes and len(self._nodes) >= MAX_NODES:
             raise ValidationError(f"nodes: the fleet has {MAX_NODES}, which is the limit")
         now = self._clock()
+        if node in self._nodes or node in self._removed:
+            self._removed[node] = math.floor(now)  # certificates have times in whole seconds
         self._tokens[token.id] = TokenRecord(**asdict(record) | {"used_by": node})
         self._nodes[node] = NodeRecord(node, now, now)
         self._write()
 
-    def renew(self, node: str) -> None:
-        """Note a renewal.
+    def renew(self, node: str, issued_at: float) -> None:
+        """Note a renewal by the right of a certificate that was issued at a time, in seconds since the epoch.
 
         Raises:
-            Forbidden: the node was removed.
+            Forbidden: the node was removed, or another host has joined under its name since.
         """
         record = self._nodes.get(node)
         if record is None:
             raise Forbidden(f"Node '{node}' is not in the fleet")
+        if issued_at < self._removed.get(node, 0.0):
+            raise Forbidden(f"Another host is node '{node}' of the fleet now")
         self._nodes[node] = NodeRecord(node, record.joined_at, self._clock())
         self._write()
 
     def remove(self, node: str) -> bool:
-        """Take the node out of the fleet: its certificate is not renewed again. False where it was not in it."""
+        """Take the node out of the fleet: its certificates do not count any more. False where it was not in it."""
         was_there = self._nodes.pop(node, None) is not None
         if was_there:
+            self._removed[node] = math.floor(self._clock()) + 1
             self._write()
         return was_there
 
@@ -171,9 +194,12 @@ class Enrolment:
         self._tokens = {id: record for id, record in self._tokens.items() if now < record.expires_at}
 
     def _write(self) -> None:
+        longest_ago = self._clock() - CERTIFICATE_LIFE.total_seconds()  # what was issued before has expired
+        self._removed = {name: at for name, at in self._removed.items() if at > longest_ago}
         values = {
             "tokens": [asdict(each) for each in self._tokens.values()],
             "nodes": [asdict(each) for each in self._nodes.values()],
+            "removed": self._removed,
         }
         write_atomically(self._path, json.dumps(values, indent=1).encode(), mode=0o600, durable=True)
 

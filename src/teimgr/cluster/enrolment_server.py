@@ -3,12 +3,15 @@
 A connection has one request and one answer:
 
     {"op": "authorities"}                                    → {"authorities": PEM}
-    {"op": "join", "token": …, "node": …, "request": PEM}    → {"certificate": PEM, "authorities": PEM}
-    {"op": "renew", "request": PEM}                          → the same; the client's certificate names the node
+    {"op": "join", "token", "node", "request", "versions"}   → {"certificate": PEM, "authorities": PEM, "ray_token"}
+    {"op": "enter", "request", "versions"}                   → the same; the client's certificate names the node
+    {"op": "renew", "request"}                               → {"certificate": PEM, "authorities": PEM}, in the same way
     any of them                                              → {"error": {"code": number, "message": …}}
 
-The first one is asked before the joining node trusts anything: it compares the answer with the fingerprint in its
-token, and sends the token on a second connection, which it verifies by that authority.
+`request` is a signing request (CSR) as PEM, `versions` an object as `messages.Versions`. The first one is asked before
+the joining node trusts anything: it compares the answer with the fingerprint in its token, and sends the token on a
+second connection, which it verifies by that authority. A node that has a certificate already enters with it. Other
+versions than the daemon's are refused before a token counts as used; a renewal does not ask for them.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import json
 import logging
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from teimgr.cluster.authority import MAX_REQUEST_BYTES, FleetAuthority
 from teimgr.cluster.enrolment import Enrolment, JoinToken
-from teimgr.errors import Internal, InvalidInput, TeimgrError, Unauthenticated, Unavailable
-from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of, write_identity
+from teimgr.cluster.messages import Versions
+from teimgr.errors import Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated, Unavailable
+from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of, write_identity, write_removed
 from teimgr.http_server import bind
 
 log = logging.getLogger(__name__)
@@ -38,31 +43,55 @@ Message = dict[str, Any]
 
 
 class EnrolmentServer:
-    """The port, and the daemon's own certificate; `folder` has the authority, the enrolment and that certificate.
+    """The port, and the certificates of the daemon (`identity`) and of its host, the node `node` (`node_identity`).
+
+    `folder` has the authority, the enrolment and these certificates; nodes need the same `versions`, and get what
+    `ray_token` reads.
 
     Raises:
         InvalidConfig: a file in the folder cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, node: str, versions: Versions, ray_token: Callable[[], str]) -> None:
         self.authority = FleetAuthority(folder / "ca")
-        self.enrolment = Enrolment(folder / "enrolment.json")
-        self.identity = FleetIdentity(folder / "daemon")
+        self.enrolment = Enrolment(folder / "enrolment.json", reserved=node)
+        self.identity = FleetIdentity(folder / "daemon", node)
+        self.node_identity = FleetIdentity(folder / "node", node)
+        self._versions = versions
+        self._ray_token = ray_token
         self.address = ("", 0)
         self._listener: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._maintenance: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.renew_own()
+        self._publish_removed()
 
     def renew_own(self) -> None:
-        """Give the daemon a new certificate, and the present authorities."""
-        key, certificate = self.authority.issue_own(DAEMON)
-        write_identity(self.identity.folder, key, certificate, self.authority.authorities())
+        """Give the daemon and its host new certificates, and the present authorities."""
+        for identity, name in ((self.identity, DAEMON), (self.node_identity, FleetName(self.node_identity.node))):
+            key, certificate = self.authority.issue_own(name)
+            write_identity(identity.folder, key, certificate, self.authority.authorities())
 
-    def create_token(self, node: str | None, life_s: float) -> JoinToken:
+    def join_token(self, node: str | None, life_s: float) -> str:
         """A join token that pins this fleet's authority. Raises as `Enrolment.create_token`."""
-        return self.enrolment.create_token(self.authority.fingerprint, node, life_s)
+        return str(self.enrolment.create_token(self.authority.fingerprint, node, life_s))
+
+    def is_member(self, node: str) -> bool:
+        """Whether the node has joined and was not removed; the daemon's own is one."""
+        return node == self.identity.node or self.enrolment.has(node)
+
+    def remove_host(self, name: str) -> bool:
+        """Revoke the certificates of a node; False where it is not in the fleet."""
+        was_there = self.enrolment.remove(name)
+        if was_there:
+            self._publish_removed()
+            log.warning("a node was removed from the fleet", extra={"node": name})
+        return was_there
+
+    def _publish_removed(self) -> None:
+        for identity in (self.identity, self.node_identity):
+            write_removed(identity.folder, self.enrolment.removed)
 
     async def start(self, host: str, port: int) -> None:
         """Listen, and renew the daemon's certificate at intervals.
@@ -70,7 +99,7 @@ class EnrolmentServer:
         Raises:
             PortConflict: the port is taken.
         """
-        self._listener = bind(host, port, "enrolment_port")
+        self._listener = bind(host, port, "cluster.enrolment_port")
         self.address = self._listener.getsockname()[:2]
         self._maintenance = asyncio.create_task(self._maintain(), name="renewal of the daemon's certificate")
         self._server = await self._listen(self._listener)
@@ -148,22 +177,35 @@ class EnrolmentServer:
         return {"error": {"code": int(failure.code), "message": failure.message}}
 
     def _process(self, message: Message, ssl_object: Any) -> Message:
-        match message.get("op"):
-            case "authorities":
-                return {"authorities": self.authority.authorities().decode()}
-            case "join":
-                node = _text(message, "node")
-                self.enrolment.redeem(JoinToken.parse(_text(message, "token")), node)
-                log.info("a node joined the fleet", extra={"node": node})
-            case "renew":
-                peer = peer_of(ssl_object).name
-                if peer.is_daemon:
-                    raise Unauthenticated("the certificate names no node")
-                self.enrolment.renew(node := peer.node)
-            case _:
-                raise ValueError("op: one of authorities, join, renew")
+        authorities = {"authorities": self.authority.authorities().decode()}
+        if (op := message.get("op")) == "authorities":
+            return authorities
+        if op not in ("join", "enter", "renew"):
+            raise ValueError("op: one of authorities, join, enter, renew")
+        ray = {}
+        if op != "renew":
+            self._check(message.get("versions"))
+            ray = {"ray_token": self._ray_token()}
+        if op == "join":
+            node = _text(message, "node")
+            self.enrolment.redeem(JoinToken.parse(_text(message, "token")), node)
+            self._publish_removed()
+            log.info("a node joined the fleet", extra={"node": node})
+        else:
+            peer = peer_of(ssl_object)
+            if peer.name.is_daemon:
+                raise Unauthenticated("the certificate names no node")
+            self.enrolment.renew(node := peer.name.node, peer.issued_at)
         certificate = self.authority.issue(_text(message, "request").encode(), FleetName(node))
-        return {"certificate": certificate.decode(), "authorities": self.authority.authorities().decode()}
+        return {"certificate": certificate.decode(), **authorities, **ray}
+
+    def _check(self, versions: Any) -> None:
+        try:
+            found = Versions(**versions)
+        except TypeError as error:
+            raise InvalidInput(f"enrolment request: versions: {error}; is it another version of teimgr?") from error
+        if different := self._versions.differences(found):
+            raise InvalidConfig(f"versions differ from the daemon's: {different}; install the same on this host")
 
 
 def _read(line: bytes) -> Message:

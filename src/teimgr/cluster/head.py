@@ -1,24 +1,31 @@
-"""The head of a cluster, in the daemon: Ray on this host, the agent of its workers, the bridge, the list of hosts."""
+"""The head of a cluster, in the daemon: Ray on this host, the agent of its workers, the bridge, the list of hosts, and
+their enrolment.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from teimgr.cluster.agent import Agent
 from teimgr.cluster.bridge import AnswerLate, Bridge
+from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.host_facts import HostDescription, own_versions
+from teimgr.cluster.host_link import HostAddress
+from teimgr.cluster.host_logs import RemoteLogs
+from teimgr.cluster.host_service import HostListener, HostService
+from teimgr.cluster.listen_address import UNRESTRICTED, library
 from teimgr.cluster.messages import NodeFacts
 from teimgr.cluster.ray_process import RayHost, RayProcess, ensure_token, ray_folder
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.launch.launcher import LocalLauncher
-from teimgr.launch.process_handle import LaunchFailed, boot_id
+from teimgr.launch.process_handle import LaunchFailed
+from teimgr.observability.log_source import LocalLogs, LogSource
 from teimgr.placement.planner import GpuInventory, usable_cores
 
 CONNECT_LIMIT_S = 60.0
@@ -40,6 +47,7 @@ class Member:
     problem: str = ""
     misses: int = 0
     """How often in a row its agent has not answered."""
+    clock_ahead_s: float | None = None
 
 
 class ClusterHead:
@@ -54,22 +62,29 @@ class ClusterHead:
         """Called with the name of a host that is about to leave, again and again until it has left."""
         self.address = cluster.host
         self.host = HostDescription(cluster.node, cluster.labels, cards)
-        self.agent = Agent(launcher, settings.run_dir, self.own_facts)
         self._settings = settings
         self._launcher = launcher
         token_file = cluster.token_file or settings.state_file.parent / "ray-token"
+        folder = settings.state_file.absolute().parent / "fleet"
+        self.enrolment = EnrolmentServer(folder, self.host.name, own_versions(), token_file.read_text)
+        identity_dir = self.enrolment.node_identity.folder
+        self.agent = Agent(launcher, settings.run_dir, self.own_facts, cluster.host, identity_dir)
         self._ray_host = RayHost(
             node_ip=cluster.host,
             ray_dir=ray_folder(cluster.ray_dir, settings.run_dir),
             token_file=token_file,
             agent_socket=self.agent.socket,
             cores=usable_cores(),
+            ports=cluster.ray_ports,
         )
         self.bridge = Bridge(
             cluster.address, cluster.host, self._ray_host.environ(), settings.run_dir.absolute() / "bridge.log"
         )
+        self._service = HostService(LocalLogs(settings.log_dir.absolute(), self.host.name))
+        self._listener: HostListener | None = None
         self._ray: RayProcess | None = None
         self._changed = asyncio.Event()
+        self._refreshed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -77,15 +92,19 @@ class ClusterHead:
 
         Raises:
             InvalidConfig: the token's file, the folder or the address cannot be used.
+            PortConflict: the port of enrolment is taken.
         """
         settings, cluster, host = self._settings, self._settings.cluster, self._ray_host
         ensure_token(host.token_file)
         run_dir = settings.run_dir.absolute()
         store_dir = settings.state_file.absolute().parent / "ray-store"
         command = host.head_command(cluster, store_dir)
-        self._ray = RayProcess(command, host.environ(), run_dir, run_dir / "ray.log")
+        self._ray = RayProcess(command, host.environ(), run_dir, host.ray_dir, run_dir / "ray.log")
         try:
             await self.agent.start()
+            await self.enrolment.start(cluster.host, cluster.enrolment)
+            self._listener = HostListener(self._service, self.enrolment.node_identity, cluster.host)
+            self._listener.start()
             self._ray.start()
         except (OSError, LaunchFailed, Unavailable) as error:
             raise InvalidConfig(f"cluster: {error}") from error
@@ -103,6 +122,9 @@ class ClusterHead:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
+        if self._listener is not None:
+            await self._listener.close()
+        await self.enrolment.close()
         await self.bridge.close()
         if self._ray is not None:
             await self._ray.release()
@@ -123,11 +145,16 @@ class ClusterHead:
             address = self._settings.cluster.address
             raise Unavailable(f"Ray does not answer at {address} for {limit_s:g} s: {self._disconnection}") from None
 
+    async def refreshed(self) -> None:
+        """Return when the list of hosts was read anew."""
+        await self._refreshed.wait()
+
     def alarms(self) -> list[str]:
-        """Hosts that take no workers, and the lack of a connection."""
+        """Hosts that take no workers, the lack of a connection, and that Ray listens on all addresses."""
         if not self.bridge.connected.is_set():
             return [f"cluster: no connection to Ray: {self._disconnection}"]
-        return [f"cluster: host {each.name}: {each.problem}" for each in self.members.values() if each.problem]
+        found = [f"cluster: host {each.name}: {each.problem}" for each in self.members.values() if each.problem]
+        return found if library() else [f"cluster: {UNRESTRICTED}", *found]
 
     @property
     def _disconnection(self) -> str:
@@ -135,7 +162,7 @@ class ClusterHead:
 
     async def refresh(self) -> None:
         """Read the list of hosts anew. Raises Unavailable, AnswerLate."""
-        found = await self.bridge.call("hosts")
+        found = await self.bridge.call("hosts", removed=self.enrolment.enrolment.removed)
         known = {member.ray_id: member for member in self.members.values()}
         before, self.members = self.members, self._admitted([_member(each, known) for each in found])
         for name in before.keys() ^ self.members.keys():
@@ -144,8 +171,10 @@ class ClusterHead:
             if member.problem and (name not in before or before[name].problem != member.problem):
                 log.warning("host takes no workers", extra={"node": name, "reason": member.problem})
         self._changed.set()
+        refreshed, self._refreshed = self._refreshed, asyncio.Event()
+        refreshed.set()
         for name, member in self.members.items():
-            if member.facts is not None and member.facts.draining:
+            if not self.enrolment.is_member(name) or (member.facts is not None and member.facts.draining):
                 self.on_draining(name)
 
     def _admitted(self, members: list[Member]) -> dict[str, Member]:
@@ -155,23 +184,34 @@ class ClusterHead:
             if member.name in admitted:
                 log.warning("two hosts have one name", extra={"node": member.name, "address": member.address})
                 continue
+            if not self.enrolment.is_member(member.name):
+                member = replace(member, problem="it was removed from the fleet")
             admitted[member.name] = member
         return admitted
 
     async def _keep_watching(self) -> None:
-        published = False
         while True:
             await self.bridge.connected.wait()
             with suppress(Unavailable, AnswerLate):
-                if not published:
-                    await self.bridge.call("publish", versions=json.dumps(asdict(own_versions())))
-                    published = True
                 await self.refresh()
-            published &= self.bridge.connected.is_set()
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def own_facts(self) -> NodeFacts:
-        return await self.host.facts(self.agent.workers, draining=False)
+        return await self.host.facts(
+            self.agent.workers, draining=False, service=self._listener.address if self._listener else ""
+        )
+
+    def other_logs(self) -> list[LogSource]:
+        """The logs of the other hosts, those included that do not answer now."""
+        others = [each for each in self.members.values() if each.name != self.host.name]
+        return [
+            RemoteLogs(address_of(each), self.enrolment.identity, "" if each.facts else each.problem) for each in others
+        ]
+
+
+def address_of(member: Member) -> HostAddress:
+    """Where its service is reached."""
+    return HostAddress(member.name, member.facts.service if member.facts else "")
 
 
 def _member(found: Mapping[str, Any], known: Mapping[str, Member]) -> Member:
@@ -187,15 +227,20 @@ def _member(found: Mapping[str, Any], known: Mapping[str, Member]) -> Member:
         facts = NodeFacts.from_dict(found["facts"])
     except (TypeError, KeyError):
         return Member(name=name, ray_id=ray_id, address=address, problem="its teimgr is of another version")
-    return Member(name=facts.name, ray_id=ray_id, address=address, facts=facts, problem=_problem(facts))
+    return Member(
+        name=facts.name,
+        ray_id=ray_id,
+        address=address,
+        facts=facts,
+        problem=_problem(facts),
+        clock_ahead_s=found.get("clock_ahead_s"),
+    )
 
 
 def _problem(facts: NodeFacts) -> str:
-    """Why a host takes no workers; empty where it does. Unix sockets are shared by what runs on one machine."""
+    """Why a host takes no workers; empty where it does."""
     if different := facts.versions.differences(own_versions()):
         return f"versions differ: {different}"
     if facts.draining:
         return "it is leaving"
-    if facts.boot_id != boot_id():
-        return "workers on other machines are not connected yet"
     return ""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
+import shutil
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from teimgr import __version__
 from teimgr.cluster.messages import NodeFacts, Versions
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.fleet_tls import check_node_name
-from teimgr.launch.process_handle import boot_id
 from teimgr.placement.planner import GpuInventory, free_memory_bytes, host_memory, usable_cores
 
 
@@ -33,14 +36,13 @@ class HostDescription:
         self._labels = labels
         self._cards = cards
 
-    async def facts(self, workers: int, *, draining: bool) -> NodeFacts:
-        """The host as it is now."""
+    async def facts(self, workers: int, *, draining: bool, service: str = "") -> NodeFacts:
+        """The host as it is now; `service` as in `NodeFacts`."""
         inventory = await self._cards.read()
         total, used = host_memory()
         free = free_memory_bytes()
         return NodeFacts(
             name=self.name,
-            boot_id=boot_id(),
             versions=own_versions(),
             labels=dict(self._labels),
             cores=usable_cores(),
@@ -50,7 +52,21 @@ class HostDescription:
             no_cards_reason=inventory.reason,
             workers=workers,
             draining=draining,
+            service=service,
+            disk_free_bytes=await asyncio.to_thread(_free_for_models),
+            clock=time.time(),
         )
+
+
+def _free_for_models() -> int | None:
+    """Bytes that are free in the hub's cache; None where the file system cannot be read."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE).absolute()
+    try:
+        return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+    except OSError:
+        return None
 
 
 @cache

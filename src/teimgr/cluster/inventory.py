@@ -43,6 +43,8 @@ def _host(member: Member) -> Host:
         memory_free_bytes=facts.memory_free_bytes,
         labels=facts.labels,
         versions=asdict(facts.versions),
+        disk_free_bytes=facts.disk_free_bytes,
+        clock_ahead_s=member.clock_ahead_s,
         problem=member.problem,
     )
 

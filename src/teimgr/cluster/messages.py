@@ -39,7 +39,9 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWorker:
-    """A worker process on some host. `spec` is JSON, `started_at` epoch seconds, `start_time` that of `ProcessId`."""
+    """A worker or mux process on some host. `spec` is JSON, `started_at` epoch seconds, `start_time` that of
+    `ProcessId`. `address` is where a mux listens for the daemon; a worker's is in its spec.
+    """
 
     spec: str
     incarnation: str
@@ -49,6 +51,7 @@ class HeldWorker:
     run_dir: str
     log_path: str
     started_at: float
+    address: str = ""
 
     @property
     def process(self) -> ProcessId:
@@ -95,11 +98,12 @@ class Versions:
 class NodeFacts:
     """One host, as its agent describes it. `cards` are those of `placement.planner.Gpu` as plain values.
 
-    `draining` is set where the host is about to leave, `workers` counts its live workers.
+    `draining` is set where the host is about to leave, `workers` counts its live workers. `service` is the address
+    (`host:port`) of its service for other hosts. `disk_free_bytes` are free in its folder for models; `clock` is its
+    own, in seconds since the epoch.
     """
 
     name: str
-    boot_id: str
     versions: Versions
     labels: Mapping[str, str]
     cores: int
@@ -109,6 +113,9 @@ class NodeFacts:
     no_cards_reason: str = ""
     workers: int = 0
     draining: bool = False
+    service: str = ""
+    disk_free_bytes: int | None = None
+    clock: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,5 +1,7 @@
 """`teimgr node join`: a host of the cluster besides the head: Ray's node, and the agent that forks workers here.
 
+It is admitted by the daemon's port of enrolment, where it gets its certificate in the fleet and Ray's token.
+
 The process stays in the foreground. SIGINT, SIGTERM or `teimgr node leave` make the host leave: the daemon moves its
 workers elsewhere, and what is left after the grace is stopped. Killed, it leaves Ray and the workers running, and the
 next one takes them over.
@@ -8,11 +10,9 @@ next one takes them over.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,25 +21,32 @@ import uvloop
 
 from teimgr.cluster.agent import Agent
 from teimgr.cluster.host_facts import HostDescription, own_versions
+from teimgr.cluster.host_service import HostListener, HostService
+from teimgr.cluster.listen_address import UNRESTRICTED, library
 from teimgr.cluster.messages import (
     LINE_LIMIT_BYTES,
     NodeFacts,
-    Versions,
     agent_socket,
     read_message,
     write_message,
 )
-from teimgr.cluster.ray_process import RayHost, RayProcess, check_token, ray_folder
-from teimgr.config.cluster import ClusterSettings, address_problem
+from teimgr.cluster.node_identity import admission, keep_renewed
+from teimgr.cluster.node_muxes import NodeMuxes
+from teimgr.cluster.ray_process import RayHost, RayProcess, ray_folder
+from teimgr.config.cluster import ClusterSettings, address_problem, ray_ports_problem
+from teimgr.durable_files import write_atomically
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability import logs
+from teimgr.observability.log_source import LocalLogs
 from teimgr.observability.memory import raise_file_limit
 from teimgr.placement.planner import GpuInventory, usable_cores
 
 EXIT_REFUSED = 1
-VERSIONS_LIMIT_S = 60.0
+ADMISSION_LIMIT_S = 60.0
+_RETRY_PAUSE_S = 1.0
 _STOP_GRACE_S = 5.0
 _CONNECT_LIMIT_S = 5.0
 
@@ -52,17 +59,20 @@ log = logging.getLogger(__name__)
 class NodeOptions:
     """What a host joins with. `head` is `[cluster] address` of the daemon; `address` is this host's, empty: chosen.
 
-    `token_file` is a copy of the head's. `grace_s` limits the move of workers elsewhere when it leaves, in seconds.
+    `token` is a join token, needed while the host has no certificate; `enrolment_port` is the head's, 0: the one after
+    that of `head`. `grace_s` limits the move of workers elsewhere when it leaves, in seconds.
     """
 
     head: str
     state_dir: Path
-    token_file: Path
+    token: str = ""
+    enrolment_port: int = 0
     address: str = ""
     name: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     ray_dir: Path | None = None
     grace_s: float = 120.0
+    ray_ports: range = range(0)
     object_store_mb: int = _DEFAULTS.object_store_mb
 
     @property
@@ -88,35 +98,50 @@ class Node:
     def __init__(self, options: NodeOptions) -> None:
         if problem := address_problem(options.head):
             raise InvalidConfig(f"address: {problem}")
-        own_versions()
+        if problem := ray_ports_problem(options.ray_ports):
+            raise InvalidConfig(f"ray_port_end: {problem}")
+        self._versions = own_versions()
         self._options = options
-        run_dir = options.run_dir
-        self._local = LocalLauncher(LocalOptions(run_dir=run_dir, log_dir=options.state_dir.absolute() / "logs"))
+        run_dir, state_dir = options.run_dir, options.state_dir.absolute()
+        self._node_ip = options.address or _address_towards(options.head)
+        self._local = LocalLauncher(LocalOptions(run_dir=run_dir, log_dir=state_dir / "logs"))
         self._host = HostDescription(options.name, options.labels, GpuInventory())
-        self._agent = Agent(self._local, run_dir, self._facts)
+        self._identity = FleetIdentity(state_dir / "identity", self._host.name)
+        self._token_file = state_dir / "ray-token"
+        self._service = HostService(LocalLogs(state_dir / "logs", self._host.name))
+        self._listener: HostListener | None = None
+        muxes = NodeMuxes(run_dir, state_dir / "logs", self._host.name, self._node_ip, self._identity.folder)
+        self._agent = Agent(self._local, run_dir, self._facts, self._node_ip, self._identity.folder, muxes)
 
     async def run(self) -> None:
         """Join, and return when the host has left.
 
         Raises:
             InvalidConfig: the versions differ from the daemon's, or a file or folder cannot be used.
-            Unavailable: the head does not answer.
+            Unauthenticated, Forbidden: the daemon does not admit this host.
+            Unavailable: the daemon does not answer.
         """
         options, run_dir = self._options, self._options.run_dir
-        check_token(options.token_file)
         await self._local.start()  # makes the run directory, and locks it
+        renewal: asyncio.Task[None] | None = None
         try:
             host = RayHost(
-                node_ip=options.address or _address_towards(options.head),
+                node_ip=self._node_ip,
                 ray_dir=ray_folder(options.ray_dir, run_dir),
-                token_file=options.token_file,
+                token_file=self._token_file,
                 agent_socket=self._agent.socket,
                 cores=usable_cores(),
+                ports=options.ray_ports,
             )
-            await self._check_versions(host)
+            if library() is None:
+                log.warning(UNRESTRICTED)
+            await self._be_admitted()
+            renewal = asyncio.create_task(keep_renewed(*self._enrolment, self._identity), name="renewal")
+            self._listener = HostListener(self._service, self._identity, self._node_ip)
+            self._listener.start()
             await self._agent.start()
             command = host.node_command(options.head, options.object_store_mb)
-            ray = RayProcess(command, host.environ(), run_dir, run_dir / "ray.log")
+            ray = RayProcess(command, host.environ(), run_dir, host.ray_dir, run_dir / "ray.log")
             try:
                 ray.start()
                 log.info("host joins", extra={"node": self._host.name, "head": options.head, "address": host.node_ip})
@@ -126,6 +151,11 @@ class Node:
             finally:
                 await ray.stop()
         finally:
+            if renewal is not None:
+                renewal.cancel()
+                await asyncio.wait({renewal})
+            if self._listener is not None:
+                await self._listener.close()
             await self._agent.close()
             await self._local.close()
         log.info("host left", extra={"node": self._host.name})
@@ -142,45 +172,31 @@ class Node:
             await self._agent.stop_workers(_STOP_GRACE_S)
 
     async def _facts(self) -> NodeFacts:
-        return await self._host.facts(self._agent.workers, draining=self._agent.leaving.is_set())
+        agent, service = self._agent, self._listener.address if self._listener else ""
+        return await self._host.facts(agent.workers, draining=agent.leaving.is_set(), service=service)
 
-    async def _check_versions(self, host: RayHost) -> None:
-        """Compare the versions here with those that the daemon has published in the cluster."""
-        head, own = self._options.head, own_versions()
-        ends = asyncio.get_running_loop().time() + VERSIONS_LIMIT_S
-        while (published := await _published(head, host)) is None:
-            if asyncio.get_running_loop().time() > ends:
-                raise Unavailable(f"no daemon of teimgr at {head}: Ray answers there, and has no versions of one")
-            await asyncio.sleep(1)
-        if different := published.differences(own):
-            raise InvalidConfig(f"versions differ from the daemon's: {different}; install the same on this host")
+    @property
+    def _enrolment(self) -> tuple[str, int]:
+        """Host and port of the daemon's enrolment."""
+        host, _, port = self._options.head.rpartition(":")
+        return host.strip("[]"), self._options.enrolment_port or int(port) + 1
 
-
-async def _published(head: str, host: RayHost) -> Versions | None:
-    """The daemon's versions, by a process of its own, as Ray's library may end the one that uses it.
-
-    Raises:
-        Unavailable: Ray does not answer there, or refuses the token.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "teimgr.cluster.bridge_process", "versions", head),
-        env=host.environ(),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(VERSIONS_LIMIT_S):
-            output, errors = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise Unavailable(f"Ray does not answer at {head} within {VERSIONS_LIMIT_S:g} s") from None
-    if process.returncode:
-        reason = errors.decode(errors="replace").strip().splitlines()
-        raise Unavailable(f"Ray does not answer at {head}: {reason[-1] if reason else 'no message'}")
-    text = output.decode().strip()
-    return Versions(**json.loads(text)) if text else None
+    async def _be_admitted(self) -> None:
+        """Get or renew the certificate, and write Ray's token; wait for a daemon that is being started."""
+        ends = asyncio.get_running_loop().time() + ADMISSION_LIMIT_S
+        while True:
+            try:
+                token = await admission(*self._enrolment, self._identity, self._options.token, self._versions)
+                break
+            except Unavailable as error:
+                if asyncio.get_running_loop().time() > ends:
+                    raise
+                log.warning("the daemon does not answer yet", extra={"reason": error.message})
+                await asyncio.sleep(_RETRY_PAUSE_S)
+        try:
+            write_atomically(self._token_file, token.encode(), mode=0o600, durable=True)
+        except OSError as error:
+            raise InvalidConfig(f"{self._token_file}: {error.strerror}") from error
 
 
 async def leave(state_dir: Path) -> AsyncIterator[int]:

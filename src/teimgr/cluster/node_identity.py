@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import ssl
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from teimgr.cluster.authority import fingerprint, new_request, utc_now
 from teimgr.cluster.enrolment import JoinToken
 from teimgr.cluster.enrolment_server import MAX_LINE_BYTES
-from teimgr.errors import TeimgrError, Unauthenticated, Unavailable, error_from_code
+from teimgr.cluster.messages import Versions
+from teimgr.errors import Forbidden, InvalidConfig, TeimgrError, Unauthenticated, Unavailable, error_from_code
 from teimgr.fleet_tls import (
     IDENTITY_FILE,
     FleetIdentity,
+    FleetName,
     check_node_name,
     new_context,
     peer_of,
@@ -34,29 +37,59 @@ _RETRY_S = 60.0
 _LEAST_PAUSE_S = 1.0
 
 
-async def join(host: str, port: int, token: str, node: str, folder: Path) -> None:
-    """Get a certificate for `node` from the daemon at an address, and write the identity to `folder`.
+async def admission(host: str, port: int, identity: FleetIdentity, token: str, versions: Versions) -> str:
+    """Be admitted to the fleet by the certificate that this node has, else by a join token; the result is Ray's token.
+
+    With a certificate a token is not needed, and tried only where that one is refused, as after a removal.
+
+    Raises:
+        InvalidConfig: there is neither, or the versions differ from the daemon's. Others as `join`.
+    """
+    if has_certificate(identity):
+        try:
+            return await enter(host, port, identity, versions)
+        except (Unauthenticated, Forbidden) as error:
+            if not token:
+                raise
+            log.warning("this node's certificate was refused, its token is tried", extra={"reason": error.message})
+    if not token:
+        raise InvalidConfig(
+            f"node '{identity.node}' has no valid certificate of the fleet in {identity.folder}: join with a token, "
+            "which `teimgr cluster token` on the daemon's host makes"
+        )
+    return await join(host, port, token, identity, versions)
+
+
+async def join(host: str, port: int, token: str, identity: FleetIdentity, versions: Versions) -> str:
+    """Get a certificate from the daemon at an address, for the node and the folder of `identity`; returns Ray's token.
 
     The private key is made here. The daemon is recognised by the authority whose fingerprint the token has.
 
     Raises:
         ValidationError: the token or the name is malformed.
+        InvalidConfig: the versions differ from the daemon's.
         Unauthenticated, Forbidden: the daemon refuses the token, or is not the one that made it.
         Unavailable: the daemon cannot be reached.
         OSError: the files cannot be written.
     """
-    parsed, key_and_request = JoinToken.parse(token), new_request()
-    check_node_name(node)
+    parsed = JoinToken.parse(token)
+    check_node_name(identity.node)
     blind = new_context(ssl.PROTOCOL_TLS_CLIENT)
     blind.verify_mode = ssl.CERT_NONE  # what it answers is compared with the token; nothing secret is sent
     offered = await _ask(host, port, blind, {"op": "authorities"})
     pinned = _pinned(offered.get("authorities"), parsed.fingerprint)
     context = new_context(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=pinned)
-    key, request = key_and_request
-    message = {"op": "join", "token": str(parsed), "node": node, "request": request.decode()}
-    await _take(host, port, context, message, key, folder)
-    log.info("joined the fleet", extra={"node": node})
+    message = {"op": "join", "token": str(parsed), "node": identity.node, "versions": asdict(versions)}
+    answer = await _take(host, port, context, message, identity.folder)
+    log.info("joined the fleet", extra={"node": identity.node})
+    return _ray_token(answer)
+
+
+async def enter(host: str, port: int, identity: FleetIdentity, versions: Versions) -> str:
+    """As `join`, by the right of the present certificate."""
+    message = {"op": "enter", "versions": asdict(versions)}
+    return _ray_token(await _take(host, port, identity.client_context(), message, identity.folder))
 
 
 async def renew(host: str, port: int, identity: FleetIdentity) -> None:
@@ -65,9 +98,7 @@ async def renew(host: str, port: int, identity: FleetIdentity) -> None:
     Raises:
         InvalidConfig: there is no identity. Others as `join`.
     """
-    key, request = new_request()
-    message = {"op": "renew", "request": request.decode()}
-    await _take(host, port, identity.client_context(), message, key, identity.folder)
+    await _take(host, port, identity.client_context(), {"op": "renew"}, identity.folder)
 
 
 async def keep_renewed(host: str, port: int, identity: FleetIdentity) -> None:
@@ -82,6 +113,17 @@ async def keep_renewed(host: str, port: int, identity: FleetIdentity) -> None:
                 log.warning("the node's certificate was not renewed", extra={"reason": str(error)})
                 await asyncio.sleep(_RETRY_S)
         await asyncio.sleep(pause_s)
+
+
+def has_certificate(identity: FleetIdentity) -> bool:
+    """Whether the identity's folder has a certificate of its node that has not expired."""
+    try:
+        certificate = x509.load_pem_x509_certificate((identity.folder / IDENTITY_FILE).read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return False
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    return uris == [FleetName(identity.node).uri] and utc_now() < certificate.not_valid_after_utc
 
 
 def seconds_to_renewal(folder: Path) -> float:
@@ -103,19 +145,25 @@ def _pinned(authorities: Any, expected: str) -> str:
     raise Unauthenticated("what listens at this address is not the daemon that made the join token")
 
 
-async def _take(
-    host: str, port: int, context: ssl.SSLContext, message: dict[str, str], key: bytes, folder: Path
-) -> None:
-    """Send a request for a certificate, and write what the daemon answers."""
-    answer = await _ask(host, port, context, message)
+async def _take(host: str, port: int, context: ssl.SSLContext, message: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Send a request for a certificate of a new key, write the identity that the daemon answers with; returns all."""
+    key, request = new_request()
+    answer = await _ask(host, port, context, message | {"request": request.decode()})
     try:
         certificate, authorities = answer["certificate"].encode(), answer["authorities"].encode()
     except (KeyError, AttributeError) as error:
         raise Unavailable(f"the daemon's answer has no certificate: {error!r}") from error
     await asyncio.to_thread(write_identity, folder, key, certificate, authorities)
+    return answer
 
 
-async def _ask(host: str, port: int, context: ssl.SSLContext, message: dict[str, str]) -> dict[str, Any]:
+def _ray_token(answer: dict[str, Any]) -> str:
+    if not isinstance(token := answer.get("ray_token"), str):
+        raise Unavailable("the daemon's answer has no token of Ray")
+    return token
+
+
+async def _ask(host: str, port: int, context: ssl.SSLContext, message: dict[str, Any]) -> dict[str, Any]:
     """Send one request to the enrolment port; the result is its answer."""
     writer = None
     try:

@@ -6,26 +6,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.launch.launcher import Launcher, LocalLauncher
+from teimgr.observability.log_source import LogSource
 from teimgr.placement.planner import GpuInventory, InventorySource
 
 if TYPE_CHECKING:
     from teimgr.cluster.head import ClusterHead
+    from teimgr.cluster.ray_muxes import RayMuxHosts
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What takes the place of the launcher and the inventory of one host."""
+    """What takes the place of the launcher and the inventory of one host.
+
+    `identity` is the daemon's, `node_identity` that of its host, for the muxes here. `logs` are those of other hosts.
+    """
 
     launcher: Launcher
     inventory: InventorySource
     head: ClusterHead
+    identity: FleetIdentity
+    node_identity: FleetIdentity
     alarms: Callable[[], Sequence[str]]
+    logs: Callable[[], Sequence[LogSource]]
+    mux_hosts: Callable[[Sequence[MuxConfig]], RayMuxHosts]
+    """The muxes of the other hosts, of the configurations of this host's."""
 
 
 def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory) -> Cluster | None:
-    """The cluster of `[cluster] address`; None without one. Nothing is started.
+    """The cluster of `[cluster] address`; None without one. Nothing is started; the fleet's authority is made or read.
 
     Raises:
         InvalidConfig: ray is not installed, or a name or folder of `[cluster]` cannot be used.
@@ -35,7 +47,23 @@ def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory) 
     from teimgr.cluster.head import ClusterHead
     from teimgr.cluster.inventory import ClusterInventory
     from teimgr.cluster.ray_launcher import RayLauncher
+    from teimgr.cluster.ray_muxes import RayMuxHosts
 
     head = ClusterHead(settings, local, cards)
     launcher = RayLauncher(head, local, settings.cluster.placement_timeout_secs)
-    return Cluster(launcher, ClusterInventory(head), head, head.alarms)
+    enrolment = head.enrolment
+
+    def mux_hosts(configs: Sequence[MuxConfig]) -> RayMuxHosts:
+        wanted = configs if settings.cluster.mux_per_host else ()
+        return RayMuxHosts(head, wanted, settings.tls_files, settings.cluster.placement_timeout_secs)
+
+    return Cluster(
+        launcher,
+        ClusterInventory(head),
+        head,
+        enrolment.identity,
+        enrolment.node_identity,
+        head.alarms,
+        head.other_logs,
+        mux_hosts,
+    )

@@ -11,11 +11,14 @@ import json
 import logging
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from teimgr.cluster.listen_address import listening_on
 from teimgr.cluster.messages import AGENT_VARIABLE
 from teimgr.config.cluster import ClusterSettings
 from teimgr.errors import InvalidConfig
@@ -25,6 +28,14 @@ from teimgr.observability.logs import last_line, open_log
 RAY_DIR_BYTES = 40
 """Ray puts unix sockets some 65 bytes below its folder."""
 _RUN_FILE = "ray.run"
+_SERVERS = (
+    "node-manager-port",
+    "object-manager-port",
+    "runtime-env-agent-port",
+    "dashboard-agent-grpc-port",
+    "dashboard-agent-listen-port",
+    "metrics-export-port",
+)
 _LOG_LIMIT_BYTES = 4 << 20
 _END_GRACE_S = 5.0
 _FIRST_PAUSE_S = 0.5
@@ -36,16 +47,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayHost:
-    """What Ray is started with on a host. `node_ip` is the address by which other hosts reach this one."""
+    """What Ray is started with on a host. `node_ip` is the address by which other hosts reach this one.
+
+    `ports` are those that Ray listens on beside that of the head; empty: any that are free.
+    """
 
     node_ip: str
     ray_dir: Path
     token_file: Path
     agent_socket: Path
     cores: int
+    ports: range = range(0)
 
     def environ(self) -> dict[str, str]:
-        """The environment of everything of Ray: token authentication, no usage statistics, the agent's socket."""
+        """The environment of everything of Ray: token authentication, no usage statistics, one address, the agent's
+        socket."""
         return {
             **os.environ,
             "RAY_AUTH_MODE": "token",
@@ -54,6 +70,7 @@ class RayHost:
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             "RAY_START_HOOK": "teimgr.cluster.ray_start_hook.without_client_server",
             AGENT_VARIABLE: str(self.agent_socket),
+            **listening_on(self.node_ip),
         }
 
     def node_command(self, address: str, object_store_mb: int) -> list[str]:
@@ -87,16 +104,27 @@ class RayHost:
             f"--node-ip-address={self.node_ip}",
             f"--object-store-memory={object_store_mb << 20}",
             f"--temp-dir={self.ray_dir}",
-            # Any free ones; Ray's own choice, 10002 to 19999, would clash with ports of instances and of the head.
-            *("--min-worker-port=0", "--max-worker-port=0"),
+            *self._port_options(),
         ]
+
+    def _port_options(self) -> list[str]:
+        if not self.ports:
+            # Any free ones; Ray's own choice, 10002 to 19999, would clash with ports of instances and of the head.
+            return ["--min-worker-port=0", "--max-worker-port=0"]
+        servers = [f"--{name}={port}" for name, port in zip(_SERVERS, self.ports, strict=False)]
+        return [*servers, f"--min-worker-port={self.ports[len(_SERVERS)]}", f"--max-worker-port={self.ports[-1]}"]
 
 
 class RayProcess:
-    """Keeps `command` running from `start` to `stop`. `environ` is its environment."""
+    """Keeps `command` running from `start` to `stop`. `environ` is its environment, `ray_dir` Ray's folder."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path, log_path: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path, ray_dir: Path, log_path: Path
+    ) -> None:
         self._command = command
+        # The address of the last head here. Ray would look for it in the command lines of all processes of the machine,
+        # find those of other hosts that run on it for a trial, and not start.
+        self._last_address = ray_dir / "ray_current_cluster"
         self._environ = environ
         self._run_file = run_dir / _RUN_FILE
         self._log_path = log_path
@@ -142,6 +170,9 @@ class RayProcess:
         while True:
             began = clock()
             exit = await handle.wait()
+            # Killed, it may leave some of Ray's servers for a moment.
+            with suppress(ProcessLookupError):
+                os.killpg(handle.pid, signal.SIGKILL)
             self.problem = f"Ray ended with status {exit.status}: {last_line(self._log_path)}"
             log.error("Ray ended on this host: %s", self.problem)
             if clock() - began > _STABLE_S:
@@ -157,6 +188,7 @@ class RayProcess:
 
     def _spawn(self) -> ProcessHandle:
         try:
+            self._last_address.unlink(missing_ok=True)
             output = open_log(self._log_path, _LOG_LIMIT_BYTES, 1)
             try:
                 handle = ProcessHandle.spawn(self._command, output, self._environ)
@@ -196,9 +228,9 @@ def check_token(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise InvalidConfig(f"token_file: {path}: {error.strerror}; copy ray-token of the daemon's host") from error
+        raise InvalidConfig(f"cluster.token_file: {path}: {error.strerror}") from error
     if mode & 0o077:
-        raise InvalidConfig(f"token_file: other users can read {path}; chmod 600 it")
+        raise InvalidConfig(f"cluster.token_file: other users can read {path}; chmod 600 it")
 
 
 def ray_folder(wanted: Path | None, run_dir: Path) -> Path:

@@ -14,6 +14,9 @@ from teimgr.config.schema import ConfigFault
 from teimgr.spec import U16, U32, key
 
 MOST_LABELS = 64
+LEAST_RAY_PORTS = 16
+"""Six of Ray's servers; each worker and Ray's own processes have one each."""
+_UNPRIVILEGED_PORT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +26,20 @@ class ClusterSettings:
     address: str = key("", "ADDRESS:PORT of this host where Ray serves and other hosts join; empty: this host alone")
     node: str = key("", "name of this host in the fleet; empty: its host name")
     labels: Mapping[str, str] = key(dict, "labels of this host, which instances may ask for: {zone: a}")
+    enrolment_port: int = key(
+        0, "port of `address` where hosts join and renew their certificates; 0: the one after that of `address`", 0, U16
+    )
     token_file: Path | None = key(
-        None, "Ray's token, made where it is absent; every host has a copy; default: ray-token beside the state file"
+        None, "Ray's token, made where it is absent; hosts that join get it; default: ray-token beside the state file"
     )
     ray_dir: Path | None = key(
         None, "folder of Ray's sessions, at most 40 bytes long; default: ray/ in run_dir, or one in /tmp"
     )
+    ray_port_start: int = key(
+        0, "first port of Ray beside that of address, for firewalls; 0: any that are free", 0, U16
+    )
+    ray_port_end: int = key(0, "port after the last one of Ray", 0, U16 + 1)
+    mux_per_host: bool = key(False, "a multiplexer on every host, on grpc_port there; else on this host alone")
     store: Literal["memory", "rocksdb"] = key(
         "memory", "where Ray keeps its tables; rocksdb outlives a restart of Ray, and is alpha in Ray 2.60"
     )
@@ -49,13 +60,41 @@ class ClusterSettings:
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
+    @property
+    def ray_ports(self) -> range:
+        return range(self.ray_port_start, self.ray_port_end)
+
+    @property
+    def enrolment(self) -> int:
+        """The port of enrolment."""
+        return self.enrolment_port or self.port + 1
+
 
 def faults(cluster: ClusterSettings) -> Iterator[ConfigFault]:
     """Rules beyond types and limits."""
     if cluster.address and (problem := address_problem(cluster.address)):
         yield ConfigFault("cluster.address", problem)
+    elif cluster.address and not cluster.port != cluster.enrolment <= U16:
+        yield ConfigFault("cluster.enrolment_port", f"must be another port than that of address, of 1 to {U16}")
+    elif cluster.address and cluster.port in cluster.ray_ports:
+        yield ConfigFault("cluster.ray_port_start", f"the ports contain that of cluster.address, {cluster.port}")
+    elif cluster.address and cluster.enrolment in cluster.ray_ports:
+        yield ConfigFault("cluster.ray_port_start", f"the ports contain that of enrolment, {cluster.enrolment}")
+    if problem := ray_ports_problem(cluster.ray_ports):
+        yield ConfigFault("cluster.ray_port_end", problem)
     if len(cluster.labels) > MOST_LABELS:
         yield ConfigFault("cluster.labels", f"has {len(cluster.labels)} labels, over {MOST_LABELS}")
+
+
+def ray_ports_problem(ports: range) -> str | None:
+    """The sentence that refuses ports which are too few, or privileged; none at all mean any that are free."""
+    if ports.start == ports.stop == 0:
+        return None
+    if ports.start < _UNPRIVILEGED_PORT:
+        return f"ray_port_start must be at least {_UNPRIVILEGED_PORT} (got {ports.start})"
+    if len(ports) < LEAST_RAY_PORTS:
+        return f"must be at least {LEAST_RAY_PORTS} above ray_port_start (got {ports.start} and {ports.stop})"
+    return None
 
 
 def address_problem(address: str) -> str | None:

@@ -34,6 +34,11 @@ class MuxConfig:
     otel: Exporting | None = None
     node: str = ""  # in a fleet of several hosts this one's name, and the folder of its certificate
     identity_dir: str = ""
+    # Of a mux that the daemon controls from another host: its name for this life of the process, the descriptor of the
+    # socket on which it listens for the daemon, and whether that sends the certificates of the gRPC port.
+    incarnation: str = ""
+    control_fd: int = -1
+    tls_from_daemon: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, default=str)

@@ -158,7 +158,7 @@ class Settings:
         3, "failed probes in a row before a restart; 0: never restart for a probe", low=0, high=U32
     )
     restart_backoff_secs: float = key(
-        0.2,
+        0.05,
         "wait after a failure; doubles with each further one, less up to a half at random; none after 30 s of service",
         low=0,
         high=86400,

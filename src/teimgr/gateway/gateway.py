@@ -39,6 +39,7 @@ from teimgr.errors import (
     TooLarge,
     Unavailable,
 )
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.gateway.model_cards import (
     INFINITY_HEALTH,
     MODEL_LISTS,
@@ -79,15 +80,20 @@ _MAX_REPLY_BYTES = 256 * 2**20
 
 
 class Gateway:
-    """Forwards inference requests to workers. It follows `directory` from its construction to `close`."""
+    """Forwards inference requests to workers. It follows `directory` from its construction to `close`.
 
-    def __init__(self, settings: Settings, directory: Directory, metrics: DaemonMetrics) -> None:
+    With `identity`, that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
+    """
+
+    def __init__(
+        self, settings: Settings, directory: Directory, metrics: DaemonMetrics, identity: FleetIdentity | None = None
+    ) -> None:
         self._metrics = metrics
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20
         self._bodies = Bodies(limit_bytes)
         self._router = Router(
-            LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES)
+            LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES), identity
         )
         self.views: Callable[[], Iterable[InstanceView]] = tuple
         """The instances, for what is known of their models; set by the daemon."""

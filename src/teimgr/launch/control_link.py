@@ -1,15 +1,16 @@
-"""Control links of the daemon, over unix sockets: to one worker, and to one mux process.
+"""Control links of the daemon to one worker, over a unix socket, and to one mux process.
 
 A worker sends its status as it changes, in frames, and answers the calls of supervision. A mux gets routes and access
-policy as lines of JSON and answers with its counters; `mux/process.py` has the messages.
+policy as lines of JSON and answers with its counters; `mux/control.py` has the messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +23,7 @@ CONNECT_LIMIT_S = 5.0
 _FRAME_LIMIT_BYTES = 1 << 20
 _WATCH_ID = 0
 # Far above what counters of ten thousand instances take; beyond it it is not a message of this protocol.
-_LINE_LIMIT_BYTES = 64 << 20
+LINE_LIMIT_BYTES = 64 << 20
 _CONNECT_RETRY_S = 0.02
 
 
@@ -158,8 +159,17 @@ class ControlLink(FrameProtocol):
             self._on_status(status)
 
 
+Connect = Callable[[Callable[[WorkerStatus], None], Callable[[], None]], Awaitable[ControlLink]]
+"""Makes a control link, given its `on_status` and `on_lost`."""
+
+
 async def identify(socket: Path, timeout_s: float) -> WorkerStatus | None:
     """The present status of the worker at `socket`; None without an answer in time."""
+    return await first_status(partial(ControlLink.open, socket), timeout_s)
+
+
+async def first_status(connect: Connect, timeout_s: float) -> WorkerStatus | None:
+    """The present status of the worker that `connect` reaches; None without an answer in time."""
     first: asyncio.Future[WorkerStatus | None] = asyncio.get_running_loop().create_future()
 
     def settle(status: WorkerStatus | None) -> None:
@@ -167,7 +177,7 @@ async def identify(socket: Path, timeout_s: float) -> WorkerStatus | None:
             first.set_result(status)
 
     try:
-        link = await ControlLink.open(socket, settle, lambda: settle(None))
+        link = await connect(settle, lambda: settle(None))
     except TeimgrError:
         return None
     try:
@@ -183,6 +193,10 @@ class MuxLost(Exception):
     """The mux cannot be reached or does not answer; the text is the reason."""
 
 
+class MuxDisconnected(MuxLost):
+    """The connection to the mux broke, which may live."""
+
+
 class MuxStopping(MuxLost):
     """The mux was stopped by another process; it finishes its calls within `grace_s`, and its port is free."""
 
@@ -192,12 +206,16 @@ class MuxStopping(MuxLost):
 
 
 class MuxLink:
-    """The daemon's connection to the control socket of a mux. One read is always pending, to see its end at once."""
+    """The daemon's control connection to a mux. One read is always pending, to see its end at once.
+
+    `has_answered` is set by the first answer.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._reading = asyncio.ensure_future(reader.readline())
+        self.has_answered = False
 
     @classmethod
     async def open(cls, path: str, limit_s: float) -> MuxLink:
@@ -210,7 +228,7 @@ class MuxLink:
             async with asyncio.timeout(limit_s):
                 while True:
                     try:
-                        return cls(*await asyncio.open_unix_connection(path, limit=_LINE_LIMIT_BYTES))
+                        return cls(*await asyncio.open_unix_connection(path, limit=LINE_LIMIT_BYTES))
                     except (FileNotFoundError, ConnectionRefusedError):
                         await asyncio.sleep(_CONNECT_RETRY_S)
         except OSError as error:  # TimeoutError is one of them
@@ -235,7 +253,7 @@ class MuxLink:
         except TimeoutError as error:
             raise MuxLost(f"it gave no answer for {limit_s:g} s") from error
         except OSError as error:
-            raise MuxLost(f"its control connection broke: {error}") from error
+            raise MuxDisconnected(f"its control connection broke: {error}") from error
         return self._message()
 
     async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
@@ -261,13 +279,16 @@ class MuxLink:
             message = json.loads(line) if line else None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise MuxLost(f"its answer cannot be read: {error}") from error
-        except (OSError, ValueError) as error:  # a ValueError is a line without an end
+        except OSError as error:
+            raise MuxDisconnected(f"its control connection broke: {error}") from error
+        except ValueError as error:  # a line without an end
             raise MuxLost(f"its control connection broke: {error}") from error
         if not line:
-            raise MuxLost("it closed its control connection")
+            raise MuxDisconnected("it closed its control connection")
         if not isinstance(message, dict):
             raise MuxLost("its answer is no JSON object")
         if "stopping" in message:
             raise MuxStopping(float(message["stopping"]))
+        self.has_answered = True
         self._reading = asyncio.ensure_future(self._reader.readline())
         return message

@@ -15,15 +15,16 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 from teimgr.durable_files import lock_file
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.http_server import address_of, bind
 from teimgr.launch import nursery
-from teimgr.launch.control_link import ControlLink, WorkerStatus, identify
+from teimgr.launch.control_link import ControlLink, WorkerStatus, first_status
 from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.process_handle import (
@@ -41,7 +42,7 @@ from teimgr.launch.process_handle import (
     unrecorded_workers,
 )
 from teimgr.observability.logs import LogSpan, last_warning, log_size, open_log, rotate_regularly
-from teimgr.spec import WorkerSpec
+from teimgr.spec import LINK_LISTENER, WorkerSpec
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 
 CANCEL_LIMIT_S = 2.0
@@ -278,9 +279,10 @@ class LocalLauncher:
         return {}
 
     async def _fork(self, spec: WorkerSpec, ports: Mapping[int, int]) -> LocalWorker:
-        """Bind the control socket, then fork in the nursery, which gets the descriptors of socket, log and `ports`."""
+        """Bind the control socket, and the one for other hosts, then fork in the nursery, which gets the descriptors of
+        both, of the log and of `ports`. The worker's spec has the port of its `link_address`.
+        """
         paths = WorkerPaths(self._run_dir, new_incarnation())
-        request = {"incarnation": paths.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
         log_path = self.log_path(spec.name)
         try:
             log_fd = open_log(log_path, self._options.log_max_bytes, self._options.log_keep)
@@ -288,8 +290,13 @@ class LocalLauncher:
                 held.callback(os.close, log_fd)
                 log_start = os.fstat(log_fd).st_size
                 listener = held.enter_context(_listen(paths.socket))
+                if spec.link_address:
+                    links = held.enter_context(_listen_for_other_hosts(spec.link_address))
+                    ports = {**ports, LINK_LISTENER: links.fileno()}
+                    spec = replace(spec, link_address=address_of(links))
+                request = {"incarnation": paths.incarnation, "run_dir": str(self._run_dir), "spec": spec.to_json()}
                 forked = await self.nursery.fork(request, listener.fileno(), log_fd, ports)
-        except OSError as error:
+        except (OSError, TeimgrError) as error:
             paths.remove()
             raise LaunchFailed(str(error)) from error
         except (LaunchFailed, asyncio.CancelledError):  # the nursery may have forked before it died: see the run file
@@ -346,7 +353,7 @@ class LocalLauncher:
         by SIGTERM it would close kept connections in the moment of a request.
         """
         log.info("ending a worker of an earlier daemon", extra={"instance": worker.spec.name, "pid": worker.pid})
-        if has_successor and grace_s and await _hand_over(worker.socket, grace_s):
+        if has_successor and grace_s and await _hand_over(worker, grace_s):
             ending = asyncio.create_task(_stop(worker, grace_s, sigterm=False))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -407,16 +414,16 @@ def _best_of_each(found: Iterable[Adopted]) -> list[Adopted]:
 
 
 async def _identify(worker: WorkerHandle) -> WorkerStatus | None:
-    """The status that the worker answers on its socket; None unless it identifies as the process of the run file."""
-    status = await identify(worker.socket, IDENTITY_LIMIT_S)
+    """The status that the worker answers; None unless it identifies as the process that was found."""
+    status = await first_status(worker.connect, IDENTITY_LIMIT_S)
     expected = (worker.incarnation, worker.spec.hash)
     return status if status is not None and (status.incarnation, status.spec_hash) == expected else None
 
 
-async def _hand_over(path: Path, grace_s: float) -> bool:
-    """Have the worker at `path` leave its ports to others of its instance and end; False if it does not confirm it."""
+async def _hand_over(worker: WorkerHandle, grace_s: float) -> bool:
+    """Have the worker leave its ports to others of its instance and end; False if it does not confirm it."""
     try:
-        link = await ControlLink.open(path, lambda status: None, lambda: None)
+        link = await worker.connect(lambda status: None, lambda: None)
         try:
             await link.drain(grace_s, handover=True, timeout_s=IDENTITY_LIMIT_S)
         finally:
@@ -467,6 +474,13 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
             sock.close()
         raise LaunchFailed("no descriptors are left for an instance's ports: raise the limit of open files")
     return dict(zip(numbers, sockets, strict=True))
+
+
+def _listen_for_other_hosts(address: str) -> socket.socket:
+    """A listening socket at a free port of a numeric address. Raises InvalidConfig: it is none of this host's."""
+    listener = bind(address, 0, "link_address")
+    listener.listen(_BACKLOG)
+    return listener
 
 
 def _listen(path: Path) -> socket.socket:

@@ -114,6 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--preload", default=",".join(PRELOAD))
     options = parser.parse_args(arguments)
     os.environ.update(ONE_THREAD | NO_DRIVER)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a worker sets its card's; names of partitions defeat NO_DRIVER
     for name, value in LIBRARY_SETTINGS.items():
         os.environ.setdefault(name, value)
     _name_process(NAME)
@@ -292,7 +293,7 @@ class Nursery:
             kept = (listener, *ports.values())
             become_worker_process(spec, kept, log)
             arguments = (request["incarnation"], request["run_dir"], request["spec"], json.dumps(ports))
-            if self._threads > 1:
+            if self._threads > 1 or driver_was_initialised():
                 exec_afresh(self._entry, kept, *arguments)
             status = self._entry(listener, *arguments)
         except SystemExit as end:
@@ -322,8 +323,15 @@ def become_worker_process(spec: WorkerSpec, kept: Sequence[int], log: int) -> No
     faulthandler.enable()
 
 
+def driver_was_initialised() -> bool:
+    """In a fork: whether its parent had initialised CUDA's driver, which does not work here any more."""
+    torch: Any = sys.modules.get("torch")
+    is_bad = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+    return is_bad is not None and bool(is_bad())
+
+
 def exec_afresh(entry: Entry, kept: Sequence[int], *arguments: str) -> NoReturn:
-    """Run the entry in a new interpreter: seconds slower, but safe where the nursery had several threads.
+    """Run the entry in a new interpreter: seconds slower, but safe where the nursery had several threads or a driver.
 
     `kept` are the descriptors to inherit, the listener's first. The arguments go by a file in memory, as the spec may
     have secrets and every user can read a command line.

@@ -19,23 +19,25 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import grpc
 import grpc.aio
 import uvloop
 
 from teimgr.auth.policy import Policy, PolicyInForce
-from teimgr.auth.tls_files import TlsFiles, TlsWatch
+from teimgr.auth.tls_files import Pems, TlsFiles, TlsWatch
 from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.fleet_tls import FleetIdentity
 from teimgr.grpc_core.rpc_table import SERVICES
+from teimgr.mux.certificates import GrpcCertificates
+from teimgr.mux.control import Message, MuxControl
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth, reflection_handlers
 from teimgr.observability import logs
@@ -51,47 +53,8 @@ _HANDSHAKE_LIMIT_MS = 20_000
 
 _log = logging.getLogger("teimgr.mux")
 _DRAIN_S = 10.0
-_LINE_BYTES = 64 * 1024 * 1024
 _EXIT_BAD_CONFIG = 2
 _EXIT_CANNOT_LISTEN = 4
-
-Message = dict[str, Any]
-
-
-class GrpcCertificates:
-    """Server credentials from files; new connections use the files as of the last `take`.
-
-    `watch`, while it runs, calls `take` when the files change.
-
-    Raises:
-        InvalidConfig: the files cannot be used.
-    """
-
-    def __init__(self, files: TlsFiles) -> None:
-        self._demand_client = files.ca is not None
-        self._newest = _configuration(files)
-        self.watch = TlsWatch(files, self.take)
-
-    def credentials(self) -> Any:
-        """Credentials of one listener, which follow `take`."""
-        used = self._newest
-
-        def fetch() -> Any:
-            """Called on a thread of gRPC for each new connection; None keeps the current configuration."""
-            nonlocal used
-            former, used = used, self._newest
-            return None if used is former else used
-
-        return grpc.dynamic_ssl_server_credentials(used, fetch, self._demand_client)
-
-    async def take(self, files: TlsFiles) -> None:
-        """Use these for new connections. Raises as above, and then keeps the ones before."""
-        self._newest = _configuration(files)
-
-
-def _configuration(files: TlsFiles) -> Any:
-    pems = files.pems()
-    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
 
 
 class Mux:
@@ -99,13 +62,15 @@ class Mux:
 
     def __init__(self, config: MuxConfig) -> None:
         self._config = config
-        identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
-        self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes), identity)
+        self._identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
+        self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes), self._identity)
         self._counters = CallCounters(self._router.instances)
         self._policy = PolicyInForce(Policy())
         self._telemetry = open_telemetry(config.otel)
         self._health = MuxHealth(self._policy, *SERVICES)
-        self._certificates = None if config.tls is None else GrpcCertificates(config.tls)
+        self._certificates = None if config.tls is None else GrpcCertificates(config.tls.pems())
+        self._watch = None if config.tls is None else TlsWatch(config.tls, self._take_files)
+        self._may_listen = asyncio.Event()  # set by certificates that the daemon sends, or by a stop
         self._woken = asyncio.Event()  # set by the first snapshot, or by a stop
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
@@ -127,16 +92,17 @@ class Mux:
         Raises:
             Unavailable: cannot listen on the port, the socket for clients or the control socket.
         """
-        self._port = self._listen()
-        self._socket_file = self._listen_on_socket()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        try:
-            await self._control.open()
-        except OSError as error:
-            await self._server.stop(None)
-            raise Unavailable(f"cannot listen on {self._config.control_socket}: {error}") from error
-        watching = asyncio.create_task(self._certificates.watch.run()) if self._certificates else None
+        if self._config.tls_from_daemon:
+            await self._open_control()
+            await self._may_listen.wait()
+        if not self._stopping.is_set():
+            self._port = self._listen()
+            self._socket_file = self._listen_on_socket()
+        if not self._config.tls_from_daemon:
+            await self._open_control()
+        watching = asyncio.create_task(self._watch.run()) if self._watch else None
         _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
         await self._woken.wait()
         if not self._stopping.is_set():
@@ -165,6 +131,18 @@ class Mux:
         await self._router.close()
         await asyncio.to_thread(self._telemetry.close)
         _log.info("mux stopped")
+
+    async def _open_control(self) -> None:
+        """Raises Unavailable."""
+        config = self._config
+        try:
+            await self._control.open()
+        except OSError as error:
+            await self._server.stop(None)
+            raise Unavailable(f"cannot listen on {config.control_socket}: {error}") from error
+        if config.control_fd >= 0 and self._identity is not None:
+            listener = socket.socket(fileno=config.control_fd)
+            self._control.open_to_other_hosts(listener, self._identity, config.incarnation)
 
     def _build_server(self) -> Any:
         server = grpc.aio.server(options=server_options(self._config))
@@ -236,6 +214,7 @@ class Mux:
             self._grace_s = grace_s
             self._stopping.set()
             self._woken.set()
+            self._may_listen.set()
 
     def _on_orphaned(self) -> None:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)
@@ -244,6 +223,8 @@ class Mux:
     def _process(self, message: Message) -> Message | None:
         if "policy" in message:  # before a snapshot, which lets the server start
             self._policy.swap(Policy.from_json(json.dumps(message["policy"])))
+        if "tls" in message:
+            self._take_certificates(message["tls"])
         if "snapshot" in message:
             snapshot = RoutingSnapshot.from_json(json.dumps(message["snapshot"]))
             names = {entry.name for entry in snapshot.entries}
@@ -259,6 +240,20 @@ class Mux:
             return self._stats()
         return {"ack": True} if message.get("ack") else None
 
+    def _take_certificates(self, texts: dict[str, str | None]) -> None:
+        """Certificates from the daemon, which has validated them."""
+        pems = Pems(**{name: text and text.encode() for name, text in texts.items()})  # type: ignore[arg-type]
+        if self._certificates is None:
+            self._certificates = GrpcCertificates(pems)
+        else:
+            self._certificates.take(pems)
+        self._may_listen.set()
+
+    async def _take_files(self, files: TlsFiles) -> None:
+        """Raises InvalidConfig: they cannot be used."""
+        assert self._certificates is not None
+        self._certificates.take(files.pems())
+
     def _change(self, changes: Iterable[tuple[str, RouteEntry | None]]) -> None:
         for name, entry in changes:
             self._router.apply(name, entry)
@@ -270,7 +265,7 @@ class Mux:
     def _stats(self) -> Message:
         return {
             "pid": os.getpid(),
-            "alarm": self._certificates.watch.alarm if self._certificates else None,
+            "alarm": self._watch.alarm if self._watch else None,
             "config_hash": self._config.hash,
             "port": self._port,
             "uptime_s": round(time.monotonic() - self._began_s, 3),
@@ -279,92 +274,6 @@ class Mux:
             "links": self._router.link_stats(),
             **self._counters.to_dict(),
         }
-
-
-class MuxControl:
-    """Server of the control socket: one line of JSON per message, from any number of daemons.
-
-        {"policy": {…}}            replace the access policy; no reply
-        {"snapshot": [entry, …]}   replace the directory; no reply
-        {"changes": [[name, entry or null], …]}   change it, null for deleted instances; no reply
-        {"ack": true}              replied by the same
-        {"stats": true}            replied by one line of counters
-        {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
-
-    Lines are processed in order, so a reply confirms those before it. A mux that stops sends
-    `{"stopping": grace_s}` by itself, and answers until its calls are finished. `process` gets each message, its result
-    is the reply; `on_orphaned` is called after `orphan_grace_s` seconds without a daemon.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        orphan_grace_s: float,
-        process: Callable[[Message], Message | None],
-        on_orphaned: Callable[[], None],
-    ) -> None:
-        self._path = path
-        self._orphan_grace_s = orphan_grace_s
-        self._process = process
-        self._on_orphaned = on_orphaned
-        self._server: asyncio.Server | None = None
-        self._daemons: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._orphan_timer: asyncio.TimerHandle | None = None
-        self._inode = 0
-
-    async def open(self) -> None:
-        """Listen; a socket file left by a dead process is replaced."""
-        self._server = await asyncio.start_unix_server(self._connected, self._path, limit=_LINE_BYTES)
-        self._path.chmod(0o600)
-        self._inode = self._path.stat().st_ino
-        self._start_orphan_timer()
-
-    def leave(self, message: Message) -> None:
-        """Stop listening, remove the socket file, and send `message` to the daemons that are connected."""
-        if self._orphan_timer is not None:
-            self._orphan_timer.cancel()
-        if self._server is not None:
-            self._server.close()
-        if self._path.exists() and self._path.stat().st_ino == self._inode:  # still this process's own
-            self._path.unlink()
-        for writer in self._daemons.values():
-            writer.write(json.dumps(message).encode() + b"\n")
-
-    async def close(self) -> None:
-        """Close the connections, after `leave`."""
-        for task in self._daemons:
-            task.cancel()
-        if self._daemons:
-            await asyncio.wait(self._daemons)
-
-    def _start_orphan_timer(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._orphan_timer = loop.call_later(self._orphan_grace_s, self._on_orphaned)
-
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._orphan_timer is not None:
-            self._orphan_timer.cancel()
-        task = asyncio.create_task(self._serve(reader, writer))
-        self._daemons[task] = writer
-        task.add_done_callback(self._closed)
-
-    def _closed(self, task: asyncio.Task[None]) -> None:
-        del self._daemons[task]
-        if not self._daemons and self._server is not None and self._server.is_serving():
-            self._start_orphan_timer()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("control connection failed", exc_info=error)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while line := await reader.readline():
-                if (reply := self._process(json.loads(line))) is not None:
-                    writer.write(json.dumps(reply).encode() + b"\n")
-                    await writer.drain()
-        except (ConnectionError, ValueError) as error:
-            _log.warning("control connection dropped: %s", error)
-        finally:
-            writer.close()
 
 
 def server_options(config: MuxConfig) -> tuple[tuple[str, int], ...]:

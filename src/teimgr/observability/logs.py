@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from teimgr.errors import InvalidConfig
@@ -62,10 +63,13 @@ _rotation = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def setup(level: str = "info", format: str = "json", stream: TextIO | None = None) -> None:
+def setup(
+    level: str = "info", format: str = "json", stream: TextIO | None = None, fields: Mapping[str, Any] | None = None
+) -> None:
     """Send every logger's events to `stream` (standard output by default), in place of an earlier set-up.
 
-    `level` is a level, or directives such as "warn,teimgr.mux=debug"; `format` is "json" or "pretty".
+    `level` is a level, or directives such as "warn,teimgr.mux=debug"; `format` is "json" or "pretty". Each event in
+    JSON has `fields`.
 
     Raises:
         InvalidConfig: a level has no such name.
@@ -73,7 +77,7 @@ def setup(level: str = "info", format: str = "json", stream: TextIO | None = Non
     levels = parse_levels(level)
     stream = stream or sys.stdout
     handler = _Handler(stream)
-    handler.setFormatter(JsonFormatter() if format == "json" else PrettyFormatter(_paint(stream)))
+    handler.setFormatter(JsonFormatter(fields or {}) if format == "json" else PrettyFormatter(_paint(stream)))
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
         root.removeHandler(old)
@@ -116,7 +120,11 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per event; a traceback is its field `exception`."""
+    """One JSON object per event, with `fields`; a traceback is its field `exception`."""
+
+    def __init__(self, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__()
+        self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
         event = {
@@ -124,6 +132,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._fields,
             **fields_of(record),
         }
         if record.exc_info:

@@ -14,7 +14,10 @@ from teimgr.spec import InstanceSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One host. `problem` is why it takes no workers now, empty where it does; `versions` are those of packages."""
+    """One host. `problem` is why it takes no workers now, empty where it does; `versions` are those of packages.
+
+    `disk_free_bytes` are free for models; `clock_ahead_s` is its clock less that of the head, None where unknown.
+    """
 
     name: str
     address: str = ""
@@ -23,6 +26,8 @@ class Host:
     memory_free_bytes: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    disk_free_bytes: int | None = None
+    clock_ahead_s: float | None = None
     problem: str = ""
 
 

@@ -48,11 +48,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The cards that workers may use; `reason` is why there are none. `hosts` are those of a cluster."""
+    """The cards that workers may use; `reason` is why there are none. `hosts` are those of a cluster.
+
+    `misses_cards`: the host has cards, and CUDA_VISIBLE_DEVICES names others.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     reason: str = ""
     hosts: tuple[Host, ...] = ()
+    misses_cards: bool = False
 
     @property
     def indexes(self) -> list[int]:
@@ -100,12 +104,19 @@ def read_nvml() -> Inventory:
 
 
 def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
-    """The cards in `visible`, the daemon's CUDA_VISIBLE_DEVICES, by index or by the start of their UUID."""
+    """The cards in `visible`, the daemon's CUDA_VISIBLE_DEVICES, by index or by the start of their UUID.
+
+    Partitions of a card (MIG) are none of them.
+    """
     if visible is None or not inventory.gpus:
         return inventory
     names = [name.strip() for name in visible.split(",") if name.strip()]
     shown = [gpu for gpu in inventory.gpus if any(_is_named(gpu, name) for name in names)]
-    return _inventory(shown, f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the {len(inventory.gpus)} cards")
+    reason = f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the {len(inventory.gpus)} cards"
+    if any(name.startswith("MIG-") for name in names):
+        reason += "; partitions of a card (MIG) are not supported"
+    wants_cards = any(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names)
+    return replace(_inventory(shown, reason), misses_cards=wants_cards and not shown)
 
 
 def _inventory(gpus: Iterable[Gpu], reason_for_none: str = "the driver lists no card") -> Inventory:
@@ -154,6 +165,8 @@ def _text(value: str | bytes) -> str:
 LOADING_BYTES = 2 << 30
 """The memory that a loading worker is assumed to need, on a card as NVML does not show it yet."""
 _LOADS_PER_CARD = 4  # more only compete for the disk and the bus
+GPU_TOKENS_MOST = 32768
+"""Batch tokens on a card by its memory: more gain nothing, and a query waits for a batch."""
 CPU_TOKENS = 16384
 """Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
 _GIB = 2**30
@@ -456,7 +469,7 @@ def fair_share(cores: int, workers: int) -> int:
 def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) -> InstanceSpec:
     """Set `max_batch_tokens`, where it is 0, to `per_gib` tokens for each free GiB of the card it would be placed on.
 
-    With several replicas the fullest card decides. At least one GiB's worth.
+    With several replicas the fullest card decides. At least one GiB's worth, at most `GPU_TOKENS_MOST` or that.
 
     Raises:
         InvalidGpuId: `gpu_id` is none of the cards.
@@ -472,7 +485,8 @@ def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) ->
             card = None
         cards = [card] if card else []
     free_bytes = min((card.memory_free_bytes for card in cards), default=0)
-    tokens = max(per_gib, free_bytes * per_gib // _GIB) if free_bytes else CPU_TOKENS
+    by_memory = min(free_bytes * per_gib // _GIB, GPU_TOKENS_MOST)
+    tokens = max(per_gib, by_memory) if free_bytes else CPU_TOKENS
     return replace(spec, max_batch_tokens=tokens)
 
 

@@ -20,7 +20,8 @@ _LAST_OF_CUDA_12_6 = (7, 0)
 
 
 class Preflight:
-    """Compares the cards with the build, once. An unsupported card is an alarm, and with mode "fail" an error."""
+    """Compares the cards with the build, once. An unsupported card is an alarm, and with mode "fail" an error; so are
+    cards that CUDA_VISIBLE_DEVICES names and that are not there, as models would silently run on the CPU."""
 
     def __init__(
         self, mode: Literal["warn", "fail"], gpus: GpuInventory, build: Callable[[], Awaitable[TorchBuild]]
@@ -42,13 +43,14 @@ class Preflight:
         """Run the check; without a card it does not wait for the nursery.
 
         Raises:
-            InvalidConfig: with mode "fail", a card cannot be used, or the build of torch is unknown.
+            InvalidConfig: with mode "fail", a card cannot be used or is missing, or the build of torch is unknown.
         """
-        cards = (await self._gpus.read()).gpus
-        if not cards:
-            return
+        inventory = await self._gpus.read()
         try:
-            self._problems = problems(cards, await self._build())
+            if inventory.gpus:
+                self._problems = problems(inventory.gpus, await self._build())
+            elif inventory.misses_cards:
+                self._problems = [f"gpu_preflight: models run on the CPU: {inventory.reason}"]
         except LaunchFailed as error:
             self._problems = [f"gpu_preflight: the build of torch is unknown: {error}"]
         for problem in self._problems:

@@ -34,12 +34,27 @@ from teimgr.http2.requests import protocol as http2_protocol
 from teimgr.http_direct import Direct
 from teimgr.http_protocol import HttpProtocol
 from teimgr.http_server import AsgiApp, Listener, serving
+from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
 from teimgr.registry.registry import Registry
 from teimgr.rest import batches as batch_routes
-from teimgr.rest import config, error_answers, error_help, events, files, fleet, gpus, instances, logs, models, probes
+from teimgr.rest import (
+    config,
+    error_answers,
+    error_help,
+    events,
+    files,
+    fleet,
+    gpus,
+    hosts,
+    instances,
+    logs,
+    models,
+    probes,
+)
 from teimgr.rest.gpus import GpuReport
+from teimgr.rest.hosts import HostEnrolment
 from teimgr.rest.middleware import (
     Authentication,
     DirectInference,
@@ -87,6 +102,8 @@ def create_app(
     telemetry: Telemetry | None = None,
     batches: Batches | None = None,
     page: PageRoutes | None = None,
+    enrolment: HostEnrolment | None = None,
+    log_sources: FleetLogs | None = None,
 ) -> FastAPI:
     """The REST application over `manager`; a part that is None has no routes.
 
@@ -106,6 +123,8 @@ def create_app(
         telemetry: Traces requests that change something.
         batches: Routes of /v1/files and /v1/batches.
         page: The web page.
+        enrolment: Who may join the cluster; its routes refuse where there is none.
+        log_sources: Logs of instances; without them those in `log_dir`.
     """
     app = FastAPI(
         title="teimgr",
@@ -117,8 +136,9 @@ def create_app(
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted = alarms, booted
-    app.state.registry, app.state.gpus = registry, gpu_report
+    app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
     app.state.batches = batches
+    app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
     for router, is_there in (
         (instances.router, True),
@@ -131,6 +151,7 @@ def create_app(
         (config.router, reloader is not None),
         (models.router, registry is not None),
         (gpus.router, gpu_report is not None),
+        (hosts.router, True),
         (files.router, batches is not None),
         (batch_routes.router, batches is not None),
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -59,8 +59,11 @@ class HostInfo(BaseModel):
     memory_free_bytes: int
     labels: dict[str, str]
     versions: dict[str, str] = Field(description="of teimgr, ray, python and torch; they are equal on all hosts in use")
+    disk_free_bytes: int | None = Field(description="free for models, in the hub's cache")
+    clock_ahead_s: float | None = Field(description="its clock less that of the head, seconds; null where unknown")
     gpus: int
     workers: int
+    mux: str | None = Field(description="serving, starting, leaving or what is wrong; null where the host has none")
     problem: str | None = Field(description="why it takes no workers; null where it does")
 
 
@@ -71,11 +74,17 @@ class Hosts(BaseModel):
 
 
 class GpuReport:
-    """GPUs together with the workers on them. `views` returns the current instances."""
+    """GPUs together with the workers on them. `views` returns the current instances, `muxes` their states by host."""
 
-    def __init__(self, inventory: InventorySource, views: Callable[[], Iterable[InstanceView]]) -> None:
+    def __init__(
+        self,
+        inventory: InventorySource,
+        views: Callable[[], Iterable[InstanceView]],
+        muxes: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._inventory = inventory
         self._views = views
+        self._muxes = muxes
 
     async def page(self) -> Page:
         page: Page = {}
@@ -107,11 +116,12 @@ class GpuReport:
         """`Hosts` as plain values."""
         inventory = await self._inventory.read()
         alive = Counter(worker.node for view in self._views() for worker in view.workers if worker.pid is not None)
-        on_hosts = Counter(gpu.node for gpu in inventory.gpus)
+        on_hosts, muxes = Counter(gpu.node for gpu in inventory.gpus), self._muxes()
         return {
             "hosts": [
                 asdict(host)
-                | {"gpus": on_hosts[host.name], "workers": alive[host.name], "problem": host.problem or None}
+                | {"gpus": on_hosts[host.name], "workers": alive[host.name]}
+                | {"mux": muxes.get(host.name), "problem": host.problem or None}
                 for host in inventory.hosts
             ]
         }

@@ -235,6 +235,8 @@ PERMISSIONS: dict[str, Permission] = {
     "POST /config/reload": ADMIN_ALL,
     "GET /gpus": READ_ALL,
     "GET /hosts": READ_ALL,
+    "POST /hosts/tokens": ADMIN_ALL,
+    "DELETE /hosts/{name}": ADMIN_ALL,
     "GET /models": READ_ALL,
     "POST /models": ADMIN_ALL,
     "GET /models/{model_id:path}": READ_ALL,

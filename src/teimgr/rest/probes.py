@@ -103,7 +103,8 @@ class WorkerStats(NamedTuple):
 class Scraper:
     """Reads the metrics of all workers in the directory concurrently, each within `limit_s`; caches for `max_age_s`.
 
-    A worker that does not answer in time is left out. Metrics of one instance's workers are summed.
+    A worker that does not answer in time is left out. Metrics of one instance's workers are summed, on each host by
+    themselves.
     """
 
     def __init__(
@@ -172,7 +173,8 @@ class Scraper:
 
     async def _scrape(self, instance: str, worker: Replica) -> Page | None:
         found = await self._ask(instance, worker, Method.METRICS)
-        return None if found is None else unpack(found, instance=instance)
+        node = worker.endpoint.node  # in a fleet of several hosts alone
+        return None if found is None else unpack(found, instance=instance, **({"node": node} if node else {}))
 
     async def _ask(self, instance: str, worker: Replica, method: Method) -> dict[str, Any] | None:
         if not worker.usable:

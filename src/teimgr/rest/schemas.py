@@ -363,6 +363,7 @@ class LogSlice(BaseModel):
     start: int
     end: int
     total_lines: int
+    unread: list[str] | None = Field(None, description="hosts whose lines are missing, with the reason; else absent")
 
 
 class Liveness(BaseModel):

@@ -1,7 +1,8 @@
 """Crash reports: one file for each worker or mux that ended unexpectedly or was killed as hung.
 
 They are in `crashes/` beside the logs, JSON, readable by their owner alone: `<instance>-<replica>-<time>.json`, and
-`_mux-<number>-<time>.json`. The size of a report and their number are bounded; the oldest are removed.
+`_mux-<number>-<time>.json`, of a mux on another host `_mux-<host>-<number>-<time>.json`. The size of a report and
+their number are bounded; the oldest are removed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ KEPT = 1000
 """Of all instances together, those included that were deleted."""
 LOG_LINES = 50
 MUX = "_mux"
-"""In the place of the instance's name in the report of a mux; no instance's name starts so."""
+"""In the place of the instance's name in the report of a mux, followed by `-HOST` on another host; no instance's name
+starts so."""
 _STACK_LINES = 300
 _LINE_CHARS = 1000
 _READ_BYTES = 256 << 10
@@ -51,8 +53,8 @@ log = logging.getLogger(__name__)
 class Crash:
     """How one process ended. `status` is that of `Exit`, `started_at` seconds since the epoch.
 
-    Of a mux, `instance` is `MUX`, `replica` its number, and `spec` None. `events` are the instance's last ones, as they
-    are shown.
+    Of a mux, `instance` begins with `MUX`, `replica` is its number, and `spec` None. `events` are the instance's last
+    ones, as they are shown.
     """
 
     instance: str
@@ -95,7 +97,7 @@ class CrashReports:
         now = datetime.now(UTC)
         name = report_name(crash.instance, crash.replica, now)
         facts = {"instance": crash.instance, "replica": crash.replica, "pid": crash.pid, "crash_report": name}
-        log.error("%s crashed: %s", "mux" if crash.instance == MUX else "worker", crash.reason, extra=facts)
+        log.error("%s crashed: %s", "mux" if crash.instance.startswith(MUX) else "worker", crash.reason, extra=facts)
         incident = Incident(event="crashed", reason=crash.reason, at=rfc3339(now), crash_report=name)
         return incident, asyncio.to_thread(self.write, crash, now, name)
 

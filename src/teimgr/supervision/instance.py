@@ -27,7 +27,6 @@ from typing import Any
 from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
 from teimgr.observability import catalogue
-from teimgr.observability.memory import resident_bytes_of
 from teimgr.spec import (
     Change,
     CpuThreads,
@@ -424,14 +423,12 @@ class ManagedInstance:
         running = [each.number for each in self._serving if each.state is State.RUNNING]
         return self._memory.problems(running) if self._memory is not None else []
 
-    def on_memory(self, supervisor: Supervisor, pid: int, fresh: bool) -> None:
+    def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
         """Replace a replica that stays above `max_rss_mib`, unless an update is under way."""
         limit_mib = supervisor.spec.max_rss_mib
         if limit_mib is None:
             self._memory = None
         if limit_mib is None or supervisor.role == "leaving" or (self._is_updating and not fresh):
-            return
-        if (resident_bytes := resident_bytes_of(pid)) is None:
             return
         self._memory = self._memory or MemoryLimit()
         number, now = supervisor.number, asyncio.get_running_loop().time()

@@ -8,25 +8,24 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
-from teimgr import __version__
 from teimgr.auth.policy import Policy, PolicyInForce
+from teimgr.auth.tls_files import Stamp, TlsFiles
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
-from teimgr.durable_files import write_atomically
-from teimgr.errors import Unavailable
+from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.fleet_tls import FleetIdentity
 from teimgr.http_server import bind
-from teimgr.launch.control_link import MuxLink, MuxLost, MuxStopping
-from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile
-from teimgr.observability.logs import STACKS_SIGNAL, LogSpan, log_size, open_log, rotate_regularly
+from teimgr.launch.control_link import MuxDisconnected, MuxLink, MuxLost, MuxStopping
+from teimgr.launch.mux_launcher import LocalMuxLauncher, MuxHandle, MuxLauncher
+from teimgr.launch.process_handle import Exit, LaunchFailed
+from teimgr.observability.logs import STACKS_SIGNAL, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting
 from teimgr.routing.router import Directory
@@ -37,22 +36,16 @@ from teimgr.unix_listener import check_free, remove_stale
 
 log = logging.getLogger(__name__)
 
-_COMMAND = (sys.executable, "-m", "teimgr.mux.process")
 _RUN_FILE = re.compile(r"mux-(\d+)\.run")
-# glibc gives every buffer of some megabytes back to the kernel and faults it in again: raised thresholds make Arrow
-# calls of 10,000 texts 2.5 to 3.5 times as fast through a mux (DESIGN.md, decisions).
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
 _FORCED_S = 1.0
+_RECONNECT_PAUSE_S = 0.1
+_ADOPTION_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class MuxTimeouts:
-    """Limits in seconds: until the socket accepts, until a late answer raises an alarm, until it counts as lost; and
-    the interval of the polls."""
+    """Limits in seconds: until the control link accepts, until a late answer raises an alarm, until it counts as lost;
+    and the interval of the polls."""
 
     connect_limit_s: float = 20.0
     alarm_after_s: float = 2.0
@@ -60,70 +53,58 @@ class MuxTimeouts:
     interval_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class MuxRunFile(RunFile):
-    """The run file of a mux, with the version and the hash of the configuration that it was started with."""
-
-    config_hash: str
-
-
 class MuxSupervisor:
     """Keeps one mux process alive while `run` runs; `alarm` is what is wrong with it now."""
 
     def __init__(
         self,
-        number: int,
-        settings: Settings,
+        launcher: MuxLauncher,
         directory: Directory,
         metrics: DaemonMetrics,
+        crash_reports: CrashReports,
         policy: PolicyInForce | None = None,
-        command: Sequence[str] = _COMMAND,
         timeouts: MuxTimeouts | None = None,
         backoff: Backoff | None = None,
     ) -> None:
-        self.name = f"mux-{number}"
-        self.config = mux_config(number, settings)
+        self.launcher = launcher
+        self.name = launcher.name
         self.alarm: str | None = None
         self._directory = directory
         self._policy = policy or PolicyInForce(Policy())
         self._metrics = metrics
-        self._command = command
         self._timeouts = timeouts or MuxTimeouts()
         self._backoff = backoff or Backoff(max_s=10.0, stable_after_s=10.0)
-        self._config_hash = f"{__version__}:{self.config.hash}"  # the protocol may differ between versions
-        self.log_path = settings.log_dir / f"_{self.name}.log"  # no instance's name starts so
-        self._rotation = settings.log_max_bytes, settings.log_keep
-        self._run_file = settings.run_dir / f"{self.name}.run"
-        self._config_file = self._run_file.with_suffix(".config")
-        self._process: ProcessHandle | None = None
-        self._draining: dict[asyncio.Task[int | None], ProcessHandle] = {}
-        self._forced: set[asyncio.Task[int | None]] = set()
-        self._number = number
-        self._started_at = 0.0
-        self._log_start = 0
-        self._crash_reports = CrashReports(settings.log_dir / "crashes")
+        self._process: MuxHandle | None = None
+        self._draining: dict[asyncio.Task[Exit | None], MuxHandle] = {}
+        self._forced: set[asyncio.Task[Exit | None]] = set()
+        self._crash_reports = crash_reports
         self._routes: int | None = None  # the version of the oldest that the process may use; None: it has none yet
         self._routes_changed = asyncio.Event()
+        self._is_fed = False
+
+    @property
+    def state(self) -> str:
+        """`serving`, `starting`, or what is wrong."""
+        return self.alarm or ("serving" if self._is_fed else "starting")
 
     async def adopt(self) -> bool:
         """Take over the live mux of an earlier daemon; one with another configuration is stopped.
 
         Raises:
-            Unavailable: its run file cannot be read now, as for lack of descriptors; the mux serves on.
+            Unavailable: it cannot be looked for now, as for lack of descriptors; the mux serves on.
         """
         try:
-            found = MuxRunFile.read(self._run_file)
-            self._process = ProcessHandle.adopt(found) if found else None
+            self._process = await self.launcher.adopt()
         except OSError as error:
             raise Unavailable(f"the mux of an earlier daemon cannot be looked for: {error}") from error
-        if found is None or self._process is None:
+        if self._process is None:
             return False
-        self._started_at = found.process.started_at
-        if found.config_hash == self._config_hash:
-            log.info("adopted a running mux", extra={"mux": self.name, "pid": found.pid})
+        facts = {"mux": self.name, "pid": self._process.pid}
+        if self._process.is_current:
+            log.info("adopted a running mux", extra=facts)
             self._set_routes(0)
             return True
-        log.info("replacing a mux with another configuration", extra={"mux": self.name, "pid": found.pid})
+        log.info("replacing a mux with another configuration", extra=facts)
         await self.stop(grace_s=1)
         return False
 
@@ -133,15 +114,15 @@ class MuxSupervisor:
         while True:
             began = time.monotonic()
             reason, process = await self._run_once(), self._process
-            status = await self._end()
-            reason += "" if status is None else f" (exit status {status})"
+            exit = await self._end()
+            reason += "" if exit is None or exit.status is None else f" (exit status {exit.status})"
             was_stable = time.monotonic() - began >= self._backoff.stable_after_s
             failures = 1 if was_stable else failures + 1
             pause_s = self._backoff.delay_s(failures)
-            self.alarm = f"{self.name} is being started again: {reason}; see {self.log_path.name}"
+            self.alarm = f"{self.name} is being started again: {reason}; see {self.launcher.log_name}"
             self._metrics.mux_gone(self.name)
             if process is not None:
-                _, writing = self._crash_reports.report(self._crash(process.pid, status, reason))
+                _, writing = self._crash_reports.report(self._crash(process, exit, reason))
                 await writing
             log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s})
             await asyncio.sleep(pause_s)
@@ -162,8 +143,7 @@ class MuxSupervisor:
     async def stop(self, grace_s: float) -> None:
         """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
         await asyncio.gather(self._end(grace_s + 1), *self._draining)
-        for path in (self._run_file, Path(self.config.control_socket), self._config_file):
-            path.unlink(missing_ok=True)
+        self.launcher.clean_up()
 
     def force_stop(self) -> None:
         for process in (self._process, *self._draining.values()):
@@ -173,21 +153,21 @@ class MuxSupervisor:
                 self._forced.add(task)
                 task.add_done_callback(self._forced.discard)
 
-    def _crash(self, pid: int, status: int | None, reason: str) -> Crash:
+    def _crash(self, process: MuxHandle, exit: Exit | None, reason: str) -> Crash:
         return Crash(
-            instance=MUX,
-            replica=self._number,
-            pid=pid,
-            started_at=self._started_at,
-            status=status,
+            instance=f"{MUX}-{self.launcher.host}" if self.launcher.host else MUX,
+            replica=self.launcher.number,
+            pid=process.pid,
+            started_at=process.started_at,
+            status=exit.status if exit else None,
             reason=reason,
-            log=LogSpan(self.log_path, self._log_start, log_size(self.log_path)),
+            log=exit.log if exit else None,
         )
 
     async def _run_once(self) -> str:
         """Launch the mux unless one was adopted, and serve it until it is lost; the result is why."""
         try:
-            process = self._process = self._process or self._launch()
+            process = self._process = self._process or await self.launcher.launch()
             return await self._serve(process)
         except MuxStopping as error:  # its successor starts beside it
             process, self._process = self._process, None  # type: ignore[assignment]
@@ -196,50 +176,63 @@ class MuxSupervisor:
             self._draining[task] = process
             task.add_done_callback(self._draining.pop)
             return str(error)
-        except (MuxLost, OSError) as error:
+        except (MuxLost, LaunchFailed, OSError) as error:
             return str(error)
+        except TeimgrError as error:
+            return error.message
         except Exception as error:  # a defect of ours must not leave the fleet without a mux
             log.exception("supervision of a mux failed", extra={"mux": self.name})
             return repr(error)
 
-    def _launch(self) -> ProcessHandle:
-        Path(self.config.control_socket).unlink(missing_ok=True)
-        write_atomically(self._config_file, self.config.to_json().encode())
-        output = open_log(self.log_path, *self._rotation)
-        self._log_start, self._started_at = os.fstat(output).st_size, time.time()
-        try:
-            process = ProcessHandle.spawn([*self._command, str(self._config_file)], output, os.environ | _MALLOC)
-        finally:
-            os.close(output)
-        if run_file := MuxRunFile.of(process.pid, config_hash=self._config_hash):
-            run_file.write(self._run_file)
-        log.info("mux launched", extra={"mux": self.name, "pid": process.pid})
-        return process
-
-    async def _serve(self, process: ProcessHandle) -> str:
+    async def _serve(self, process: MuxHandle) -> str:
         ended = asyncio.ensure_future(process.wait())
-        feeding = asyncio.ensure_future(self._feed())
+        feeding = asyncio.ensure_future(self._feed(process))
         try:
             await asyncio.wait({ended, feeding}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 await feeding
-            return "it ended"
+            exit = ended.result()
+            return f"it ended: {exit.report.message}" if exit.report else "it ended"
         finally:
             for task in (ended, feeding):
                 task.cancel()
             await asyncio.gather(ended, feeding, return_exceptions=True)
 
-    async def _feed(self) -> None:
+    async def _feed(self, process: MuxHandle) -> None:
+        """Keep a control link to the mux: where one that has worked breaks, the mux may live, and another is made.
+
+        Raises:
+            MuxLost: always, at the end.
+        """
+        link: MuxLink | None = None
+        while True:
+            late = asyncio.get_running_loop().call_later(self._timeouts.alarm_after_s, self._on_disconnected)
+            if link is None:  # it is being started, which takes its time
+                late.cancel()
+            try:
+                link = await process.connect(self._timeouts.connect_limit_s)
+            finally:
+                late.cancel()
+            try:
+                await self._feed_by(link)
+            except MuxDisconnected as error:
+                if not link.has_answered:
+                    raise
+                log.warning("connection to a mux lost", extra={"mux": self.name, "reason": str(error)})
+            finally:
+                link.close()
+            await asyncio.sleep(_RECONNECT_PAUSE_S)
+
+    async def _feed_by(self, link: MuxLink) -> None:
         """Push every change of policy and directory to the mux; poll its counters after each and at intervals.
 
-        One line of JSON per message, as `mux/process.py` has them. The mux answers in order, so an answer also
+        One line of JSON per message, as `mux/control.py` has them. The mux answers in order, so an answer also
         acknowledges the snapshot before it.
 
         Raises:
             MuxLost: always, at the end.
         """
         limits = self._timeouts
-        link = await MuxLink.open(self.config.control_socket, limits.connect_limit_s)
         changed = asyncio.Event()
         changes: list[tuple[str, RouteEntry | None]] = []
 
@@ -247,8 +240,13 @@ class MuxSupervisor:
             changes.append((name, entry))
             changed.set()
 
+        certificates = _SentCertificates(self.launcher.tls)
         unsubscribe = (self._directory.subscribe(on_route), self._policy.subscribe(changed.set))
-        link.send(policy=self._policy.now.to_json(), snapshot=self._directory.snapshot().to_json())
+        link.send(
+            **certificates.news(),
+            policy=self._policy.now.to_json(),
+            snapshot=self._directory.snapshot().to_json(),
+        )
         version = self._directory.version
         if self._routes is None:
             self._set_routes(version)
@@ -261,8 +259,9 @@ class MuxSupervisor:
                 finally:
                     late.cancel()
                 self._set_routes(version)
+                self._is_fed = True
                 if request == "stats":
-                    problem = answer.get("alarm")
+                    problem = answer.get("alarm") or certificates.alarm
                     self._metrics.mux_stats(self.name, answer)
                 self.alarm = f"{self.name}: {problem}" if problem else None
                 request = "ack" if await link.wait(changed, limits.interval_s) else "stats"
@@ -274,10 +273,11 @@ class MuxSupervisor:
                     changes.clear()
                     link.send(policy=self._policy.now.to_json(), changes=f"[{sent}]")
                     version = self._directory.version
+                elif news := certificates.news():
+                    link.send(**news)
         finally:
             for leave in unsubscribe:
                 leave()
-            link.close()
 
     def _on_late(self) -> None:
         self.alarm = f"{self.name} has given no answer for {self._timeouts.alarm_after_s:g} s"
@@ -285,22 +285,66 @@ class MuxSupervisor:
         if self._process is not None:
             self._process.send_signal(STACKS_SIGNAL)
 
-    async def _end(self, grace_s: float = 0) -> int | None:
-        """End the present process; the result is its exit status, where it is known."""
-        status = await self._end_process(self._process, grace_s) if self._process is not None else None
-        self._process = None
-        self._set_routes(None)
-        return status
+    def _on_disconnected(self) -> None:
+        self.alarm = f"{self.name} has had no control connection for {self._timeouts.alarm_after_s:g} s"
 
-    async def _end_process(self, process: ProcessHandle, grace_s: float, *, sigterm: bool = True) -> int | None:
+    async def _end(self, grace_s: float = 0) -> Exit | None:
+        """End the present process; the result is how it ended, where that is known."""
+        exit = await self._end_process(self._process, grace_s) if self._process is not None else None
+        self._process = None
+        self._is_fed = False
+        self._set_routes(None)
+        return exit
+
+    async def _end_process(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> Exit | None:
         try:
-            return (await process.stop(grace_s, sigterm=sigterm)).status
+            return await process.stop(grace_s, sigterm=sigterm)
         except LaunchFailed as error:
             log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
             return None
 
 
-def mux_config(number: int, settings: Settings) -> MuxConfig:
+class _SentCertificates:
+    """The content of TLS files for a mux that cannot read them: at first, and after a change.
+
+    Files are replaced one after the other, so a change counts once it is the same at two looks.
+    """
+
+    def __init__(self, files: TlsFiles | None) -> None:
+        self.alarm: str | None = None
+        self._files = files
+        self._sent: Stamp | None = None
+        self._seen: Stamp | None = None
+
+    def news(self) -> dict[str, str]:
+        """`{"tls": JSON}` where there is something to send, else empty.
+
+        Raises:
+            MuxLost: they cannot be used, and none were before.
+        """
+        if self._files is None:
+            return {}
+        stamp, settled = self._files.stamp(), self._sent is None
+        settled |= stamp == self._seen
+        self._seen = stamp
+        if stamp == self._sent and stamp is not None:
+            self.alarm = None
+        if not settled or (stamp == self._sent and stamp is not None):
+            return {}
+        try:
+            pems = self._files.pems()
+        except InvalidConfig as error:
+            if self._sent is None:
+                raise MuxLost(f"its TLS files cannot be used: {error.message}") from error
+            self.alarm = f"the TLS files have changed and cannot be used, the former ones serve on: {error.message}"
+            return {}
+        self._sent, self.alarm = stamp, None
+        texts = {"cert": pems.cert.decode(), "key": pems.key.decode(), "ca": pems.ca.decode() if pems.ca else None}
+        return {"tls": json.dumps(texts)}
+
+
+def mux_config(number: int, settings: Settings, identity: FleetIdentity | None = None) -> MuxConfig:
+    """The configuration of a mux on this host; `identity` is that of this node in a fleet of several hosts."""
     files = settings.tls_files
     return MuxConfig(
         host=settings.grpc_host,
@@ -317,25 +361,79 @@ def mux_config(number: int, settings: Settings) -> MuxConfig:
         socket=str(settings.grpc_socket.absolute()) if settings.grpc_socket and number == 0 else "",
         socket_mode=settings.socket_permissions,
         log_level=settings.log_level,
+        node=identity.node if identity else "",
+        identity_dir=str(identity.folder) if identity else "",
     )
 
 
+def mux_configs(settings: Settings) -> list[MuxConfig]:
+    """Those of all muxes of one host."""
+    return [mux_config(number, settings) for number in range(settings.mux_processes if settings.grpc_enabled else 0)]
+
+
+def local_launcher(number: int, settings: Settings, identity: FleetIdentity | None = None) -> LocalMuxLauncher:
+    """The launcher of a mux on this host; `identity` as `mux_config`."""
+    config = mux_config(number, settings, identity)
+    return LocalMuxLauncher(number, config, settings.log_dir, settings.log_max_bytes, settings.log_keep)
+
+
+class MuxHosts(Protocol):
+    """The muxes that there shall be on other hosts."""
+
+    def wanted(self) -> Mapping[str, MuxLauncher]:
+        """Their launchers by name; the same object for as long as it is the same mux."""
+
+    async def changed(self) -> None:
+        """Return when `wanted` may have changed."""
+
+    async def end_surplus(self) -> None:
+        """End those of an earlier daemon that are not wanted. Raises Unavailable: that cannot be done now."""
+
+
 class Muxes:
-    """The mux processes of the settings: supervised within `running`, ended by `stop`."""
+    """The mux processes of the settings: supervised within `running`, ended by `stop`. `hosts` has those of others."""
 
     def __init__(
-        self, settings: Settings, directory: Directory, metrics: DaemonMetrics, policy: PolicyInForce | None = None
+        self,
+        settings: Settings,
+        directory: Directory,
+        metrics: DaemonMetrics,
+        policy: PolicyInForce | None = None,
+        identity: FleetIdentity | None = None,
+        hosts: MuxHosts | None = None,
     ) -> None:
         self._settings = settings
+        self._metrics = metrics
         count = settings.mux_processes if settings.grpc_enabled else 0
-        self._supervisor: Callable[[int], MuxSupervisor] = lambda number: MuxSupervisor(
-            number, settings, directory, metrics, policy
+        crash_reports = CrashReports(settings.log_dir / "crashes")
+        self._supervisor: Callable[[MuxLauncher], MuxSupervisor] = lambda launcher: MuxSupervisor(
+            launcher, directory, metrics, crash_reports, policy
         )
-        self._supervisors = [self._supervisor(number) for number in range(count)]
+        self._local: Callable[[int], MuxSupervisor] = lambda number: self._supervisor(
+            local_launcher(number, settings, identity)
+        )
+        self._hosts = hosts
+        self._remote: dict[MuxSupervisor, asyncio.Task[None]] = {}
+        self._leaving: dict[MuxSupervisor, asyncio.Task[None]] = {}
+        self._log_paths = [settings.log_dir / f"_mux-{number}.log" for number in range(count)]
+        self._supervisors = [self._local(number) for number in range(count)]
         self._socket = settings.grpc_socket.absolute() if count and settings.grpc_socket else None
 
+    @property
+    def _all(self) -> list[MuxSupervisor]:
+        return [*self._supervisors, *self._remote, *self._leaving]
+
     def alarms(self) -> list[str]:
-        return [each.alarm for each in self._supervisors if each.alarm]
+        return [each.alarm for each in self._all if each.alarm]
+
+    def states(self) -> dict[str, str]:
+        """What the muxes of each host do, by its name, which is "" for this one: `serving`, `starting` or an alarm."""
+        found: dict[str, str] = {}
+        for each in self._all:
+            state = each.state if each not in self._leaving else "leaving"
+            before = found.setdefault(each.launcher.host, state)
+            found[each.launcher.host] = state if before == "serving" else before
+        return found
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -352,32 +450,78 @@ class Muxes:
         if self._socket is not None and not adopted[0]:
             check_free(self._socket, "grpc_socket")
         tasks = [asyncio.create_task(each.run(), name=each.name) for each in self._supervisors]
-        rotation = rotate_regularly(
-            lambda: [each.log_path for each in self._supervisors], self._settings.log_max_bytes, self._settings.log_keep
-        )
+        rotation = rotate_regularly(lambda: self._log_paths, self._settings.log_max_bytes, self._settings.log_keep)
         tasks.append(asyncio.create_task(rotation, name="rotation of the muxes' logs"))
+        if self._hosts is not None:
+            tasks.append(asyncio.create_task(self._follow(self._hosts), name="muxes of other hosts"))
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            remote = [*self._remote.values()]
+            for task in remote:
+                task.cancel()
+            await asyncio.gather(*remote, return_exceptions=True)
+
+    async def _follow(self, hosts: MuxHosts) -> None:
+        """Supervise the muxes of hosts as they join, and end those of hosts that leave."""
+        has_ended_surplus = False
+        while True:
+            if not has_ended_surplus:
+                try:
+                    await hosts.end_surplus()
+                    has_ended_surplus = True
+                except TeimgrError as error:
+                    log.warning("surplus muxes of other hosts are not ended yet", extra={"reason": error.message})
+            wanted = hosts.wanted()
+            for each in [each for each in self._remote if wanted.get(each.name) is not each.launcher]:
+                self._leaving[each] = asyncio.create_task(self._end(each, self._remote.pop(each)))
+            present = {each.name for each in (*self._remote, *self._leaving)}
+            for name in wanted.keys() - present:
+                supervisor = self._supervisor(wanted[name])
+                self._remote[supervisor] = asyncio.create_task(self._adopt_and_run(supervisor), name=name)
+            await hosts.changed()
+
+    async def _adopt_and_run(self, supervisor: MuxSupervisor) -> None:
+        while True:
+            try:
+                await supervisor.adopt()
+                break
+            except TeimgrError as error:
+                log.warning("no mux adopted", extra={"mux": supervisor.name, "reason": error.message})
+                await asyncio.sleep(_ADOPTION_PAUSE_S)
+        await supervisor.run()
+
+    async def _end(self, supervisor: MuxSupervisor, task: asyncio.Task[None]) -> None:
+        """End the mux of a host that leaves or is lost; its calls have the grace of all."""
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        try:
+            await supervisor.stop(self._settings.graceful_shutdown_timeout_secs)
+        except Exception:
+            log.exception("mux of another host could not be stopped", extra={"mux": supervisor.name})
+        self._metrics.mux_gone(supervisor.name)
+        del self._leaving[supervisor]
 
     async def routes_confirmed(self) -> None:
         """Return when all route by the directory as it is now."""
-        await asyncio.gather(*(each.routes_confirmed() for each in self._supervisors))
+        await asyncio.gather(*(each.routes_confirmed() for each in self._all))
 
     async def stop(self, grace_s: float) -> None:
         """Let each finish its calls, at most `grace_s`, then end it. Call after `running`."""
-        results = await asyncio.gather(*(each.stop(grace_s) for each in self._supervisors), return_exceptions=True)
-        for each, result in zip(self._supervisors, results, strict=True):
+        ending = [*self._supervisors, *self._remote]
+        results = await asyncio.gather(*(each.stop(grace_s) for each in ending), return_exceptions=True)
+        for each, result in zip(ending, results, strict=True):
             if isinstance(result, Exception):
                 log.error("mux could not be stopped", extra={"mux": each.name}, exc_info=result)
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
         if self._socket is not None:
             remove_stale(self._socket)  # of a mux that was killed
 
     def force_stop(self) -> None:
-        for each in self._supervisors:
+        for each in self._all:
             each.force_stop()
 
     async def _end_surplus(self) -> None:
@@ -385,6 +529,6 @@ class Muxes:
         found = [_RUN_FILE.fullmatch(path.name) for path in self._settings.run_dir.glob("mux-*.run")]
         for number in sorted({int(match[1]) for match in found if match}):
             if number >= len(self._supervisors):
-                surplus = self._supervisor(number)
+                surplus = self._local(number)
                 await surplus.adopt()
                 await surplus.stop(grace_s=1)

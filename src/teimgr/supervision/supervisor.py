@@ -100,8 +100,8 @@ class Owner(Protocol):
     def on_incident(self, incident: Incident) -> None:
         """A worker has crashed."""
 
-    def on_memory(self, supervisor: Supervisor, pid: int, fresh: bool) -> None:
-        """The worker's memory may be read now; `fresh`: it has just become ready."""
+    def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
+        """The worker has so much resident memory; `fresh`: it has just become ready."""
 
 
 @dataclass(frozen=True, slots=True)

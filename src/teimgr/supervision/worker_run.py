@@ -105,7 +105,8 @@ class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
     `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
-    `on_memory` gets the pid after each good probe, and, with True, once a new worker is ready.
+    `on_memory` gets the worker's resident memory, as that reports it, after each good probe, and, with True, once a new
+    worker is ready.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class WorkerRun:
         probes: ProbePlan,
         post: Callable[[Observation], None],
         adopted: Adopted | None = None,
-        on_memory: Callable[[int, bool], None] = lambda pid, fresh: None,
+        on_memory: Callable[[int, bool], None] = lambda resident_bytes, fresh: None,
     ) -> None:
         self.handle = adopted.handle if adopted else None
         self.status = adopted.status if adopted else None
@@ -309,7 +310,7 @@ class WorkerRun:
         clock = asyncio.get_running_loop().time
         await self._ready.wait()
         if not self.is_adopted:
-            self._check_memory(fresh=True)
+            await self._read_memory_at_start()
         pause_s, failing = interval_s, False
         while True:
             await asyncio.sleep(pause_s)
@@ -327,17 +328,27 @@ class WorkerRun:
             else:
                 pause_s, failing = interval_s, False
                 self._post(ProbeOk())
-                self._check_memory(fresh=False)
+                if prober.resident_bytes is not None:
+                    self._on_memory(prober.resident_bytes, False)
 
-    def _check_memory(self, *, fresh: bool) -> None:
-        if self.handle is not None:
-            self._on_memory(self.handle.pid, fresh)
+    async def _read_memory_at_start(self) -> None:
+        if (link := self._link) is None:
+            return
+        try:
+            found = json.loads(await link.call(Method.STATS, timeout_s=ANSWER_LIMIT_S)).get("resident_bytes")
+        except (TeimgrError, ValueError) as error:  # a later reading counts as one of a running worker
+            log.debug("no reading of a new worker's memory", extra={"reason": str(error)})
+            return
+        if found is not None:
+            self._on_memory(int(found), True)
 
 
 class Prober:
     """Probes one worker repeatedly; a worker that has run batches since the last probe is healthy without one."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.resident_bytes: int | None = None
+        """The worker's resident memory as of the last good probe; None before, and of a worker that reports none."""
         self._timeout_s = timeout_s
         self._batches: int | None = None
 
@@ -358,7 +369,10 @@ class Prober:
             async with asyncio.timeout(self._timeout_s - _AT_ONCE_S):
                 reply = await answer
             # A worker of an earlier version counts nothing here.
-            self._batches = int(json.loads(reply)["batches"]) if reply else None
+            values = json.loads(reply) if reply else {}
+            self._batches = int(values["batches"]) if values else None
+            resident = values.get("resident_bytes")
+            self.resident_bytes = None if resident is None else int(resident)
         except TimeoutError:
             raise DeadlineExceeded(f"no answer to PROBE within {self._timeout_s:g} s") from None
         except (ValueError, TypeError, KeyError) as error:

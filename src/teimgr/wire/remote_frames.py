@@ -79,7 +79,7 @@ class RemoteFrames(FrameProtocol):
         self._answer = self._loop.create_future()
         self._tick_timer = self._loop.call_later(_TICK_S, self._tick)
 
-    async def prove(self, address: RemoteAddress) -> None:
+    async def prove(self, address: RemoteAddress, identity: FleetIdentity) -> None:
         """Return once the peer has proved that it is the worker that is expected.
 
         Raises:
@@ -90,6 +90,7 @@ class RemoteFrames(FrameProtocol):
         self._expected = address.incarnation
         try:
             peer = peer_of(self._transport.get_extra_info("ssl_object"))
+            identity.check(peer)
         except Unauthenticated as error:
             raise WrongPeer(error.message) from error
         if peer.name != FleetName(address.node):
@@ -161,7 +162,7 @@ async def connect(factory: Callable[[], RemoteT], address: RemoteAddress, identi
     loop = asyncio.get_running_loop()
     _, link = await loop.create_connection(factory, address.host, address.port, ssl=identity.client_context())
     try:
-        await link.prove(address)
+        await link.prove(address, identity)
     except BaseException:
         link.abort()
         raise

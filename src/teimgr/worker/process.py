@@ -33,10 +33,12 @@ from teimgr.fleet_tls import FleetIdentity
 from teimgr.http_server import Listener, bind, serving
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
-from teimgr.spec import CpuThreads, WorkerSpec, worker_file
+from teimgr.observability.memory import resident_bytes
+from teimgr.spec import LINK_LISTENER, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
+from teimgr.worker.grpc_port.port import GrpcPort
 from teimgr.worker.http_port import InstancePort, create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
 from teimgr.worker.worker_metrics import engine_page, process_page
@@ -60,6 +62,7 @@ _LINKS_CLOSE_S = 5.0
 _LEFT_POLL_S = 0.05
 _HANG_CHECK_S = 0.5
 _CORE_LOAD_FILE = "cores"  # in the run directory, which the workers of a daemon share
+_REFERENCES_FOLDER = "references"  # likewise
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
 # Failures to load that the same files and flags will cause again, and those subclasses that may pass by themselves.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
@@ -70,11 +73,11 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
     """Serve one model until stopped; the result is the exit status.
 
     `ports` is a JSON object: port number → descriptor of its listening socket, bound by another worker of the instance;
-    -1 and -2 stand for the ends of the connection queue.
+    -1 and -2 stand for the ends of the connection queue, -3 for the socket on which it listens for other hosts.
     The process must exit immediately afterwards: a thread may still be loading a model.
     """
     spec = WorkerSpec.from_json(spec_json)
-    logs.setup(spec.log_level, spec.log_format)
+    logs.setup(spec.log_level, spec.log_format, fields={"node": spec.host} if spec.host else None)
     logs.write_stacks_on_signal()
     listener = socket.socket(fileno=listener_fd)
     listener.setblocking(False)
@@ -96,7 +99,8 @@ class Worker:
         self.spec = spec
         self.incarnation = incarnation
         self.run_dir = run_dir
-        self._shared = shared
+        self._link_listener = shared.get(LINK_LISTENER)
+        self._shared = {name: sock for name, sock in shared.items() if name != LINK_LISTENER}
         self._dispatcher = Dispatcher(spec)
         self._links = LinkServer(self._dispatcher, self._controls())
         self._stop = asyncio.Event()
@@ -137,12 +141,16 @@ class Worker:
             self._dispatcher.close()
             await self._links.close(0.0 if self._force_stop.is_set() else _LINKS_CLOSE_S)
 
-    def _listen_for_other_hosts(self, host: str) -> None:
-        """Raises PortConflict."""
+    def _listen_for_other_hosts(self, address: str) -> None:
+        """Raises PortConflict, InvalidConfig: a worker without a launcher cannot bind the address."""
         from teimgr.worker.remote_links import RemoteLinkListener  # here: most fleets have one host
 
+        listener = self._link_listener
+        if listener is None:
+            listener = bind(address, 0, "link_address")
+            listener.listen()
         identity = FleetIdentity(Path(self.spec.identity_dir or ""), self.spec.host)
-        self._remote = RemoteLinkListener(self._links, identity, self.incarnation, host)
+        self._remote = RemoteLinkListener(self._links, identity, self.incarnation, listener)
         self._remote.start()
         self._announce(self._state)
 
@@ -164,8 +172,6 @@ class Worker:
                 sock.getsockname()[1]: await listening.enter_async_context(serving(metrics, sock))
                 for sock in metrics_ports
             }
-            from teimgr.worker.grpc_port.port import GrpcPort  # here: the nursery imports this module and needs no gRPC
-
             grpc = GrpcPort(self._dispatcher)
             number = port.getsockname()[1]
             http = InstancePort(self._dispatcher)
@@ -230,6 +236,7 @@ class Worker:
             trust_remote_code=spec.trust_remote_code,
             threads=self._threads.own,
             core_load=None if spec.gpu else self.run_dir / _CORE_LOAD_FILE,
+            references=None if spec.gpu else self.run_dir / _REFERENCES_FOLDER,
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
             max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher is the bound: a token has a byte or more
@@ -343,11 +350,12 @@ class Worker:
         known = json.loads(payload)["batches"] if payload else None
         if known is None or engine.stats().batches <= known:
             await asyncio.to_thread(engine.self_test, limit_s)
-        return json.dumps({"batches": engine.stats().batches}).encode() if payload else b""
+        answer = {"batches": engine.stats().batches, "resident_bytes": resident_bytes()}
+        return json.dumps(answer).encode() if payload else b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:
         counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats()) if self._engine else {}
-        return json.dumps({"calls": self._dispatcher.calls, **counts}).encode()
+        return json.dumps({"calls": self._dispatcher.calls, "resident_bytes": resident_bytes(), **counts}).encode()
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
         page = self._dispatcher.metrics.page() | await asyncio.to_thread(process_page, self._dispatcher.calls)

@@ -10,13 +10,12 @@ import asyncio
 import json
 import logging
 import socket
-import ssl
 from contextlib import suppress
 from typing import Any
 
-from teimgr.errors import Forbidden, InvalidInput, TeimgrError, Unauthenticated, Unavailable
-from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, peer_of
-from teimgr.http_server import bind
+from teimgr.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
+from teimgr.fleet_tls import FleetIdentity, Peer, peer_of
+from teimgr.wire.fleet_listener import FleetListener
 from teimgr.wire.frames import FrameType, Header, Method, pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 from teimgr.worker.link_server import LinkConnection, LinkServer
@@ -24,92 +23,29 @@ from teimgr.worker.link_server import LinkConnection, LinkServer
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
-_MAX_HANDSHAKES = 64
-_BACKLOG = 128
 _HELLO_LIMIT_S = 5.0
 _SILENCE_LIMIT_S = 15.0
 """A client asks for a sign of life every two seconds of silence; one that does not is gone."""
 _TICK_S = 5.0
-_ACCEPT_PAUSE_S = 0.5
 _CONTROL_FROM = Method.WATCH
 _OPEN_TO_NODES = (Method.PROBE,)
 
 
-class RemoteLinkListener:
-    """Listens on `host` at a free port for other hosts; `address` is where.
+class RemoteLinkListener(FleetListener):
+    """Accepts links of other hosts on `listener`; `LinkServer.close` closes them."""
 
-    Each connection gets the certificates of its moment. Connections are accepted here and not by the loop's server,
-    whose context could not be replaced, and which would not bound the handshakes that are under way.
-
-    Raises:
-        PortConflict: the host's address cannot be bound.
-    """
-
-    def __init__(self, links: LinkServer, identity: FleetIdentity, incarnation: str, host: str) -> None:
+    def __init__(self, links: LinkServer, identity: FleetIdentity, incarnation: str, listener: socket.socket) -> None:
+        super().__init__(
+            listener, identity, lambda client: RemoteLinkConnection(self, client), MAX_CONNECTIONS, noun="link"
+        )
         self.links = links
         self.incarnation = incarnation
-        self.connections = 0
-        self._identity = identity
-        self._listener = bind(host, 0, "link_address")
-        self._listener.listen(_BACKLOG)
-        self._listener.setblocking(False)
-        name, port = self._listener.getsockname()[:2]
-        self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-        self._slots = asyncio.Semaphore(_MAX_HANDSHAKES)
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._accepting = asyncio.create_task(self._accept(), name="links of other hosts")
-
-    async def close(self) -> None:
-        """Stop accepting; `LinkServer.close` closes the connections."""
-        tasks = [*self._handshakes, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._listener.close()
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._slots.acquire()
-            try:
-                sock, peer = await loop.sock_accept(self._listener)
-            except OSError as error:  # no descriptors are left, or the client left at once
-                self._slots.release()
-                log.warning("a link from another host was not accepted", extra={"reason": str(error)})
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = asyncio.create_task(self._shake_hands(sock, str(peer[0])))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, sock: socket.socket, client: str) -> None:
-        try:
-            if self.connections >= MAX_CONNECTIONS:
-                raise Unavailable(f"there are {MAX_CONNECTIONS} links from other hosts")
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: RemoteLinkConnection(self, client),
-                sock,
-                ssl=self._identity.server_context(),
-                ssl_handshake_timeout=HANDSHAKE_LIMIT_S,
-            )
-        except (OSError, TeimgrError) as error:
-            sock.close()
-            reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
-            kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
-            log.warning(
-                "a link from another host was refused", extra={"client": client, "kind": kind, "reason": reason}
-            )
-        finally:
-            self._slots.release()
 
 
 class RemoteLinkConnection(LinkConnection):
-    """A link from another host: nothing but HELLO until that is answered, nothing once the certificate has expired."""
+    """A link from another host: nothing but HELLO until that is answered, nothing once the certificate has expired or
+    was revoked.
+    """
 
     def __init__(self, listener: RemoteLinkListener, client: str) -> None:
         super().__init__(listener.links)
@@ -118,6 +54,7 @@ class RemoteLinkConnection(LinkConnection):
         self._greeted = False
         self._is_daemon = False
         self._valid_until = 0.0
+        self._peer: Peer | None = None
         self._heard_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -128,7 +65,8 @@ class RemoteLinkConnection(LinkConnection):
         self._next_tick(_HELLO_LIMIT_S)
         try:
             set_tcp_limits(transport)
-            peer = peer_of(transport.get_extra_info("ssl_object"))
+            peer = self._peer = peer_of(transport.get_extra_info("ssl_object"))
+            self._listener.identity.check(peer)
         except (Unauthenticated, OSError) as error:
             self._refuse(str(error))
             return
@@ -189,9 +127,15 @@ class RemoteLinkConnection(LinkConnection):
         self._next_tick(min(_TICK_S, valid_s))
 
     def _tick(self) -> None:
-        """Close a link without a HELLO, without frames for too long, or with an expired client certificate."""
+        """Close a link without a HELLO, without frames for too long, or with a certificate that does not count now."""
         now, transport = self._loop.time(), self._transport
         if transport is None:
+            return
+        try:
+            if self._peer is not None:
+                self._listener.identity.check(self._peer)
+        except Unauthenticated as error:
+            self._refuse(error.message)
             return
         is_reading = True
         with suppress(AttributeError):

@@ -1,0 +1,170 @@
+"""A process on some host of a cluster, owned by a named actor of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from teimgr.cluster.bridge import ActorAbsent, ActorExists, ActorLost, AnswerLate, Bridge, BridgeLost, RayRefused
+from teimgr.cluster.head import ClusterHead
+from teimgr.cluster.messages import HeldWorker, exit_from_dict
+from teimgr.errors import Code, NoHost
+from teimgr.launch.process_handle import KILL_LIMIT_S, Exit, ExitReport, LaunchFailed
+
+SLOTS = (0, 1)
+"""Ends of the names of a replica's two actors: a successor starts beside its predecessor."""
+LOST = (ActorLost, ActorAbsent)
+NO_ANSWER = (AnswerLate, BridgeLost, RayRefused)
+_DESCRIBE_LIMIT_S = 10.0
+_ASK_LIMIT_S = 5.0
+_RETRY_PAUSE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class ActorProcess:
+    """One process by its actor `name` on `host`; `pid` and `started_at` are the agent's."""
+
+    def __init__(self, bridge: Bridge, name: str, host: str, held: HeldWorker) -> None:
+        self.name = name
+        self.host = host
+        self.incarnation = held.incarnation
+        self.pid = held.pid
+        self.started_at = held.started_at
+        self._bridge = bridge
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._exit = asyncio.create_task(self._watch(), name=f"exit of {name}")
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self._exit)
+
+    async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
+        """As the protocol; an actor that does not answer is killed, and its agent then kills the process."""
+        asking = self._ask("stop", grace_s, sigterm, limit_s=grace_s + KILL_LIMIT_S + _ASK_LIMIT_S)
+        problem = await self._unless_ended(asking)
+        if problem:
+            raise LaunchFailed(problem)
+        done, _ = await asyncio.wait({self._exit}, timeout=_ASK_LIMIT_S)
+        if not done:
+            await self._unless_ended(self._bridge.call("end", name=self.name))
+            done, _ = await asyncio.wait({self._exit}, timeout=KILL_LIMIT_S)
+        if not done:
+            raise LaunchFailed(f"the actor of process {self.pid} on host {self.host} does not end")
+        return self._exit.result()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        sending = asyncio.create_task(self._unless_ended(self._ask("signal", int(number), limit_s=_ASK_LIMIT_S)))
+        self._tasks.add(sending)
+        sending.add_done_callback(self._tasks.discard)
+
+    async def release(self) -> None:
+        """Forget the process, which continues."""
+        tasks = [self._exit, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    def on_gone(self, call: Callable[[Self], None]) -> None:
+        self._exit.add_done_callback(lambda _: call(self))
+
+    async def _ask(self, method: str, *arguments: object, limit_s: float | None) -> Any:
+        return await self._bridge.call("ask", name=self.name, method=method, arguments=arguments, limit_s=limit_s)
+
+    async def _unless_ended(self, asking: Coroutine[Any, Any, Any]) -> Any:
+        """The answer; None when the process ends first, or there is none."""
+        task = asyncio.ensure_future(asking)
+        await asyncio.wait({task, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            return None
+        try:
+            return task.result()
+        except (*LOST, *NO_ANSWER) as error:
+            log.warning("no answer of a process's actor", extra={"actor": self.name, "reason": str(error)})
+            return None
+
+    async def _watch(self) -> Exit:
+        """Wait for the end of the process, over losses of the connection to Ray."""
+        while True:
+            try:
+                exit = exit_from_dict(await self._ask("wait", limit_s=None))
+                break
+            except LOST as error:
+                log.warning("process lost", extra={"actor": self.name, "node": self.host})
+                text = f"it was lost with its actor on host {self.host}: {error}"
+                return Exit(None, ExitReport(Code.BACKEND_UNAVAILABLE, text, permanent=False))
+            except NO_ANSWER:
+                await self._bridge.connected.wait()
+                await asyncio.sleep(_RETRY_PAUSE_S)
+        with suppress(*LOST, *NO_ANSWER):
+            await self._bridge.call("end", name=self.name)
+        return exit
+
+
+async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> str:
+    """Create the actor of a replica on a host; the result is its name.
+
+    Raises:
+        NoHost: the host is not in the cluster or takes no workers, or Ray did not place the actor in time.
+        Unavailable: there is no connection to Ray.
+        LaunchFailed: the replica has all its actors.
+    """
+    member = head.members.get(host)
+    if member is None or member.problem:
+        reason = member.problem if member else "it is not in the cluster"
+        raise NoHost(f"host {host!r} takes no workers: {reason}")
+    for slot in SLOTS:
+        name = f"{replica}/{slot}"
+        try:
+            await head.bridge.call("place", name=name, node=member.ray_id, limit_s=limit_s)
+        except ActorExists:
+            continue
+        except AnswerLate:
+            text = f"Ray placed no actor on host {host!r} within {limit_s:g} s"
+            raise NoHost(f"{text} (cluster.placement_timeout_secs)") from None
+        except (ActorLost, RayRefused) as error:
+            raise NoHost(f"Ray cannot place an actor on host {host!r}: {error}") from error
+        return name
+    raise LaunchFailed(f"{replica} runs twice in the cluster already")
+
+
+async def launch(head: ClusterHead, name: str, host: str, arguments: Sequence[str], limit_s: float) -> HeldWorker:
+    """Have a placed actor start its process, of what `WorkerActor.launch` takes; one that fails is removed.
+
+    Raises:
+        LaunchFailed: the process could not be started there.
+    """
+    try:
+        answer = await head.bridge.call("ask", name=name, method="launch", arguments=arguments, limit_s=limit_s)
+        if "error" in answer:
+            raise LaunchFailed(f"host {host!r}: {answer['error']}")
+        return HeldWorker.from_dict(answer["worker"])
+    except BaseException as error:
+        with suppress(*LOST, *NO_ANSWER):
+            await asyncio.shield(end(head, name))
+        if isinstance(error, ActorLost):
+            raise LaunchFailed(f"the actor on host {host!r} was lost: {error}") from error
+        if isinstance(error, (*LOST, *NO_ANSWER)):
+            raise LaunchFailed(f"no process from host {host!r}: {error}") from error
+        raise
+
+
+async def described(head: ClusterHead, name: str) -> Mapping[str, Any]:
+    """`WorkerActor.describe`; empty where the actor does not answer or has no process yet."""
+    try:
+        answer: Mapping[str, Any] = await head.bridge.call(
+            "ask", name=name, method="describe", arguments=[], limit_s=_DESCRIBE_LIMIT_S
+        )
+    except (*LOST, *NO_ANSWER) as error:
+        log.warning("no answer of a process's actor", extra={"actor": name, "reason": str(error)})
+        return {}
+    return answer
+
+
+async def end(head: ClusterHead, name: str) -> None:
+    """Kill an actor, and with it its process. Raises as `Bridge.call`."""
+    await head.bridge.call("end", name=name)

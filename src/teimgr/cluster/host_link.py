@@ -1,0 +1,148 @@
+"""A connection between two hosts of a fleet, for what is too large for Ray: logs and the files of models.
+
+Over mutual TLS. Messages are JSON behind their length, four bytes; bytes that a message announces follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from teimgr.errors import TeimgrError, Unauthenticated, Unavailable, error_from_code
+from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
+from teimgr.wire.remote_frames import set_tcp_limits
+
+CONNECT_LIMIT_S = 5.0
+ANSWER_LIMIT_S = 30.0
+SEND_LIMIT_S = 30.0
+"""A peer that takes nothing for so long is given up."""
+MAX_MESSAGE_BYTES = 4 << 20
+PIECE_BYTES = 256 << 10
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True, slots=True)
+class HostAddress:
+    """Where the service of a host is reached: `host:port`."""
+
+    name: str
+    address: str
+
+
+class HostLink:
+    """One end of a connection. `peer` is the name in the other end's certificate, `host` its name for messages.
+
+    All methods raise Unavailable where the connection breaks or a limit passes.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: FleetName, host: str) -> None:
+        self.peer = peer
+        self.host = host
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, **values: Any) -> None:
+        text = json.dumps(values, separators=(",", ":")).encode()
+        self._writer.write(_LENGTH.pack(len(text)) + text)
+        await self._drain()
+
+    async def send_bytes(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._drain()
+
+    async def receive(self, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
+        """The next message. An error that the peer reports is raised as its own class."""
+        try:
+            async with asyncio.timeout(limit_s):
+                (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if size > MAX_MESSAGE_BYTES:
+                    raise ValueError(f"a message of {size} bytes")
+                message = json.loads(await self._reader.readexactly(size))
+        except TimeoutError:
+            raise Unavailable(f"{self.host}: no answer for {limit_s:g} s") from None
+        except (OSError, EOFError, ValueError) as error:
+            raise Unavailable(f"{self.host}: the connection was lost: {error or type(error).__name__}") from error
+        if not isinstance(message, dict):
+            raise Unavailable(f"{self.host}: not a message")
+        if "error" in message:
+            code, text = message["error"]
+            raise error_from_code(int(code), str(text))
+        return message
+
+    async def receive_bytes(self, size: int, limit_s: float = ANSWER_LIMIT_S) -> AsyncIterator[bytes]:
+        """The bytes that a message announced, in pieces, each within the limit."""
+        while size:
+            try:
+                async with asyncio.timeout(limit_s):
+                    piece = await self._reader.read(min(size, PIECE_BYTES))
+            except TimeoutError:
+                raise Unavailable(f"{self.host}: no bytes for {limit_s:g} s") from None
+            except OSError as error:
+                raise Unavailable(f"{self.host}: the connection was lost: {error}") from error
+            if not piece:
+                raise Unavailable(f"{self.host}: the connection was lost")
+            size -= len(piece)
+            yield piece
+
+    async def close(self) -> None:
+        """Close at once; what was not sent yet is dropped. Never raises."""
+        self._writer.transport.abort()
+
+    async def finish(self) -> None:
+        """Close when what waits is sent, within a second."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+        except OSError:  # TimeoutError is one
+            self._writer.transport.abort()
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await self._writer.drain()
+        except TimeoutError:
+            self._writer.transport.abort()
+            raise Unavailable(f"{self.host}: it took nothing for {SEND_LIMIT_S:g} s") from None
+        except OSError as error:
+            raise Unavailable(f"{self.host}: the connection was lost: {error}") from error
+
+
+async def connect(host: HostAddress, identity: FleetIdentity) -> HostLink:
+    """Connect to the service of a host, which proves its name by its certificate.
+
+    Raises:
+        Unavailable: it cannot be reached, or another host answers there.
+    """
+    try:
+        async with asyncio.timeout(CONNECT_LIMIT_S):
+            return await _connect(host, identity)
+    except TimeoutError:
+        raise Unavailable(f"{host.name}: no connection within {CONNECT_LIMIT_S:g} s") from None
+    except (OSError, ValueError, Unauthenticated) as error:
+        raise Unavailable(f"{host.name}: no connection: {error}") from error
+
+
+async def _connect(host: HostAddress, identity: FleetIdentity) -> HostLink:
+    name, _, port = host.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(
+        name.strip("[]"), int(port), ssl=identity.client_context(), ssl_handshake_timeout=HANDSHAKE_LIMIT_S
+    )
+    try:
+        set_tcp_limits(writer.transport)
+        peer = peer_of(writer.get_extra_info("ssl_object")).name
+        if peer not in (FleetName(host.name), DAEMON):
+            raise Unauthenticated(f"the certificate there is that of {peer.uri}")
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return HostLink(reader, writer, peer, host.name)
+
+
+def error_message(error: TeimgrError) -> list[Any]:
+    """An error as `HostLink.receive` raises it at the other end."""
+    return [int(error.code), error.message]

@@ -1,0 +1,178 @@
+"""What a host of a fleet offers the others: the logs of its workers. One request for each connection (`host_link.py`).
+
+{"op": "log", "name", "filter", "follow"}    for the daemon alone
+    {"total"} or {"absent"}, then the client's {"start", "end"}, then {"lines"} …, {"past": true}; with `follow`
+    {"lines"} as they come, at least every `ALIVE_S`. A line is a text, or {"gap": reason}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from teimgr.cluster.host_link import HostLink, error_message
+from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
+from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, peer_of
+from teimgr.http_server import bind
+from teimgr.observability.log_filter import LogFilter
+from teimgr.observability.log_source import Batch, LogSource
+from teimgr.spec import check_name
+from teimgr.wire.remote_frames import set_tcp_limits
+
+ALIVE_S = 2.0
+"""A follower hears of the host at least so often."""
+MAX_LINKS = 128
+_MAX_HANDSHAKES = 16
+_BACKLOG = 128
+_REQUEST_LIMIT_S = 10.0
+_ACCEPT_PAUSE_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class HostService:
+    """Answers the requests of other hosts. `logs` are those of this host."""
+
+    def __init__(self, logs: LogSource) -> None:
+        self._logs = logs
+        self._links = 0
+        self._operations: Mapping[str, Callable[[HostLink, dict[str, Any]], Awaitable[None]]] = {"log": self._log}
+
+    async def serve(self, link: HostLink) -> None:
+        """Answer one request, and close the link."""
+        self._links += 1
+        try:
+            if self._links > MAX_LINKS:
+                raise Unavailable(f"this host answers {MAX_LINKS} requests of others already")
+            request = await link.receive(_REQUEST_LIMIT_S)
+            operation = self._operations.get(str(request.get("op")))
+            if operation is None:
+                raise InvalidInput(f"op: one of {', '.join(self._operations)}")
+            await operation(link, request)
+        except (ValueError, TypeError, KeyError) as error:
+            await _refuse(link, InvalidInput(f"malformed request: {error!r}"))
+        except OSError as error:
+            await _refuse(link, Internal(f"{error.filename or 'a file'}: {error.strerror or error}"))
+        except TeimgrError as error:
+            await _refuse(link, error)
+        finally:
+            self._links -= 1
+            await link.finish()
+
+    async def _log(self, link: HostLink, request: dict[str, Any]) -> None:
+        if not link.peer.is_daemon:
+            raise Forbidden("logs are for the daemon alone")
+        name, filter = check_name(str(request["name"])), LogFilter.from_json(request["filter"])
+        opened = await self._logs.open(name, filter, follow=bool(request["follow"]))
+        if opened is None:
+            await link.send(absent=True)
+            return
+        try:
+            await link.send(total=opened.total)
+            wanted = await link.receive(_REQUEST_LIMIT_S)
+            async with aclosing(opened.past(int(wanted["start"]), int(wanted["end"]))) as past:
+                async for batch in past:
+                    await link.send(lines=_packed(batch))
+            await link.send(past=True)
+            if request["follow"]:
+                clock = asyncio.get_running_loop().time
+                sent_at = clock()
+                async with aclosing(opened.live()) as live:
+                    async for batch in live:
+                        if batch or clock() - sent_at >= ALIVE_S:
+                            await link.send(lines=_packed(batch))
+                            sent_at = clock()
+        finally:
+            await opened.close()
+
+
+async def _refuse(link: HostLink, error: TeimgrError) -> None:
+    log.info("a request of another host ended", extra={"peer": link.peer.uri, "reason": error.message})
+    with suppress(Unavailable):  # it is gone
+        await link.send(error=error_message(error))
+
+
+def _packed(batch: Batch) -> list[str | dict[str, str]]:
+    return [item if isinstance(item, str) else {"gap": item.reason} for item in batch]
+
+
+class HostListener:
+    """Accepts other hosts on `host`, at a free port: `address` is where. Each gets the certificates of its moment.
+
+    Raises:
+        PortConflict: the address cannot be bound.
+    """
+
+    def __init__(self, service: HostService, identity: FleetIdentity, host: str) -> None:
+        self._service = service
+        self._identity = identity
+        self._listener = bind(host, 0, "host service")
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        name, port = self._listener.getsockname()[:2]
+        self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        self._handshakes = asyncio.Semaphore(_MAX_HANDSHAKES)
+        self._links: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._accepting = asyncio.create_task(self._accept(), name="requests of other hosts")
+
+    async def close(self) -> None:
+        """End what is under way, and stop listening."""
+        tasks = [*self._links, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._handshakes.acquire()
+            try:
+                sock, peer = await loop.sock_accept(self._listener)
+            except OSError as error:  # no descriptors are left, or the client left at once
+                self._handshakes.release()
+                log.warning("another host was not accepted", extra={"reason": str(error)})
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            task = asyncio.create_task(self._serve(sock, str(peer[0])))
+            self._links.add(task)
+            task.add_done_callback(self._links.discard)
+
+    async def _serve(self, sock: socket.socket, client: str) -> None:
+        try:
+            link = await self._shake_hands(sock)
+        except (OSError, TeimgrError) as error:
+            sock.close()
+            reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
+            kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
+            log.warning("another host was refused", extra={"client": client, "kind": kind, "reason": reason})
+            return
+        finally:
+            self._handshakes.release()
+        await self._service.serve(link)
+
+    async def _shake_hands(self, sock: socket.socket) -> HostLink:
+        loop = asyncio.get_running_loop()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, sock, ssl=self._identity.server_context(), ssl_handshake_timeout=HANDSHAKE_LIMIT_S
+        )
+        try:
+            set_tcp_limits(transport)
+            peer = peer_of(transport.get_extra_info("ssl_object"))
+        except BaseException:
+            transport.abort()
+            raise
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        return HostLink(reader, writer, peer.name, peer.name.node or "daemon")

@@ -1,0 +1,186 @@
+"""The control link of a mux: JSON lines from daemons, on a Unix socket and, for a mux of another host, mutual TLS too.
+
+    {"policy": {…}}            replace the access policy; no reply
+    {"tls": {"cert", "key", "ca"}}   replace the certificates of the gRPC port, PEM; no reply
+    {"snapshot": [entry, …]}   replace the directory; no reply
+    {"changes": [[name, entry or null], …]}   change it, null for deleted instances; no reply
+    {"ack": true}              replied by the same
+    {"stats": true}            replied by one line of counters
+    {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
+
+Lines are processed in order, so a reply confirms those before it. A mux that stops sends `{"stopping": grace_s}` by
+itself, and answers until its calls are finished.
+
+A connection of another host must have the daemon's certificate, and begins with a proof of incarnation, for another
+process may have the port by now:
+
+    {"hello": incarnation}     replied by the same, or by {"error": reason} and the end of the connection
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import TeimgrError
+from teimgr.fleet_tls import FleetIdentity, peer_of
+from teimgr.wire.fleet_listener import FleetListener
+from teimgr.wire.remote_frames import set_tcp_limits
+
+log = logging.getLogger("teimgr.mux")
+
+LINE_BYTES = 64 * 1024 * 1024
+_MAX_REMOTE = 16
+_HELLO_LIMIT_S = 5.0
+_SILENCE_LIMIT_S = 30.0
+"""The daemon asks every few seconds; one on another host that does not is gone, and cannot close its connection."""
+
+Message = dict[str, Any]
+
+
+class MuxControl:
+    """Server of the control link, for any number of daemons.
+
+    `process` gets each message, its result is the reply; `on_orphaned` is called after `orphan_grace_s` seconds without
+    a daemon.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        orphan_grace_s: float,
+        process: Callable[[Message], Message | None],
+        on_orphaned: Callable[[], None],
+    ) -> None:
+        self._path = path
+        self._orphan_grace_s = orphan_grace_s
+        self._process = process
+        self._on_orphaned = on_orphaned
+        self._server: asyncio.Server | None = None
+        self._remote: FleetListener | None = None
+        self._daemons: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._orphan_timer: asyncio.TimerHandle | None = None
+        self._inode = 0
+        self._has_left = False
+
+    async def open(self) -> None:
+        """Listen; a socket file left by a dead process is replaced. Raises OSError."""
+        self._server = await asyncio.start_unix_server(self._connected, self._path, limit=LINE_BYTES)
+        self._path.chmod(0o600)
+        self._inode = self._path.stat().st_ino
+        self._start_orphan_timer()
+
+    def open_to_other_hosts(self, listener: socket.socket, identity: FleetIdentity, incarnation: str) -> None:
+        """Accept the daemon's connections on a listening TCP socket too."""
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._keep(asyncio.create_task(self._serve_remote(reader, writer, incarnation)), writer)
+
+        def protocol(client: str) -> asyncio.BaseProtocol:
+            return asyncio.StreamReaderProtocol(asyncio.StreamReader(LINE_BYTES), connected)
+
+        self._remote = FleetListener(listener, identity, protocol, _MAX_REMOTE)
+        self._remote.start()
+
+    def leave(self, message: Message) -> None:
+        """Stop listening, remove the socket file, and send `message` to the daemons that are connected."""
+        self._has_left = True
+        self._stop_orphan_timer()
+        if self._server is not None:
+            self._server.close()
+        if self._path.exists() and self._path.stat().st_ino == self._inode:  # still this process's own
+            self._path.unlink()
+        for writer in self._daemons.values():
+            writer.write(json.dumps(message).encode() + b"\n")
+
+    async def close(self) -> None:
+        """Close the connections, after `leave`."""
+        if self._remote is not None:
+            await self._remote.close()
+        for task in self._daemons:
+            task.cancel()
+        if self._daemons:
+            await asyncio.wait(self._daemons)
+
+    def _start_orphan_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._stop_orphan_timer()
+        self._orphan_timer = loop.call_later(self._orphan_grace_s, self._on_orphaned)
+
+    def _stop_orphan_timer(self) -> None:
+        if self._orphan_timer is not None:
+            self._orphan_timer.cancel()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._keep(asyncio.create_task(self._serve(reader, writer)), writer)
+
+    def _keep(self, task: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
+        self._stop_orphan_timer()
+        self._daemons[task] = writer
+        task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        del self._daemons[task]
+        if not self._daemons and not self._has_left:
+            self._start_orphan_timer()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("control connection failed", exc_info=error)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():
+                await self._take(line, writer)
+        except (ConnectionError, ValueError) as error:
+            log.warning("control connection dropped: %s", error)
+        finally:
+            writer.close()
+
+    async def _take(self, line: bytes, writer: asyncio.StreamWriter) -> None:
+        if (reply := self._process(json.loads(line))) is not None:
+            writer.write(json.dumps(reply).encode() + b"\n")
+            await writer.drain()
+
+    async def _serve_remote(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incarnation: str) -> None:
+        """Serve the daemon of another host while it speaks, and its certificate is valid."""
+        assert self._remote is not None
+        self._remote.connections += 1
+        try:
+            set_tcp_limits(writer.transport)
+            valid_s = await self._greeted(reader, writer, incarnation)
+            async with asyncio.timeout(valid_s):
+                while line := await self._next(reader):
+                    await self._take(line, writer)
+        except TimeoutError:
+            log.warning("control connection dropped: its certificate has expired, or nothing came in time")
+        except (OSError, ValueError, TeimgrError) as error:
+            log.warning("control connection dropped: %s", error)
+            writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+        finally:
+            self._remote.connections -= 1
+            writer.close()
+
+    async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incarnation: str) -> float:
+        """For how many seconds the connection may be used.
+
+        Raises:
+            TimeoutError, OSError: there is no greeting.
+            ValueError: the peer is not the daemon, or expects another process.
+        """
+        peer = peer_of(writer.get_extra_info("ssl_object"))
+        if not peer.name.is_daemon:
+            raise ValueError(f"{peer.name.uri} may not control a mux")
+        async with asyncio.timeout(_HELLO_LIMIT_S):
+            first = json.loads(await reader.readline() or b"{}")
+        if not isinstance(first, dict) or first.get("hello") != incarnation:
+            raise ValueError("it expects another process")
+        writer.write(json.dumps({"hello": incarnation}).encode() + b"\n")
+        return max(0.0, peer.valid_s)
+
+    async def _next(self, reader: asyncio.StreamReader) -> bytes:
+        async with asyncio.timeout(_SILENCE_LIMIT_S):
+            return await reader.readline()

@@ -1,0 +1,345 @@
+"""Logs of instances as they are read: of one host, in its folder, or of several hosts in one order.
+
+Each host has one log per instance, which all replicas there write. The logs of several hosts are merged by the times of
+their lines; a line without one, as of a traceback, stays behind the line before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from teimgr.errors import TeimgrError, Unavailable
+from teimgr.observability.log_files import Follower, Gap, Piece, pieces, read_lines
+from teimgr.observability.log_filter import LogFilter, event_of, time_of
+
+log = logging.getLogger(__name__)
+
+BATCH_LINES = 200
+_BATCH_CHARS = 128 * 2**10
+POLL_S = 0.25
+OPEN_LIMIT_S = 10.0
+"""A host that has not opened its log by then is left out."""
+MOST_AT_A_TIME = 32
+_QUEUED_BATCHES = 4
+_LOOK_S = 3.0
+_LATE_LINES = 10
+_EARLIEST = datetime.min.replace(tzinfo=UTC)
+
+Batch = list[str | Gap]
+
+
+class OpenLog(Protocol):
+    """A log as of one moment, and what follows. `total` lines are in it, of those that its filter takes."""
+
+    total: int
+
+    @property
+    def unread(self) -> Sequence[str]:
+        """Sentences about hosts whose part is missing."""
+
+    def past(self, start: int, end: int) -> AsyncGenerator[Batch]:
+        """Lines [start, end), in batches."""
+
+    def live(self) -> AsyncGenerator[Batch]:
+        """What is appended from that moment on; an empty batch at intervals."""
+
+    async def close(self) -> None:
+        """Release what was opened; `past` and `live` have ended."""
+
+
+class LogSource(Protocol):
+    """The logs on one host, by the name of the instance."""
+
+    host: str
+
+    async def open(self, name: str, filter: LogFilter, *, follow: bool) -> OpenLog | None:
+        """The log of an instance, for `live` too with `follow`; None where the host has none.
+
+        Raises:
+            TeimgrError, OSError: the host cannot be asked now.
+        """
+
+
+class LocalLogs:
+    """The logs in a folder of this host, which is named `host` in a fleet of several."""
+
+    def __init__(self, folder: Path, host: str = "") -> None:
+        self.host = host
+        self._folder = folder
+
+    async def open(self, name: str, filter: LogFilter, *, follow: bool) -> LocalLog | None:
+        path = self._folder / f"{name}.log"
+        return await asyncio.to_thread(LocalLog.read, path, filter, follow=follow)
+
+
+class LocalLog:
+    """One log file and its rotated ones. Files are read on a thread, no faster than the lines are taken."""
+
+    unread: Sequence[str] = ()
+
+    def __init__(self, parts: list[Piece], total: int, filter: LogFilter, follower: Follower | None) -> None:
+        self.total = total
+        self._parts = parts
+        self._filter = filter
+        self._follower = follower
+
+    @classmethod
+    def read(cls, path: Path, filter: LogFilter, *, follow: bool) -> LocalLog | None:
+        """The log at `path`; None where there is none. Blocking, as it counts the lines."""
+        parts, size = pieces(path), 0
+        if not parts:
+            return None
+        if follow and parts[-1].path == path:  # a last line without an end is the follower's
+            newest = parts.pop()
+            parts.append(newest._replace(lines=newest.lines - newest.has_rest))
+            size = newest.complete_bytes
+        whole = sum(piece.lines for piece in parts)
+        total = whole if filter.takes_all else sum(1 for _ in _lines(parts, filter, 0, None))
+        return cls(parts, total, filter, Follower(path, size) if follow else None)
+
+    async def past(self, start: int, end: int) -> AsyncGenerator[Batch]:
+        lines = _lines(self._parts, self._filter, start, end)
+        while batch := await asyncio.to_thread(_batch, lines):
+            yield batch
+
+    async def live(self) -> AsyncGenerator[Batch]:
+        assert self._follower is not None
+        keeps = self._filter.predicate()
+        while True:
+            found = await asyncio.to_thread(self._follower.read)
+            yield [item for item in found if isinstance(item, Gap) or keeps(item)]
+            if not found:
+                await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        """No file is held open."""
+
+
+def _lines(parts: list[Piece], filter: LogFilter, start: int, end: int | None) -> Iterator[str]:
+    whole = sum(piece.lines for piece in parts)
+    if filter.takes_all:
+        return read_lines(parts, start, whole if end is None else end)
+    keeps = filter.predicate()
+    return islice((line for line in read_lines(parts, 0, whole) if keeps(line)), start, end)
+
+
+def _batch(lines: Iterator[str]) -> Batch:
+    """The next lines, at least one while there are any; a batch is bounded in number and in size."""
+    batch: Batch = []
+    chars = 0
+    for line in lines:
+        batch.append(line)
+        chars += len(line)
+        if len(batch) >= BATCH_LINES or chars >= _BATCH_CHARS:
+            break
+    return batch
+
+
+class FleetLogs:
+    """The logs of all hosts: those of this one, and of `others`, which are asked anew for each log."""
+
+    def __init__(self, local: LogSource, others: Callable[[], Sequence[LogSource]] = tuple) -> None:
+        self._local = local
+        self._others = others
+
+    async def open(self, name: str, filter: LogFilter, *, follow: bool) -> OpenLog | None:
+        """The log of an instance on all hosts that have one; None where none does.
+
+        Raises:
+            Unavailable: none has one, and some did not answer.
+        """
+        if not self._others():
+            return await self._local.open(name, filter, follow=follow)
+        merged = MergedLog(lambda: [self._local, *self._others()], name, filter, follow=follow)
+        if await merged.open():
+            return merged
+        if merged.unread:
+            raise Unavailable(f"no log of '{name}' was read: {'; '.join(merged.unread)}")
+        return None
+
+
+class MergedLog:
+    """`OpenLog` of several hosts. Hosts that fail on the way are left out, and named in a `Gap`."""
+
+    def __init__(
+        self, sources: Callable[[], Sequence[LogSource]], name: str, filter: LogFilter, *, follow: bool
+    ) -> None:
+        self.total = 0
+        self._problems: dict[str, str] = {}
+        self._sources = sources
+        self._name = name
+        self._filter = filter
+        self._follow = follow
+        self._logs: dict[str, OpenLog] = {}
+        self._seen: set[str] = set()
+        self._asking = asyncio.Semaphore(MOST_AT_A_TIME)
+
+    @property
+    def unread(self) -> Sequence[str]:
+        return [*self._problems.values()]
+
+    async def open(self) -> bool:
+        """Open the log of each host; whether one of them has it."""
+        sources = self._sources()
+        found = await asyncio.gather(*map(self._open, sources))
+        self._seen = {source.host for source in sources}
+        self._logs = {source.host: each for source, each in zip(sources, found, strict=True) if each is not None}
+        self.total = sum(each.total for each in self._logs.values())
+        return bool(self._logs)
+
+    async def _open(self, source: LogSource) -> OpenLog | None:
+        try:
+            async with self._asking, asyncio.timeout(OPEN_LIMIT_S):
+                return await source.open(self._name, self._filter, follow=self._follow)
+        except (TeimgrError, OSError) as error:  # TimeoutError is an OSError
+            self._leave_out(source.host, error)
+            return None
+
+    def _leave_out(self, host: str, error: BaseException) -> Gap:
+        text = f"host {host}: {getattr(error, 'message', '') or str(error) or 'no answer in time'}"
+        if self._problems.get(host) != text:
+            log.warning("a part of a log is missing", extra={"instance": self._name, "reason": text})
+        self._problems[host] = text
+        return Gap(text)
+
+    async def past(self, start: int, end: int) -> AsyncGenerator[Batch]:
+        """Lines [start, end) of all hosts together.
+
+        No host has more than `wanted` of the lines from `start` on, so each is read from `wanted` before its end.
+        """
+        wanted = self.total - start
+        suffixes = {host: max(0, each.total - wanted) for host, each in self._logs.items()}
+        skip = sum(each.total - suffixes[host] for host, each in self._logs.items()) - wanted
+        left = end - start
+        merging = self._merged({host: (each, suffixes[host]) for host, each in self._logs.items()})
+        async with aclosing(merging):
+            batch: Batch = []
+            async for item in merging:
+                if isinstance(item, Gap):
+                    batch.append(item)
+                    continue
+                if skip > 0:
+                    skip -= 1
+                    continue
+                if left <= 0:
+                    break
+                left -= 1
+                batch.append(item)
+                if len(batch) >= BATCH_LINES:
+                    yield batch
+                    batch = []
+            if batch:
+                yield batch
+
+    async def _merged(self, logs: dict[str, tuple[OpenLog, int]]) -> AsyncGenerator[str | Gap]:
+        """All lines in the order of time. One batch of each host is held."""
+        streams = {host: _Timed(each.past(start, each.total)) for host, (each, start) in logs.items()}
+        heap: list[tuple[datetime, int, str]] = []
+        order = {host: number for number, host in enumerate(streams)}
+        try:
+            waiting = [*streams]
+            while waiting or heap:
+                for host in waiting:
+                    try:
+                        if (moment := await streams[host].advance()) is not None:
+                            heapq.heappush(heap, (moment, order[host], host))
+                    except (TeimgrError, OSError) as error:
+                        yield self._leave_out(host, error)
+                waiting = []
+                if heap:
+                    _, _, host = heapq.heappop(heap)
+                    yield streams[host].item
+                    waiting = [host]
+        finally:
+            for stream in streams.values():
+                await stream.close()
+
+    async def live(self) -> AsyncGenerator[Batch]:
+        """What comes, from each host as it comes; hosts that join, or return, are read from then on."""
+        queue: asyncio.Queue[tuple[str, Batch | None]] = asyncio.Queue(_QUEUED_BATCHES)
+        tasks = {host: asyncio.create_task(self._pump(host, each, queue)) for host, each in self._logs.items()}
+        looking = asyncio.create_task(self._look_for_more(tasks, queue), name=f"hosts with a log of {self._name}")
+        try:
+            while True:
+                host, batch = await queue.get()
+                if batch is None:
+                    del tasks[host]
+                    await self._logs.pop(host).close()
+                else:
+                    yield batch
+        finally:
+            ending = [looking, *tasks.values()]
+            for task in ending:
+                task.cancel()
+            await asyncio.wait(ending)
+
+    async def _pump(self, host: str, opened: OpenLog, queue: asyncio.Queue[tuple[str, Batch | None]]) -> None:
+        """Pass on what one host sends, until it fails: then a `Gap`, and None."""
+        try:
+            async with aclosing(opened.live()) as batches:
+                async for batch in batches:
+                    await queue.put((host, batch))
+        except (TeimgrError, OSError) as error:
+            await queue.put((host, [self._leave_out(host, error)]))
+        await queue.put((host, None))
+
+    async def _look_for_more(
+        self, tasks: dict[str, asyncio.Task[None]], queue: asyncio.Queue[tuple[str, Batch | None]]
+    ) -> None:
+        """Follow the log on hosts where there was none, or that did not answer; a new one from its last lines on."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for source in self._sources():
+                if source.host in tasks:
+                    continue
+                if (opened := await self._open(source)) is None:
+                    continue
+                self._logs[source.host] = opened  # which `close` closes
+                first = opened.total if source.host in self._seen else max(0, opened.total - _LATE_LINES)
+                self._seen.add(source.host)
+                async with aclosing(opened.past(first, opened.total)) as past:
+                    async for batch in past:
+                        await queue.put((source.host, batch))
+                tasks[source.host] = asyncio.create_task(self._pump(source.host, opened, queue))
+
+    async def close(self) -> None:
+        for each in self._logs.values():
+            await each.close()
+        self._logs.clear()
+
+
+class _Timed:
+    """The lines of one log one by one; `item` is the present one."""
+
+    def __init__(self, batches: AsyncGenerator[Batch]) -> None:
+        self.item: str | Gap = ""
+        self._batches = batches
+        self._items: Iterator[str | Gap] = iter(())
+        self._moment = _EARLIEST
+
+    async def advance(self) -> datetime | None:
+        """Go to the next line; its time, or that of the line before where it has none; None at the end."""
+        item = next(self._items, None)
+        while item is None:
+            batch = await anext(self._batches, None)
+            if batch is None:
+                return None
+            self._items = iter(batch)
+            item = next(self._items, None)
+        self.item = item
+        event = event_of(item) if isinstance(item, str) else None
+        moment = time_of(event) if event is not None else None
+        if moment is not None and moment > self._moment:
+            self._moment = moment
+        return self._moment
+
+    async def close(self) -> None:
+        await self._batches.aclose()
