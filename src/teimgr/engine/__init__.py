@@ -2,6 +2,7 @@
 
 loading                        load a model from `EngineOptions`
 fidelity_gate                  the choice of dtype and batching, verified on known inputs
+reference_cache                what a load is compared with, kept in files for the next load of the model
 engine                         the public interface: submit, tokenize, self-test, statistics, close
 job                            a call's inputs, options and results
 intake                         first thread: jobs are tokenized
@@ -14,7 +15,8 @@ model, backbone                the forward of a packed row: on CPUs one call of 
 forward_trace, lowering,       how a model's own forward becomes a list of steps: the record of its operators, its
 lowered_values,                interpretation, fusions of steps and bytes (int8)
 forward_program
-forward_kernel,                the C library of native/: found and loaded, the list of steps run by it, attention alone
+forward_kernel,                the C library of native/: found and loaded, the list of steps run by it, weights packed
+packed_weights,                for it, attention alone
 attention_kernel,
 native_library
 attention                      attention within the texts of a packed row, where the model's own code runs

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from teimgr.engine import gpu
 from teimgr.engine.attention_kernel import attention_kernel
-from teimgr.engine.batch import PackedBatch, Run
+from teimgr.engine.batch import PackedBatch, Run, to_device
+from teimgr.engine.varlen_kernel import Borders, varlen_kernel
 
 PACKED = "teimgr_packed"
 
@@ -43,8 +45,7 @@ class VisibleKeys:
         borders = np.zeros(batch.texts + 1, dtype=np.int32)
         np.cumsum(keys, out=borders[1:])
         positions = np.arange(borders[-1], dtype=np.int64) + np.repeat(batch.cu_seqlens[:-1] - borders[:-1], keys)
-        here, at = (torch.from_numpy(values).to(device, non_blocking=True) for values in (positions, borders))
-        return cls(here, at, int(keys.max()))
+        return cls(to_device(positions, device), to_device(borders, device), int(keys.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Packing:
     def of(cls, batch: PackedBatch, cu_seqlens: Tensor | None) -> Packing:
         keys = tuple(batch.keys_of(run) for run in batch.runs)
         visible = None
-        if cu_seqlens is not None and cu_seqlens.device.type != "cpu" and batch.keys is not None:
+        if cu_seqlens is not None and batch.keys is not None and gpu.is_gpu(cu_seqlens.device):
             visible = VisibleKeys.of(batch, batch.keys, cu_seqlens.device)
         return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, batch.keys, visible)
 
@@ -96,7 +97,7 @@ class Packing:
         key = (run, reach, causal)
         if key not in self._masks:
             seen = np.arange(run.length)[None, :] < keys[:, None]
-            mask = torch.from_numpy(seen).to(device, non_blocking=True)[:, None, None, :]
+            mask = to_device(seen, device)[:, None, None, :]
             if window is None and causal:
                 window = torch.ones(run.length, run.length, dtype=torch.bool, device=device).tril()
             self._masks[key] = mask if window is None else mask & window
@@ -130,7 +131,7 @@ def packed_attention(
     if packing.cu_seqlens is not None:
         # A GPU's kernel aligns queries and keys at their ends: with keys left out, a window or causality would shift.
         shifted = packing.visible is not None and (causal or reach is not None)
-        attend = _by_native_kernel if query.device.type == "cpu" else _by_run if shifted else _varlen
+        attend = _by_native_kernel if not gpu.is_gpu(query.device) else _by_run if shifted else _by_varlen_kernel
     return attend(*rows, packing, scaling, causal, reach).unsqueeze(0), None
 
 
@@ -147,25 +148,19 @@ def causality_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 
-def _varlen(
+def _by_varlen_kernel(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, causal: bool, reach: int | None
 ) -> Tensor:
-    """One kernel for all texts, [T, heads, d]. `num_splits=1` makes a text's result independent of the batch."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """One call of torch's flash attention for all texts, [T, heads, d]."""
+    kernel = varlen_kernel()
+    assert kernel is not None
     assert packing.cu_seqlens is not None
-    side = -1 if reach is None else reach
     keys_at, longest_keys = packing.cu_seqlens, packing.max_seqlen
     if (visible := packing.visible) is not None:
         key, value = key[visible.positions], value[visible.positions]
         keys_at, longest_keys = visible.cu_seqlens, visible.longest
-    borders = (packing.cu_seqlens, keys_at, packing.max_seqlen, longest_keys)
-    window, grouped = (side, 0 if causal else side), query.shape[1] != key.shape[1]
-    result = varlen_attn(
-        query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped, num_splits=1
-    )
-    assert isinstance(result, Tensor)  # a tuple is returned only with auxiliary results
-    return result
+    borders = Borders(packing.cu_seqlens, keys_at, packing.max_seqlen, longest_keys)
+    return kernel(query, key, value, borders, scale=scaling, causal=causal, reach=reach)
 
 
 def _by_native_kernel(

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr import hub
+from teimgr.engine import gpu
 from teimgr.engine.attention import PACKED, Packing
 from teimgr.engine.batch import PackedBatch, Run, to_device
+from teimgr.engine.forward_graphs import Capture, ForwardGraphs, RowInputs
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads.projections import read_weights
@@ -81,10 +83,16 @@ class Transformer:
         self.dtype = torch.float32
         self.batching = Batching.EQUAL_LENGTH
         self._kernel: ForwardKernel | None = None
+        self._graphs: ForwardGraphs | None = None
 
     @property
     def width(self) -> int:
         return int(self.config.get_text_config().hidden_size)
+
+    @property
+    def owner(self) -> nn.Module:
+        """The library's model, with its head where it has one."""
+        return self._owner  # type: ignore[no-any-return]
 
     def make_native(self, dtype: torch.dtype) -> None:
         """Run as NATIVE in `dtype` from now on; linear layers that the kernel has are dropped from the module.
@@ -92,7 +100,7 @@ class Transformer:
         Raises:
             CannotLowerError: the model, the CPU or the installation does not allow it; nothing is changed.
         """
-        if self.device.type != "cpu":
+        if gpu.is_gpu(self.device):
             raise CannotLowerError("not on a CPU")
         kernel, program = forward_kernel(self._module, self._options, dtype)
         _drop_linears(self._module, program.linears)
@@ -110,6 +118,15 @@ class Transformer:
         self._module.set_attn_implementation(self._own_attention if batching is Batching.EQUAL_LENGTH else PACKED)
         self.batching = batching
 
+    def use_graphs(self, capture: Capture) -> None:
+        """Launch small batches as graphs from now on; for VARLEN on a GPU. The dtype does not change any more."""
+        self._graphs = ForwardGraphs(self._forward_row, self._offset, self.device, capture)
+
+    @property
+    def graphs(self) -> int:
+        """The graphs in use."""
+        return 0 if self._graphs is None else len(self._graphs)
+
     def convert(self, dtype: torch.dtype) -> None:
         convert(self._owner, dtype, self.device)
         self.dtype = dtype
@@ -122,7 +139,9 @@ class Transformer:
         if self.batching is Batching.EQUAL_LENGTH:
             parts = [self._hidden_of_run(run, batch) for run in batch.runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        row = batch.rounded_up() if self.device.type == "cpu" else batch
+        if self._graphs is not None and (by_graph := self._graphs.hidden(batch)) is not None:
+            return by_graph
+        row = batch if gpu.is_gpu(self.device) else batch.rounded_up()
         cu_seqlens = to_device(batch.cu_seqlens, self.device) if self.batching is Batching.VARLEN else None
         hidden = self._forward(
             input_ids=to_device(row.ids, self.device).unsqueeze(0),
@@ -145,6 +164,14 @@ class Transformer:
                 (np.arange(ids.shape[1]) < keys[:, None]).astype(np.int64), self.device
             )
         return self._forward(**inputs)
+
+    def _forward_row(self, row: RowInputs) -> Tensor:
+        """One row as VARLEN, all of whose texts see all their tokens."""
+        types = {} if row.types is None or not self._takes_type_ids else {"token_type_ids": row.types.unsqueeze(0)}
+        packing = Packing((), (), row.longest, row.borders)
+        return self._forward(
+            input_ids=row.ids.unsqueeze(0), position_ids=row.positions.unsqueeze(0), packing=packing, **types
+        )
 
     def _hidden_of_run(self, run: Run, batch: PackedBatch) -> Tensor:
         tokens, shape = slice(run.start, run.stop), (run.texts, run.length)
@@ -351,13 +378,13 @@ class PackedLinear(nn.Module):
 
 
 def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Convert a transformers model to `dtype`, with prepacked linears on the CPU.
+    """Convert a transformers model to `dtype` where it is, with prepacked linears on the CPU.
 
     There the embedding table keeps the dtype of its file, memory-mapped and shared between workers; its outputs are
     converted. Buffers (rotary frequencies) keep their precision.
     """
     mapped = None
-    if device.type == "cpu":
+    if not gpu.is_gpu(device):
         mapped = _embedding_table(model)
         log.debug("prepacked %d linear layers in %s", convert_linears(model, dtype), dtype)
     if dtype is not torch.float32:
@@ -367,8 +394,7 @@ def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
                 continue
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # free the wider weights
+    gpu.free_cached_memory(device)  # of the wider weights
 
 
 def _embedding_table(model: Any) -> nn.Module | None:

@@ -167,3 +167,11 @@ def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to(target: torch.Tensor, values: NDArray[Any]) -> None:
+    """Copy `values` into a tensor on any device, asynchronously; `values` may change afterwards."""
+    import torch
+
+    source = torch.from_numpy(values)
+    target.copy_(source if target.device.type == "cpu" else source.pin_memory(), non_blocking=True)

@@ -29,7 +29,7 @@ from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
-from teimgr.errors import DeadlineExceeded, InferenceFailed, ModelLoadFailed, Unavailable
+from teimgr.errors import DeadlineExceeded, DeviceFailed, InferenceFailed, ModelLoadFailed, Unavailable
 from teimgr.spec import CpuThreads, Kind, LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
@@ -104,6 +104,7 @@ class Engine:
         Raises:
             ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
             OutOfDeviceMemory: the model does not fit.
+            DeviceFailed: the device, not the model, is at fault.
         """
         engine = cls(load_parts(options), options, deliver, on_fault)
         for thread in (engine._tokenizing, engine._running, engine._finishing):
@@ -112,6 +113,8 @@ class Engine:
             engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
         except (Unavailable, DeadlineExceeded) as error:
             engine.close(grace_s=0.0)
+            if engine._finisher.fault is not None:
+                raise DeviceFailed(engine._finisher.fault) from error
             raise ModelLoadFailed(engine._fault or error.message) from error
         return engine
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from teimgr.engine import gpu, varlen_kernel
 from teimgr.engine.attention import CannotPackError
 from teimgr.engine.attention_kernel import DTYPES, attention_kernel
 from teimgr.engine.backbone import Batching, PackedLinear, StaticTable, prepacking_works
@@ -25,6 +26,7 @@ from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Output, Pair
 from teimgr.engine.model import Model
+from teimgr.engine.reference_cache import KnownReference, ReferenceCache
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.layout import Layout
@@ -62,8 +64,8 @@ PROBE_TEXTS = (
     "while the first of the fishermen argued about the price of diesel and the colour of the sky. " * 2,
 )
 
-# The results for one input, float32 [rows, width] by output: a vector, logits, all weights of a vocabulary, or rows
-# per token.
+# The results for one input by output, float32 [rows, width] on the host: a vector, logits, all weights of a vocabulary,
+# or rows per token.
 ProbeResult = dict[Output, Tensor]
 
 
@@ -132,13 +134,13 @@ def _split(rows: dict[Output, Rows], widths: dict[Output, int], inputs: int) -> 
 
 def _result(rows: Rows, i: int, width: int) -> Tensor:
     if rows.offsets is None:
-        return rows.values[i : i + 1].float()
+        return rows.values[i : i + 1].float().cpu()
     begin, stop = int(rows.offsets[i]), int(rows.offsets[i + 1])
     if rows.indices is None:
-        return rows.values[begin:stop].float()
+        return rows.values[begin:stop].float().cpu()
     weights = torch.zeros(1, width, device=rows.values.device)
     weights[0, rows.indices[begin:stop]] = rows.values[begin:stop].float()
-    return weights
+    return weights.cpu()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,25 +191,35 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
     return encoded
 
 
-def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequence[Encoded]) -> tuple[Model, Choice]:
+def choose(
+    load: Callable[[], Model],
+    wanted: torch.dtype | None,
+    inputs: Sequence[Encoded],
+    cache: ReferenceCache | None = None,
+) -> tuple[Model, Choice]:
     """Load a model and choose its dtype and batching; `wanted` None is the fastest dtype that is close enough.
+
+    For CPUs, and for look-up tables on any device; other models on a GPU: `gpu_choice`. `cache` may have the reference
+    from an earlier load, else it gets it; only of a model whose forward is native.
 
     Raises:
         ModelLoadFailed: no way of batching gives the library's own results.
         InvalidConfig: int8 is wanted, and the model or the CPU cannot compute in it.
     """
+    if cache is not None and (known := cache.read()) is not None:
+        if (found := _choose_known(load(), wanted, inputs, known)) is not None:
+            return found
+        cache.discard()
+        gc.collect()  # as below
     model = load()
-    device = model.backbone.device
     reference = [reference_of(model, encoded) for encoded in inputs]
-    types = _candidate_dtypes(_fastest(model), device) if wanted is None else [wanted]
+    types = list(dict.fromkeys([_fastest(model), torch.float32])) if wanted is None else [wanted]
     is_fresh = True
     for dtype in types:
         for choose_way in (_choose_native, *([_choose_batching] if dtype is not torch.int8 else [])):
             if not is_fresh:
-                del model  # before the next is loaded: the device may have no room for two
+                del model  # before the next is loaded: there may be no room for two
                 gc.collect()  # modules are in reference cycles
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
                 model = load()
             try:
                 choice = choose_way(model, dtype, inputs, reference, requested=wanted is not None)
@@ -217,20 +229,29 @@ def choose(load: Callable[[], Model], wanted: torch.dtype | None, inputs: Sequen
                 log.info("the forward is not native: %s", refusal)
                 continue
             if choice is not None:
+                if cache is not None and choice.batching is Batching.NATIVE:
+                    # A float32 that was only measured to be faster is not for good: other load may have disturbed it.
+                    settled = wanted is None and types[0] is not torch.float32
+                    cache.write(KnownReference(reference, choice.dtype if settled else None))
                 return model, choice
             is_fresh = False
         log.warning("%s deviates too much from float32 for this model", dtype)
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
 
 
-def _candidate_dtypes(fastest: torch.dtype, device: torch.device) -> list[torch.dtype]:
-    """The dtypes to try, best first.
-
-    On a GPU float16 is as fast as bfloat16 and finer, but ends at 65,504, and known texts need not show that the
-    activations of other texts exceed this. So it is second, for models that bfloat16's rounding changes too much.
-    """
-    second = [torch.float16] if device.type == "cuda" else []
-    return list(dict.fromkeys([fastest, *(second if fastest is not torch.float32 else []), torch.float32]))
+def _choose_known(
+    model: Model, wanted: torch.dtype | None, inputs: Sequence[Encoded], known: KnownReference
+) -> tuple[Model, Choice] | None:
+    """The native forward, compared with the reference of an earlier load; None where it does not match that."""
+    if len(known.results) != len(inputs) or any(result.keys() != model.outputs for result in known.results):
+        return None
+    dtype = wanted or known.dtype or _fastest(model)
+    try:
+        choice = _choose_native(model, dtype, inputs, known.results, requested=wanted is not None)
+    except (CannotLowerError, ValueError) as refusal:
+        log.info("the reference of an earlier load does not serve: %s", refusal)
+        return None
+    return None if choice is None else (model, choice)
 
 
 def _choose_native(
@@ -254,26 +275,41 @@ def _choose_batching(
 ) -> Choice | None:
     """The first other batching whose results match the reference; None where none do. Converts the model to `dtype`."""
     model.backbone.convert(dtype)
-    varlen = [Batching.VARLEN] if _has_varlen_kernel(model.backbone.device, model.backbone.dtype) else []
+    return first_batching(model, dtype, inputs, reference, requested)
+
+
+def first_batching(
+    model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
+) -> Choice | None:
+    """The first batching but NATIVE whose results in `dtype`, that of the model, match the reference; None where none
+    do.
+
+    Raises:
+        OutOfDeviceMemory, DeviceFailed: the device is at fault.
+    """
+    device = model.backbone.device
+    varlen = [Batching.VARLEN] if _has_varlen_kernel(device, model.backbone.dtype) else []
     for batching in (*varlen, Batching.BY_RUN, Batching.EQUAL_LENGTH):
         try:
             model.backbone.use(batching)
             close = compare(batched(model, inputs), reference)
-        except torch.OutOfMemoryError:
-            raise
         except (CannotPackError, ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
-            log.info("%s batching is not for this model: %s", batching.value, str(refusal).partition("\n")[0])
-            continue
-        if _close_enough(close, dtype, requested):
-            return Choice(dtype, batching, close)
-        log.info("%s batching in %s refused: %s", batching.value, dtype, close)
+            gpu.raise_if_the_devices(refusal, device)
+            why = f"is not for this model: {str(refusal).partition(chr(10))[0]}"
+        else:
+            if _close_enough(close, dtype, requested):
+                return Choice(dtype, batching, close)
+            why = f"in {dtype} is refused: {close}"
+        # On a GPU the next way takes many more launches: layers times the different lengths of a batch.
+        is_slow = gpu.is_gpu(device) and batching is Batching.VARLEN
+        log.log(logging.WARNING if is_slow else logging.INFO, "%s batching %s", batching.value, why)
     return None
 
 
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type == "cpu":
-        return attention_kernel() is not None and dtype in DTYPES
-    return dtype in (torch.float16, torch.bfloat16)
+    if gpu.is_gpu(device):
+        return dtype in varlen_kernel.DTYPES and varlen_kernel.varlen_kernel() is not None
+    return attention_kernel() is not None and dtype in DTYPES
 
 
 def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:
@@ -286,12 +322,10 @@ def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool
 
 
 def _fastest(model: Model) -> torch.dtype:
-    """The dtype to try first: a 16-bit one on a GPU, and on a CPU bfloat16 where layers run faster in it."""
+    """The dtype to try first: bfloat16 where layers run faster in it."""
     transformer = model.backbone
     if isinstance(transformer, StaticTable):  # a look-up costs nothing
         return torch.float32
-    if transformer.device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if not prepacking_works(torch.bfloat16):
         return torch.float32
     slow, fast = _time_layers(int(getattr(transformer.config, "hidden_size", 512)))

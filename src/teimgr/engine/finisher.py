@@ -27,11 +27,18 @@ log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
 
+VectorOptions = tuple[int | None, bool]
+"""The dimensions that vectors are cut to, and whether they are scaled to length 1."""
+
 _BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
 _HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
 _CHECK_S = 0.2
 _FORGET = 0.99  # of the slowest batch, with each later one
 _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
+
+
+def vector_options(job: Job) -> VectorOptions:
+    return job.options.dimensions, job.options.normalize
 
 
 class InFlightLimit:
@@ -104,7 +111,8 @@ class HostRows:
 class StartedBatch:
     """A batch started on the device; in flight until `wait` has returned the results.
 
-    That of `entries[i]` is text `places[i]` of the results: equal inputs have the same one.
+    That of `entries[i]` is text `places[i]` of the results: equal inputs have the same one. Where `finished` is set,
+    vectors are cut and normalised by these options already, which are those of all jobs.
     """
 
     entries: Sequence[QueueEntry]
@@ -112,6 +120,7 @@ class StartedBatch:
     wait: Callable[[], Mapping[Output, HostRows]]
     started_ns: int
     tokens: int
+    finished: VectorOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +195,7 @@ class Finisher:
         self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
         self.in_flight = InFlightLimit()
         self.stats = EngineStats()
+        self.fault: str | None = None  # a lasting one of the device: no batch succeeds any more
         self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
         self.slowest_s = 0.0  # per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest batch of late
 
@@ -199,6 +209,12 @@ class Finisher:
                 continue
             return True
         return False
+
+    def device_failed(self, reason: str) -> None:
+        """From any thread: the device reported a fault that lasts."""
+        if self.fault is None:
+            self.fault = reason
+            self._on_fault(reason)
 
     def close(self, timeout_s: float) -> None:
         """Let `run` return after everything handed over; abandon it if it is still behind after `timeout_s`."""
@@ -235,7 +251,7 @@ class Finisher:
         try:
             rows = batch.wait()
         except RuntimeError as error:  # CUDA reports a fault at synchronisation, after the launch went well
-            self._on_fault(f"the device failed: {error}")
+            self.device_failed(f"the device failed: {error}")
             failure = InferenceFailed(f"Backend error: {error}")
             return self._fail([(entry.job, entry.row, failure) for entry in batch.entries])
         finally:
@@ -244,7 +260,7 @@ class Finisher:
         self._device_free_ns = time.monotonic_ns()
         duration_ns = self._device_free_ns - began_ns
         self._count(batch, duration_ns)
-        results = BatchResults(rows, self._activation)
+        results = BatchResults(rows, self._activation, batch.finished)
         jobs = dict.fromkeys([entry.job for entry in batch.entries])  # in their order
         texts_of: dict[Job, list[int]] = defaultdict(list)
         if len(jobs) > 1:
@@ -312,11 +328,12 @@ def _written(results: BatchResults, job: Job, texts: Sequence[int], rows: Sequen
 class BatchResults:
     """The results of one batch of N texts, post-processed once for all jobs with the same options."""
 
-    def __init__(self, rows: Mapping[Output, HostRows], activation: str) -> None:
+    def __init__(self, rows: Mapping[Output, HostRows], activation: str, finished: VectorOptions | None = None) -> None:
         self._rows = rows
+        self._finished = finished
         self._activation = activation
         self._bad: dict[Output, set[int]] = {}  # texts with NaN or infinity
-        self._vectors: dict[tuple[int | None, bool], Floats] = {}
+        self._vectors: dict[VectorOptions, Floats] = {}
         self._scores: Floats | None = None
 
     def write(self, job: Job, texts: Sequence[int], rows: Sequence[int]) -> dict[int, InferenceFailed]:
@@ -348,9 +365,9 @@ class BatchResults:
     def _write_output(self, output: Output, job: Job, texts: Sequence[int], rows: Sequence[int]) -> None:
         source = self._rows[output]
         if output is Output.DENSE:
-            key = (job.options.dimensions, job.options.normalize)
+            key = vector_options(job)
             if key not in self._vectors:
-                self._vectors[key] = finish(source.values, *key)
+                self._vectors[key] = source.values if key == self._finished else finish(source.values, *key)
             job.vectors[rows] = self._vectors[key][texts]
         elif output is Output.SCORES:
             if not job.options.raw_scores and self._scores is None:

@@ -20,6 +20,7 @@ from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS, NO_MEMORY, native_forward_allowed, native_library
+from teimgr.engine.packed_weights import WeightPacker
 
 _KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate", "quantise")
 _ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
@@ -159,6 +160,9 @@ class ForwardKernel:
         self._kept: list[Tensor] = []  # what the steps point to
         slots, values = self._slots(program)
         self._tables: list[tuple[int, int, Table]] = []  # step, place, table of positions
+        linears = [step for step in program.steps if step.kind == "linear" and not self._reads_bytes(step)]
+        shapes = [(step.width, step.x.width) for step in linears if step.x is not None]
+        self._packer = WeightPacker(shapes, self._panel, torch.bfloat16 if self._bfloat16 else torch.float32)
         self._steps = (_Step * len(program.steps))(*[self._step(step, values) for step in program.steps])
         self._slots_array = (_Slot * len(slots))(*slots)
         self._program = _Program(
@@ -241,16 +245,17 @@ class ForwardKernel:
         if step.kind == "linear":
             assert step.weights is not None
             assert step.x is not None
-            if step.x.key in self._quantised:
-                weights, scales, sums = self._packed_bytes(step.weights)
+            parts = (step.weights, *step.further)
+            if self._reads_bytes(step):
+                weights, scales, sums = self._packer.pack_bytes(torch.cat(parts))
                 self._kept += (scales, sums)
                 made.scales, made.sums = scales.data_ptr(), sums.data_ptr()
             else:
-                weights = self._packed(step.weights)
+                weights = self._packer.pack(parts)
             self._kept.append(weights)
             made.weights = weights.data_ptr()
             if step.bias is not None:
-                made.bias = self._address(self._padded(step.bias.float()))
+                made.bias = self._address(self._packer.padded(step.bias.float()))
             return made
         made.weights = None if step.weights is None else self._address(step.weights)
         made.bias = None if step.bias is None else self._address(step.bias)
@@ -262,28 +267,8 @@ class ForwardKernel:
                 made.tables[place] = self._address(table)
         return made
 
-    def _packed(self, weights: Tensor) -> Tensor:
-        """[out, in] → [panels, in, panel], or in bfloat16 [panels, in / 2, panel, 2]; zeros behind the last column."""
-        columns, inner = weights.shape
-        panels = -(-columns // self._panel)
-        padded = torch.zeros(panels * self._panel, inner, dtype=torch.bfloat16 if self._bfloat16 else torch.float32)
-        padded[:columns] = weights
-        if self._bfloat16:
-            return padded.view(panels, self._panel, inner // 2, 2).permute(0, 2, 1, 3).contiguous()
-        return padded.view(panels, self._panel, inner).permute(0, 2, 1).contiguous()
-
-    def _packed_bytes(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[out, in] → int8 [panels, in / 4, panel, 4]; the scale of each column, and the sum of its bytes."""
-        weights = weights.float()
-        scales = weights.abs().amax(dim=1).clamp_min(1e-12) / 127.0
-        rows = self._padded((weights / scales[:, None]).round().to(torch.int8))
-        packed = rows.view(-1, self._panel, weights.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous()
-        return packed, self._padded(scales), rows.sum(dim=1, dtype=torch.int32)
-
-    def _padded(self, rows: Tensor) -> Tensor:
-        """`rows` and zeros up to a whole panel."""
-        missing = -rows.shape[0] % self._panel
-        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
+    def _reads_bytes(self, step: Step) -> bool:
+        return step.x is not None and step.x.key in self._quantised
 
     def _slots(self, program: ForwardProgram) -> tuple[list[_Slot], dict[int, _Value]]:
         """A place for every result while it is read, in memory that results share."""

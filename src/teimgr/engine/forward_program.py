@@ -34,7 +34,8 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step; `kind` and the fields are those of `struct step` in native/forward.h. Results have `width` columns in
-    each of `groups` parts. `tables` are [rows, width], with the index that selects a row, or tables of positions.
+    each of `groups` parts. `further` are the weights of linear layers merged with it, whose columns follow. `tables`
+    are [rows, width], with the index that selects a row, or tables of positions.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Step:
     third: Columns | None = None
     groups: int = 1
     weights: Tensor | None = None
+    further: tuple[Tensor, ...] = ()
     bias: Tensor | None = None
     tables: tuple[tuple[Tensor | Table, str], ...] = ()
     activation: str = "none"
@@ -178,10 +180,10 @@ def _with_merged_linears(program: ForwardProgram) -> ForwardProgram:
         for one in same:
             moved[one.key] = Columns(first.key, column, 0)
             column += one.width
-        weights = torch.cat([one.weights for one in same if one.weights is not None])
+        further = tuple(one.weights for one in same[1:] if one.weights is not None)
         biases = [torch.zeros(one.width) if one.bias is None else one.bias.float() for one in same]
         bias = torch.cat(biases) if any(one.bias is not None for one in same) else None
-        merged[first.key] = replace(first, weights=weights, bias=bias, width=column)
+        merged[first.key] = replace(first, further=further, bias=bias, width=column)
     steps = tuple(
         _renamed(merged.get(step.key, step), moved)
         for step in program.steps

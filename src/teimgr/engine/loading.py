@@ -6,20 +6,27 @@ import logging
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from teimgr.engine.backbone import Batching, StaticTable
-from teimgr.engine.fidelity_gate import choose, probe_inputs
+from teimgr.engine import forward_graphs, gpu
+from teimgr.engine.backbone import Batching, StaticTable, Transformer
+from teimgr.engine.batch import Encoded
+from teimgr.engine.budget_proof import proven_tokens
+from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
+from teimgr.engine.forward_graphs import graphs_are_wanted
+from teimgr.engine.gpu_choice import choose_on_gpu
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.queue import BatchLimits
+from teimgr.engine.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
-from teimgr.errors import InvalidConfig, OutOfDeviceMemory
-from teimgr.model_files.layout import Layout
+from teimgr.errors import InvalidConfig
+from teimgr.model_files.layout import Backbone, Layout
 from teimgr.model_files.reading import read_layout
 from teimgr.spec import LoadedModel
 
@@ -32,6 +39,7 @@ _DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
 }
+_HOST = torch.device("cpu")
 # On a CPU temporaries above some 25 MB are mapped and unmapped by every operation; more tokens gain nothing.
 _CPU_BATCH_TOKENS = 2048
 _CPU_TEMPORARY_BYTES = 25_000_000
@@ -41,7 +49,9 @@ _LEAST_BATCH_TOKENS = 256
 # takes as long as they save. The native forward wakes them once.
 _SERIAL_MULTIPLICATIONS = 113_000_000
 _SERIAL_MULTIPLICATIONS_NATIVE = 14_000_000
-_BULK_TOKENS_BESIDE_INTERACTIVE = 2048  # at least: a GPU is not filled by fewer
+# Of a bulk batch on a GPU while queries come: fewer do not fill it, and a query waits for one such batch.
+_LEAST_BULK_TOKENS_BESIDE_INTERACTIVE = 2048
+_MOST_BULK_TOKENS_BESIDE_INTERACTIVE = 4096
 _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 
 
@@ -49,9 +59,9 @@ _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that 
 class EngineOptions:
     """What to load and where.
 
-    `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, if any;
-    `max_queued_tokens` is per lane. `model_sha` is the requested revision, `commit` what it resolved to; both only go
-    into `LoadedModel`.
+    `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
+    folder of `reference_cache`, if any; `max_queued_tokens` is per lane. `model_sha` is the requested revision,
+    `commit` what it resolved to; both only go into `LoadedModel`.
     """
 
     path: Path
@@ -65,6 +75,7 @@ class EngineOptions:
     trust_remote_code: bool = False
     threads: int = 1
     core_load: Path | None = None
+    references: Path | None = None
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
     max_queued_tokens: int = 2_000_000
@@ -90,14 +101,19 @@ def load_parts(options: EngineOptions) -> EngineParts:
     Raises:
         ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
         OutOfDeviceMemory: the model does not fit.
+        DeviceFailed: the device, not the model, is at fault.
     """
     began = time.monotonic()
     if options.dtype not in _DTYPES:
         raise InvalidConfig(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
-    # A single thread, set before any tensor operation: a forked child has no thread pool yet, and the few probe inputs
-    # gain nothing from a second thread, while on a busy machine every step would wait for it.
-    torch.set_num_threads(1)
-    if options.device == "cpu":
+    device = torch.device(options.device)
+    # Set before any tensor operation, as a forked child has no thread pool yet. On a CPU one thread: the few probe
+    # inputs gain nothing from a second one, while on a busy machine every step would wait for it. For a GPU the host
+    # computes the reference of models of any size.
+    torch.set_num_threads(options.threads if gpu.is_gpu(device) else 1)
+    if gpu.is_gpu(device):
+        gpu.prepare_process(options.threads)
+    else:
         os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer's threads
     layout = read_layout(options.path, options.pooling, kind=options.kind, trust_remote_code=options.trust_remote_code)
     for note in layout.notes:
@@ -107,11 +123,17 @@ def load_parts(options: EngineOptions) -> EngineParts:
         log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
     tokenizer = TextTokenizer(layout, min(layout.max_length, options.max_batch_tokens))
     _check_room(layout, options, tokenizer.special_tokens + 1)
-    device, inputs = torch.device(options.device), probe_inputs(layout, tokenizer)
+    inputs = probe_inputs(layout, tokenizer)
     try:
-        model, choice = choose(lambda: load_model(layout, device), _DTYPES[options.dtype], inputs)
-    except torch.OutOfMemoryError as error:
-        raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
+        model, choice = _chosen(layout, device, options, inputs)
+        max_batch_tokens = options.max_batch_tokens
+        if gpu.is_gpu(device):
+            max_batch_tokens = proven_tokens(model, inputs, max_batch_tokens, tokenizer.max_length)
+            if isinstance(model.backbone, Transformer) and choice.batching is Batching.VARLEN and graphs_are_wanted():
+                model.backbone.use_graphs(forward_graphs.CudaCapture())
+    except RuntimeError as error:
+        gpu.raise_if_the_devices(error, device)
+        raise
     return_freed_memory()
     info = LoadedModel(
         model_id=options.model_id,
@@ -122,7 +144,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
         pooling=layout.pooling,
         dimension=next((model.widths[o] for o in _VECTORS if o in model.outputs), 0),
         max_input_length=tokenizer.max_length,
-        max_batch_tokens=options.max_batch_tokens,
+        max_batch_tokens=max_batch_tokens,
         batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
         prompts=prompts.names,
         default_prompt_name=prompts.default_name,
@@ -151,7 +173,26 @@ def load_parts(options: EngineOptions) -> EngineParts:
         choice.closeness.score_difference,
         info.load_s,
     )
-    return EngineParts(tokenizer, prompts, model, _limits(options, model), _serial_tokens(model), info)
+    limits = _limits(replace(options, max_batch_tokens=max_batch_tokens), model)
+    return EngineParts(tokenizer, prompts, model, limits, _serial_tokens(model), info)
+
+
+def _chosen(
+    layout: Layout, device: torch.device, options: EngineOptions, inputs: Sequence[Encoded]
+) -> tuple[Model, Choice]:
+    """The model on its device, as the gate lets it run."""
+    dtype = _DTYPES[options.dtype]
+    if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
+        model = load_model(layout, _HOST)
+        return model, choose_on_gpu(model, device, dtype, inputs)
+    return choose(lambda: load_model(layout, device), dtype, inputs, _cache(layout, options, inputs))
+
+
+def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) -> ReferenceCache | None:
+    if options.references is None or options.device != "cpu":
+        return None
+    key = reference_key(layout, options.dtype, inputs)
+    return None if key is None else ReferenceCache(options.references, key)
 
 
 def _attention(model: Model, batching: Batching) -> str:
@@ -172,8 +213,9 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
 
 
 def _limits(options: EngineOptions, model: Model) -> BatchLimits:
-    if options.device != "cpu":
-        beside = max(_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
+    if gpu.is_gpu(torch.device(options.device)):
+        beside = max(_LEAST_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
+        beside = min(beside, _MOST_BULK_TOKENS_BESIDE_INTERACTIVE)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
     affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
     tokens = min(options.max_batch_tokens, _CPU_BATCH_TOKENS, affordable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.engine.heads.scoring import CausalHead, SequenceHead, keep_two_tokens, sequence_head
 from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.heads.table import TableMeanHead
+from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.job import Output
 from teimgr.model_files.layout import Backbone, Layout, Splade
 from teimgr.spec import Kind
@@ -55,6 +56,21 @@ class Model:
         """The size of a vector or of the vocabulary, or the number of labels, by output."""
         return {output: head.width for output, head in self._heads.items()}
 
+    def host_weights(self) -> HostWeights:
+        """The weights of a transformer that was loaded on the host, for `place`."""
+        heads = {id(head): head for head in (*self._heads.values(), *self._whole[1].values())}
+        modules = [part for head in heads.values() for part in vars(head).values() if isinstance(part, nn.Module)]
+        return HostWeights(self._transformers()[0].owner, modules)
+
+    def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
+        """Move to `device`, in `dtype`; raises RuntimeError as `HostWeights.place` does."""
+        weights.place(dtype, device)
+        for transformer in self._transformers():
+            transformer.device, transformer.dtype = device, dtype
+
+    def _transformers(self) -> list[Transformer]:
+        return [part for part in (self.backbone, self._whole[0]) if isinstance(part, Transformer)]
+
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
         """Each of `outputs` for every text, in the batch's order, from one forward, independent of request options.
@@ -66,6 +82,11 @@ class Model:
         needs_hidden = not all(isinstance(head, TableMeanHead) for head in heads.values())
         hidden = self.backbone.hidden(batch) if needs_hidden else _NO_HIDDEN
         return {output: head(hidden, batch) for output, head in heads.items()}
+
+    @torch.inference_mode()
+    def run_backbone(self, batch: PackedBatch) -> None:
+        """One forward, without heads."""
+        self.backbone.hidden(batch)
 
     @torch.inference_mode()
     def run_reference(self, encoded: Encoded) -> dict[Output, Rows]:
@@ -167,8 +188,13 @@ def _splade_heads(decode: Callable[[Tensor], Tensor], module: Any, splade: Splad
 
 
 def tensor_bytes(root: object) -> int:
-    """Bytes of all tensors that `root` holds, in our own objects, modules and containers; shared ones count once."""
-    storages: dict[int, int] = {}
+    """Bytes of all tensors that `root` holds; shared storages count once."""
+    storages = {(found := tensor.untyped_storage()).data_ptr(): found.nbytes() for tensor in tensors_of(root)}
+    return sum(storages.values())
+
+
+def tensors_of(root: object) -> Iterator[Tensor]:
+    """All tensors that `root` holds, in our own objects, modules and containers."""
     seen: set[int] = set()
     waiting: list[object] = [root]
     while waiting:
@@ -177,15 +203,13 @@ def tensor_bytes(root: object) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            yield item
         elif isinstance(item, nn.Module):  # our own modules may hold tensors that they did not register
             waiting.extend([*item.parameters(), *item.buffers(), *_attributes(item)])
         elif isinstance(item, dict):
             waiting.extend(item.values())
         else:
             waiting.extend(item if isinstance(item, (list, tuple, set, frozenset)) else _attributes(item))
-    return sum(storages.values())
 
 
 def _attributes(item: object) -> Iterable[object]:

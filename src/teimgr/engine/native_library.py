@@ -34,6 +34,10 @@ class NativeLibrary:
         self.forward = library.forward
         self.panel_width = library.panel_width
         self.panel_width.restype = ctypes.c_int64
+        self.wordpiece_fill = library.wordpiece_fill
+        self.wordpiece_fill.restype = None
+        self.wordpiece_encode = library.wordpiece_encode
+        self.wordpiece_encode.restype = ctypes.c_int64
         self.level = int(library.attention_level())
         self.multiplies_bytes = bool(library.multiplies_bytes())
         self.parallel = _openmp_parallel()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Job, Lane
+from teimgr.engine.token_cap import TokenCap
 
 _SAMPLE_S = 0.1  # batches shorter than this are counted together
 _SAMPLES = 32
@@ -242,6 +243,7 @@ class EntryQueue:
         self._clock = clock
         self._changed = threading.Condition()
         self._lanes = {lane: LengthBuckets() for lane in Lane}
+        self.token_cap = TokenCap(limits.tokens, clock)  # of the thread that takes batches
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
         self._closed = False
@@ -320,9 +322,9 @@ class EntryQueue:
 
     def _budget(self, lane: Lane) -> int:
         recently = self._clock() - self._interactive_seen < self._limits.interactive_memory_s
-        if lane is Lane.BULK and recently:
-            return self._limits.bulk_tokens_beside_interactive
-        return self._limits.tokens
+        is_small = lane is Lane.BULK and recently
+        most = self._limits.bulk_tokens_beside_interactive if is_small else self._limits.tokens
+        return min(most, self.token_cap.tokens)
 
     def _settle(self, lane: Lane, tokens: int) -> None:
         """Credit or charge the bulk lane for a batch; `_next_lane` resets the credit while no bulk entries wait."""

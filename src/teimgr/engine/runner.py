@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from teimgr.engine import gpu
 from teimgr.engine.backbone import StaticTable
 from teimgr.engine.batch import Encoded, pack, pack_as_given
 from teimgr.engine.core_load import CoreLoad
-from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch
+from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch, VectorOptions, vector_options
 from teimgr.engine.heads import Rows
+from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import NO_MEMORY
 from teimgr.engine.queue import EntryQueue, QueueEntry
-from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
+from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
 
 log = logging.getLogger(__name__)
@@ -36,15 +38,16 @@ _IDLE_WAIT_S = 1.0
 _RETURN_MEMORY_S = 30.0
 # The results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four batches
 # may exist at a time: two in flight, two with the finisher.
-_MAX_RESULT_BYTES = 128 << 20
+MAX_RESULT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _StartError:
-    """Why a batch did not start; `traceback` only where it held a single text."""
+    """Why a batch did not start; `traceback` only where it held a single text, or the device has `failed` for good."""
 
     text: str
     out_of_memory: bool
+    failed: str | None
     traceback: str
 
 
@@ -103,15 +106,28 @@ class Runner:
         self._finisher.put(Failures([(entry.job, entry.row, error) for entry in entries]))
 
     def _execute(self, entries: list[QueueEntry]) -> None:
-        """Run a batch; in halves where its results would be too large or it fails, so that only bad texts fail."""
-        if len(entries) > 1 and self._result_bytes(entries) > _MAX_RESULT_BYTES:
+        """Run a batch; in halves where its results would be too large or it fails, so that only bad texts fail.
+
+        Once the device has failed for good, nothing is run: texts that had no part in it may be tried elsewhere.
+        """
+        if self._finisher.fault is not None:
+            self._fail(entries, Unavailable(self._finisher.fault))
+            return
+        if len(entries) > 1 and self._result_bytes(entries) > MAX_RESULT_BYTES:
             self._execute_halves(entries)
             return
         fault = self._start(entries)
         if fault is None:
             return
-        if fault.out_of_memory and self._model.backbone.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if fault.failed is not None:
+            log.error("the device failed in a batch of %d texts: %s", len(entries), fault.traceback)
+            self._finisher.device_failed(fault.failed)
+            self._fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
+            return
+        if fault.out_of_memory:
+            gpu.free_cached_memory(self._model.backbone.device)
+            if len(entries) > 1:
+                self._queue.token_cap.did_not_fit(sum(entry.length for entry in entries))
         if len(entries) > 1:
             log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), fault.text)
             self._execute_halves(entries)
@@ -152,14 +168,25 @@ class Runner:
             batch = self._pack(inputs)
             with self._noted(threads):
                 rows = self._model.run(batch, _wanted(entries))
+            finished = self._common_options(entries)
+            if finished is not None:
+                rows[Output.DENSE] = Rows(finish_on_device(rows[Output.DENSE].values, *finished))
             places = np.argsort(batch.order)[inputs_of].tolist()
-            started = StartedBatch(entries, places, _to_host(rows), started_ns, tokens)
+            started = StartedBatch(entries, places, _to_host(rows), started_ns, tokens, finished)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
+            failed = gpu.fault_of(error, self._model.backbone.device)
             self._in_flight.leave(tokens)
-            trace = "".join(traceback.format_exception(error)) if len(entries) == 1 else ""
-            return _StartError(str(error), _is_out_of_memory(error), trace)
+            trace = "".join(traceback.format_exception(error)) if failed or len(entries) == 1 else ""
+            return _StartError(str(error), _is_out_of_memory(error), failed, trace)
         self._finisher.put(started)
         return None
+
+    def _common_options(self, entries: Sequence[QueueEntry]) -> VectorOptions | None:
+        """What a GPU can do to the vectors of a batch: the options of its jobs, where all have the same."""
+        if not gpu.is_gpu(self._model.backbone.device):
+            return None
+        wanted = {vector_options(job) for job in {e.job for e in entries} if Output.DENSE in job.options.outputs}
+        return wanted.pop() if len(wanted) == 1 else None
 
     def _threads_now(self) -> int:
         own, most = self._threads
@@ -232,4 +259,4 @@ def _host_rows(values: Tensor | None, *others: Tensor | None) -> HostRows:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_MEMORY in str(error)
+    return gpu.is_out_of_memory(error) or NO_MEMORY in str(error)

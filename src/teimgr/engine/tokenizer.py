@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Input, Pair, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, late_interaction_roles
 from teimgr.engine.truncation import Shortener, Text, Truncation, breaks_at_spaces, flattened
+from teimgr.engine.wordpiece import WordPiece, wordpiece
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
 from teimgr.model_files.layout import Backbone, Layout
 
@@ -168,6 +169,7 @@ class TextTokenizer:
         self._library = TokenizerLibrary(tokenizer)
         self._shortener = Shortener(max_length * _CHARS_PER_TOKEN, breaks_at_spaces(tokenizer))
         self._add_specials = layout.backbone is not Backbone.STATIC
+        self._wordpiece = wordpiece(tokenizer, self._add_specials) if layout.late is None else None
         self._type_ids = layout.type_ids
         self._skipped_id = unknown_id(tokenizer) if layout.skips_unknown else None
         self._vocabulary = layout.vocabulary or self._library.vocabulary
@@ -326,6 +328,27 @@ class TextTokenizer:
         if options.truncate:
             prefix = 0 if self._roles is None else len(self._roles[options.query].prefix)
             truncation = Truncation(self._limit(options) - prefix, options.left)
+        native = self._wordpiece
+        if native is None:
+            return self._by_library(texts, options, truncation)
+        longest = self.max_length * _CHARS_PER_TOKEN  # longer ones the library need not tokenize whole
+        covered = [isinstance(text, str) and len(text) <= longest and native.covers(text) for text in texts]
+        ours = [text for text, is_ours in zip(texts, covered, strict=True) if is_ours and isinstance(text, str)]
+        theirs = [text for text, is_ours in zip(texts, covered, strict=True) if not is_ours]
+        native_results = iter(self._by_wordpiece(native, ours, options, truncation) if ours else [])
+        results = iter(self._by_library(theirs, options, truncation) if theirs else [])
+        return [next(native_results if is_ours else results) for is_ours in covered]
+
+    def _by_wordpiece(
+        self, native: WordPiece, texts: Sequence[str], options: TokenizeOptions, truncation: Truncation | None
+    ) -> list[Encoded | TeimgrError]:
+        ids, ends = native.encode(texts, truncation)
+        types = np.zeros(len(ids), np.uint8) if self._type_ids else None
+        return self._split(ids, types, ends, options, lambda own, types, i: self._input(own, types, options))
+
+    def _by_library(
+        self, texts: Sequence[Text], options: TokenizeOptions, truncation: Truncation | None
+    ) -> list[Encoded | TeimgrError]:
         short = texts if truncation is None else [self._shortener.short(text, truncation.left) for text in texts]
         encodings = self._library.encode(short, self._add_specials)
         for i, text in enumerate(texts):
@@ -333,37 +356,53 @@ class TextTokenizer:
                 (encodings[i],) = self._library.encode([text], self._add_specials)
         if len(texts) == 1 or self._roles is not None:
             return [self._encoded(encoding, options, truncation) for encoding in encodings]
-        return self._encoded_together(encodings, options, truncation)
-
-    def _encoded_together(
-        self, encodings: Sequence[Encoding], options: TokenizeOptions, truncation: Truncation | None
-    ) -> list[Encoded | TeimgrError]:
-        """As `_encoded` of each, by arrays of all ids and types; those that are cut or refused one by one."""
         lists = [encoding.ids for encoding in encodings]
-        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-        ids, ends = _joined(lists, np.int32), np.cumsum(lengths)
+        ids, ends = _joined(lists, np.int32), np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)))
         types = _joined([encoding.type_ids for encoding in encodings], np.uint8) if self._type_ids else None
-        special = lengths > self._limit(options)
+        return self._split(
+            ids, types, ends, options, lambda own, types, i: self._encoded(encodings[i], options, truncation)
+        )
+
+    def _split(
+        self,
+        ids: NDArray[np.int32],
+        types: NDArray[np.uint8] | None,
+        ends: NDArray[np.int64],
+        options: TokenizeOptions,
+        checked: Callable[[NDArray[np.int32], NDArray[np.uint8] | None, int], Encoded | TeimgrError],
+    ) -> list[Encoded | TeimgrError]:
+        """The inputs of many texts from their ids and types one after another, that of text i up to `ends[i]`.
+
+        `checked(ids, types, i)` makes the input of a text that may have to be cut, refused, or rid of tokens.
+        """
+        bounds = [0, *ends.tolist()]
+        special = np.diff(ends, prepend=0) > self._limit(options)
+        special |= np.diff(ends, prepend=0) == 0
         if self._skipped_id is not None:
             special |= _any_within(ids == self._skipped_id, ends)
         if self._check_result_ids:
             special |= _any_within(ids >= self._vocabulary, ends)
-        special |= lengths == 0
         prompt_tokens = self.prompt_len(options.prompt)
-        bounds = [0, *ends.tolist()]
         results: list[Encoded | TeimgrError] = [
             Encoded(ids[begin:end], None if types is None else types[begin:end], prompt_tokens=prompt_tokens)
             for begin, end in pairwise(bounds)
         ]
         for i in np.flatnonzero(special).tolist():
-            results[i] = self._encoded(encodings[i], options, truncation)
+            own = slice(bounds[i], bounds[i + 1])
+            results[i] = checked(ids[own], None if types is None else types[own], i)
         return results
 
     def _encoded(
         self, encoding: Encoding, options: TokenizeOptions, truncation: Truncation | None
     ) -> Encoded | TeimgrError:
         kept = slice(None) if truncation is None or (places := truncation.kept(encoding)) is None else places
-        ids = np.array(encoding.ids, dtype=np.int32)[kept]
+        types = np.array(encoding.type_ids, dtype=np.uint8)[kept] if self._type_ids else None
+        return self._input(np.array(encoding.ids, dtype=np.int32)[kept], types, options)
+
+    def _input(
+        self, ids: NDArray[np.int32], types: NDArray[np.uint8] | None, options: TokenizeOptions
+    ) -> Encoded | TeimgrError:
+        """The model's input of the ids of one text, or why there is none."""
         role = None if self._roles is None else self._roles[options.query]
         length = len(ids) + (0 if role is None else len(role.prefix))
         if length > (limit := self._limit(options)):
@@ -374,8 +413,7 @@ class TextTokenizer:
             return error
         if role is not None:
             return role.add_prefix(ids, self._leading_specials, self._type_ids)
-        type_ids = np.array(encoding.type_ids, dtype=np.uint8)[kept] if self._type_ids else None
-        return Encoded(ids, type_ids, prompt_tokens=self.prompt_len(options.prompt))
+        return Encoded(ids, types, prompt_tokens=self.prompt_len(options.prompt))
 
     def _without_skipped(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Drop unknown tokens where the model does; after truncation, as in Model2Vec."""

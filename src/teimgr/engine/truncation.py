@@ -113,10 +113,11 @@ def _space(text: str, at: int, *, after: bool) -> int | None:
 
 def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether no token can span letters or digits on both sides of a space; False where that is not certain."""
-    spec = json.loads(tokenizer.to_str())
-    if any(" " in token["content"].strip() for token in spec["added_tokens"]):
+    if any(" " in token.content.strip() for token in tokenizer.get_added_tokens_decoder().values()):
         return False
-    return any(_splits(part) for part in flattened(spec["pre_tokenizer"], "pretokenizers"))
+    # As in tokenizer.json; the whole of that has the vocabulary, which takes some 10 ms to write and to parse.
+    spec = None if tokenizer.pre_tokenizer is None else json.loads(tokenizer.pre_tokenizer.__getstate__())
+    return any(_splits(part) for part in flattened(spec, "pretokenizers"))
 
 
 def _splits(part: dict[str, Any]) -> bool:

@@ -10,26 +10,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from teimgr.engine.batch import PackedBatch
+from teimgr.engine import gpu
+from teimgr.engine.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
+
+_FEW_RUNS = 8  # of equal lengths in a batch on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The pooled tokens of each text: int64 [N] each, on the device. `begins` is the start of the text itself."""
+    """The pooled tokens of each text: int64 [N] each, on the device. `begins` is the start of the text itself.
+
+    `runs` is set where the texts are better reduced run by run.
+    """
 
     begins: Tensor
     starts: Tensor
     stops: Tensor
+    runs: tuple[Run, ...] = ()
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> Segments:
         """Those of `batch`; a prompt that is not pooled lies between `begins` and `starts`."""
-        borders = torch.from_numpy(batch.cu_seqlens.astype("int64")).to(device, non_blocking=True)
+        borders = to_device(batch.cu_seqlens.astype(np.int64), device)
         begins, stops = borders[:-1], borders[1:]
         if batch.prompt_lens is None:
-            return cls(begins, begins, stops)
-        return cls(begins, begins + torch.from_numpy(batch.prompt_lens).to(device), stops)
+            by_run = gpu.is_gpu(device) and 0 < len(batch.runs) <= _FEW_RUNS
+            return cls(begins, begins, stops, batch.runs if by_run else ())
+        return cls(begins, begins + to_device(batch.prompt_lens, device), stops)
 
     @property
     def lengths(self) -> Tensor:
@@ -39,8 +47,12 @@ class Segments:
     def reduce(self, values: Tensor, how: str) -> Tensor:
         """`sum` or `max` over the pooled tokens: [T, H] → [N, H].
 
-        The kernel takes segments without gaps, so prompt and rest of a text are two segments.
+        The kernel takes segments without gaps, so prompt and rest of a text are two segments. On a GPU it has one
+        thread per number of the result, which adds up the tokens one after the other: few runs are faster.
         """
+        if self.runs:
+            parts = [values[run.start : run.stop].view(run.texts, run.length, -1) for run in self.runs]
+            return torch.cat([part.sum(dim=1) if how == "sum" else part.amax(dim=1) for part in parts])
         if self.starts is self.begins:
             borders = torch.cat([self.begins, self.stops[-1:]])
             return torch.segment_reduce(values, how, offsets=borders, axis=0)
@@ -97,3 +109,13 @@ def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0
     return np.asarray(cut / norms[:, None], dtype=np.float32)
+
+
+@torch.inference_mode()
+def finish_on_device(vectors: Tensor, dimensions: int | None, normalize: bool) -> Tensor:
+    """As `finish`, where the vectors are: cut before they are copied, and nothing is left to the host."""
+    cut = vectors if dimensions is None else vectors[:, :dimensions]
+    if not normalize:
+        return cut.contiguous()
+    norms = cut.double().square().sum(dim=1, keepdim=True).sqrt()
+    return (cut / norms.where(norms != 0.0, 1.0)).float()

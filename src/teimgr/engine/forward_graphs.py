@@ -1,0 +1,226 @@
+"""CUDA graphs of the forward: a batch of few tokens is one launch instead of some 170, which take longer than they run.
+
+A graph is for a `Bucket` of batches; smaller ones are filled up with idle tokens behind the last text and with empty
+texts. It is captured by the engine's thread when its bucket is asked for the third time, and serves once it has given
+the results of the forward itself for that batch and for another one. What fails before ends the use of graphs alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from teimgr.engine import gpu
+from teimgr.engine.batch import Encoded, PackedBatch, copy_to, pack
+
+log = logging.getLogger(__name__)
+
+MOST_TOKENS = 4096
+"""From here on the launches of a forward are hidden behind its kernels."""
+_LEAST_TOKENS = 16
+_LEAST_LONGEST = 64
+_CAPTURED_AT = 3  # the use of a bucket
+_MOST_GRAPHS = 64
+_LOWEST_COSINE, _LOWEST_MEAN_COSINE = 0.99, 0.999  # of tokens' hidden states; a row's length changes the order of sums
+
+_Row = TypeVar("_Row", Tensor, NDArray[np.int64])
+
+
+class Bucket(NamedTuple):
+    """The shape of a graph: batches have at most so many `tokens` and `texts`, none longer than `longest`; `typed` ones
+    have token types."""
+
+    tokens: int
+    texts: int
+    longest: int
+    typed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What a graph reads, on the device: ids, positions and types int64 [tokens], borders int32 [texts + 1]."""
+
+    ids: Tensor
+    positions: Tensor
+    types: Tensor | None
+    borders: Tensor
+    longest: int
+
+
+Forward = Callable[[RowInputs], Tensor]
+"""Inputs of one row → hidden states [tokens, H]; undefined for idle tokens."""
+
+
+class Capture(Protocol):
+    """Captures what a function launches; gives what launches it again, and the function's result, then in place."""
+
+    def __call__(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Raises RuntimeError: torch's own."""
+        ...
+
+
+class CudaCapture:
+    """CUDA's. All graphs share one pool of memory, as no two of them run at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            body()  # what libraries allocate at their first use must not be in the graph
+            # Other threads may call CUDA meanwhile, as the finisher's does. torch.cuda.graph would empty the cache.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = body()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay, result
+
+
+def bucket_of(batch: PackedBatch) -> Bucket | None:
+    """The smallest bucket for a batch; None for one that is large, or whose texts do not see all their tokens."""
+    if batch.keys is not None or batch.tokens > MOST_TOKENS:
+        return None
+    tokens, longest = _rounded(batch.tokens, _LEAST_TOKENS), _power(batch.max_seqlen, _LEAST_LONGEST)
+    return Bucket(tokens, _power(batch.texts), longest, batch.type_ids is not None)
+
+
+def host_row(batch: PackedBatch, bucket: Bucket, offset: int) -> NDArray[np.int64]:
+    """The inputs of a graph as one array, in the order of `RowInputs`: idle tokens are ids 0 at the first position."""
+    row = np.zeros(_row_numbers(bucket), dtype=np.int64)
+    ids, positions, types, borders = _parts(row, bucket)
+    ids[: batch.tokens] = batch.ids
+    positions[:] = offset
+    positions[: batch.tokens] += batch.position_ids
+    if batch.type_ids is not None:
+        types[: batch.tokens] = batch.type_ids
+    ends = borders.view(np.int32)[: bucket.texts + 1]
+    ends[:] = batch.cu_seqlens[-1]
+    ends[: batch.texts + 1] = batch.cu_seqlens
+    return row
+
+
+class ForwardGraphs:
+    """Graphs of one forward; used by one thread. `offset` is that of positions."""
+
+    def __init__(self, forward: Forward, offset: int, device: torch.device, capture: Capture) -> None:
+        self._forward = forward
+        self._offset = offset
+        self._device = device
+        self._capture = capture
+        self._uses: Counter[Bucket] = Counter()
+        self._graphs: dict[Bucket, _Graph] = {}
+        self._is_used = True
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def hidden(self, batch: PackedBatch) -> Tensor | None:
+        """Hidden states [T, H] by a graph; None where there is none for this batch."""
+        bucket = bucket_of(batch) if self._is_used else None
+        if bucket is None:
+            return None
+        if (graph := self._graphs.get(bucket)) is not None:
+            return graph.run(batch, self._offset)
+        self._uses[bucket] += 1
+        if self._uses[bucket] == _CAPTURED_AT and len(self._graphs) < _MOST_GRAPHS:
+            self._try(bucket, batch)
+        return None
+
+    def _try(self, bucket: Bucket, batch: PackedBatch) -> None:
+        """Capture and prove a graph.
+
+        Raises:
+            RuntimeError: torch's own, where the device has failed for good.
+        """
+        try:
+            graph = _Graph(bucket, self._forward, self._device, self._capture)
+            for proof in (batch, shortened(batch)):
+                low, mean = self._closeness(graph, proof)
+                if low < _LOWEST_COSINE or mean < _LOWEST_MEAN_COSINE:
+                    raise ValueError(f"its results differ: cosines {low:.4f} at least, {mean:.4f} on average")
+        except Exception as error:  # of any kind: the forward itself serves as before
+            if gpu.fault_of(error, self._device):
+                raise
+            self._is_used = False
+            self._graphs.clear()
+            log.warning("the forward is launched kernel by kernel: no graph for %s: %s", bucket, error)
+        else:
+            self._graphs[bucket] = graph
+            log.info("captured a graph for %s; there are %d", bucket, len(self._graphs))
+
+    def _closeness(self, graph: _Graph, batch: PackedBatch) -> tuple[float, float]:
+        """The lowest and the mean cosine of a graph's hidden states to those of the forward for the batch alone."""
+        exact = Bucket(batch.tokens, batch.texts, batch.max_seqlen, batch.type_ids is not None)
+        row = torch.from_numpy(host_row(batch, exact, self._offset)).to(self._device)
+        truth = self._forward(_inputs(row, exact)).float()
+        cosines = functional.cosine_similarity(graph.run(batch, self._offset).float(), truth).nan_to_num(-1.0)
+        return float(cosines.min()), float(cosines.mean())
+
+
+class _Graph:
+    def __init__(self, bucket: Bucket, forward: Forward, device: torch.device, capture: Capture) -> None:
+        self._bucket = bucket
+        self._row = torch.zeros(_row_numbers(bucket), dtype=torch.int64, device=device)
+        inputs = _inputs(self._row, bucket)
+        self._replay, self._result = capture(lambda: forward(inputs))
+
+    def run(self, batch: PackedBatch, offset: int) -> Tensor:
+        """A copy of the hidden states: the next run writes them to the same place."""
+        copy_to(self._row, host_row(batch, self._bucket, offset))
+        self._replay()
+        return self._result[: batch.tokens].clone()
+
+
+def shortened(batch: PackedBatch) -> PackedBatch:
+    """Other texts of the same bucket: each text from its end on, and without its first token where it has two."""
+    texts = []
+    for begin, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        kept = slice(min(begin + 1, stop - 1), stop)
+        types = None if batch.type_ids is None else batch.type_ids[kept].astype(np.uint8)
+        texts.append(Encoded(batch.ids[kept][::-1].astype(np.int32), types))
+    return pack(texts)
+
+
+def graphs_are_wanted() -> bool:
+    return os.environ.get("TEIMGR_CUDA_GRAPHS") != "0"
+
+
+def _row_numbers(bucket: Bucket) -> int:
+    return 3 * bucket.tokens + bucket.texts // 2 + 1
+
+
+def _parts(row: _Row, bucket: Bucket) -> tuple[_Row, _Row, _Row, _Row]:
+    at = bucket.tokens
+    return row[:at], row[at : 2 * at], row[2 * at : 3 * at], row[3 * at :]
+
+
+def _inputs(row: Tensor, bucket: Bucket) -> RowInputs:
+    ids, positions, types, borders = _parts(row, bucket)
+    ends = borders.view(torch.int32)[: bucket.texts + 1]
+    return RowInputs(ids, positions, types if bucket.typed else None, ends, bucket.longest)
+
+
+def _power(number: int, least: int = 1) -> int:
+    """The next power of two."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def _rounded(number: int, least: int) -> int:
+    """The next power of two or three quarters of one: a third more at most."""
+    power = _power(number, least)
+    return power * 3 // 4 if power > least and number <= power * 3 // 4 else power

@@ -1,0 +1,88 @@
+"""What the engine does otherwise on a GPU: exact arithmetic, scheduling of threads, and what a failure means.
+
+Whether a device is a GPU is asked of `is_gpu` alone, as `gpu.is_gpu(device)`: tests replace it and run the paths of a
+GPU on a CPU, where copies between host and device are nothing and an operator has its own implementation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from teimgr.errors import DeviceFailed, OutOfDeviceMemory
+
+_SWITCH_INTERVAL_S = 0.0005
+_CORES_BESIDE_TOKENIZER = 4  # for the engine's three threads and the event loop
+# Beside torch.OutOfMemoryError, which only torch's own allocator raises.
+_OUT_OF_MEMORY = (
+    "CUDA error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def prepare_process(cores: int) -> None:
+    """Settings of a process that computes on a GPU, to be made before its first tensor operation.
+
+    Its float32 products are of float32, and 16-bit sums are rounded once, at their end: the reference that the fidelity
+    gate compares with must be the truth. A thread that waits for the interpreter's lock gets it within half a
+    millisecond, not five: each launch of a kernel can lose it to the tokenizer's or the finisher's thread.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores - _CORES_BESIDE_TOKENIZER)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is out of memory, on the device or the host, in any form that torch raises."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def fault_of(error: BaseException, device: torch.device) -> str | None:
+    """Why `device` can no longer be used, after a forward on it raised `error`; None where it still can.
+
+    A fault of a kernel (an assertion, an illegal address) breaks the process's context for good: every later call
+    reports it again, so waiting for the device shows whether `error` was one. Words of an error are no sign of it.
+    """
+    if not is_gpu(device) or not isinstance(error, RuntimeError) or is_out_of_memory(error):
+        return None
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as lasting:
+        if is_out_of_memory(lasting):
+            return None
+        return f"the device failed: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def raise_if_the_devices(error: Exception, device: torch.device) -> None:
+    """Raise where `error` is not the model's: another attempt may succeed, on the same device or a healthy one.
+
+    Raises:
+        OutOfDeviceMemory, DeviceFailed
+    """
+    if is_out_of_memory(error):
+        raise OutOfDeviceMemory(f"the model does not fit the device: {error}") from error
+    if fault := fault_of(error, device):
+        raise DeviceFailed(fault) from error
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give what torch's allocator keeps for later back to the device; waits for the device."""
+    if is_gpu(device):
+        torch.cuda.empty_cache()

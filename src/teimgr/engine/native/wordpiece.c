@@ -1,0 +1,135 @@
+// WordPiece tokenization of ASCII texts, as the tokenizers library does it behind BERT's normalizer and pre-tokenizer.
+//
+// A word is cut greedily into the longest pieces of the vocabulary (Wu et al., 2016, https://arxiv.org/abs/1609.08144).
+// The vocabulary is a hash table with open addressing, made by `wordpiece_fill`; a piece is found by the hash of its
+// bytes, which is computed once for all prefixes of what is left of a word.
+
+#include "library.h"
+
+enum { DROPPED, SPACE, ISOLATED, LETTER };  // what becomes of a byte
+enum { LONGEST_WORD = 256 };
+
+struct piece {
+    int32_t begin, length;  // of its bytes in the vocabulary, without the prefix
+    int32_t id;
+    int32_t within;         // 1 where it continues a word, 0 where it begins one
+};
+
+struct wordpiece {
+    const uint8_t *bytes;        // all pieces, each followed by a zero
+    const uint8_t *prefix;       // of pieces that continue a word
+    const int32_t *ids;          // [count]
+    struct piece *pieces;        // [count], made by `wordpiece_fill`
+    int32_t *table;              // [mask + 1]: the index of a piece, or -1; made by `wordpiece_fill`
+    const uint8_t *kinds;        // [128]: what becomes of a byte
+    const uint8_t *mapped;       // [128]: the byte in its place, of letters and isolated ones
+    const int32_t *leading, *trailing;  // special tokens around each text
+    int64_t count, mask;         // mask + 1 is a power of two greater than count
+    int64_t prefix_length;
+    int64_t longest_piece;       // in bytes; set by `wordpiece_fill`
+    int64_t longest_word;        // in bytes, at most LONGEST_WORD; a longer word is unknown
+    int64_t leading_count, trailing_count;
+    int32_t unknown;
+};
+
+static inline uint64_t begin_hash(int within) { return within ? 0x9e3779b97f4a7c15u : 0xcbf29ce484222325u; }
+
+static inline uint64_t add_byte(uint64_t hash, uint8_t byte) { return (hash ^ byte) * 0x100000001b3u; }
+
+// The high bits of the product depend on all bytes, the low ones on few.
+static inline int64_t slot_of(uint64_t hash, int64_t mask) { return (int64_t)((hash ^ hash >> 29) & (uint64_t)mask); }
+
+void wordpiece_fill(struct wordpiece *vocabulary) {
+    const uint8_t *next = vocabulary->bytes;
+    memset(vocabulary->table, 0xff, (size_t)(vocabulary->mask + 1) * sizeof(int32_t));
+    vocabulary->longest_piece = 0;
+    for (int32_t i = 0; i < vocabulary->count; i++) {
+        const int64_t whole = (int64_t)strlen((const char *)next), skipped = vocabulary->prefix_length;
+        const int within = whole > skipped && memcmp(next, vocabulary->prefix, (size_t)skipped) == 0;
+        const uint8_t *begin = within ? next + skipped : next;
+        const int64_t length = within ? whole - skipped : whole;
+        uint64_t hash = begin_hash(within);
+        for (int64_t j = 0; j < length; j++) hash = add_byte(hash, begin[j]);
+        int64_t slot = slot_of(hash, vocabulary->mask);
+        while (vocabulary->table[slot] >= 0) slot = (slot + 1) & vocabulary->mask;
+        vocabulary->table[slot] = i;
+        vocabulary->pieces[i] =
+            (struct piece){(int32_t)(begin - vocabulary->bytes), (int32_t)length, vocabulary->ids[i], within};
+        vocabulary->longest_piece = greater(vocabulary->longest_piece, length);
+        next += whole + 1;
+    }
+}
+
+static int32_t find(const struct wordpiece *vocabulary, const uint8_t *bytes, int64_t length, uint64_t hash, int within) {
+    for (int64_t slot = slot_of(hash, vocabulary->mask);; slot = (slot + 1) & vocabulary->mask) {
+        const int32_t i = vocabulary->table[slot];
+        if (i < 0) return -1;
+        const struct piece *piece = vocabulary->pieces + i;
+        if (piece->length == length && piece->within == within &&
+            memcmp(vocabulary->bytes + piece->begin, bytes, (size_t)length) == 0)
+            return piece->id;
+    }
+}
+
+// Writes the ids of a word's pieces, at most `length`, and returns their number.
+static int64_t encode_word(const struct wordpiece *vocabulary, const uint8_t *word, int64_t length, int32_t *ids) {
+    uint64_t hashes[LONGEST_WORD + 1];
+    int64_t count = 0;
+    if (length > vocabulary->longest_word) {
+        ids[0] = vocabulary->unknown;
+        return 1;
+    }
+    for (int64_t begin = 0; begin < length;) {
+        const int within = begin > 0;
+        int64_t size = lesser(length - begin, vocabulary->longest_piece);
+        int32_t id = -1;
+        hashes[0] = begin_hash(within);
+        for (int64_t i = 0; i < size; i++) hashes[i + 1] = add_byte(hashes[i], word[begin + i]);
+        for (; size > 0; size--)
+            if ((id = find(vocabulary, word + begin, size, hashes[size], within)) >= 0) break;
+        if (size == 0) {
+            ids[0] = vocabulary->unknown;
+            return 1;
+        }
+        ids[count++] = id;
+        begin += size;
+    }
+    return count;
+}
+
+// Encodes `texts` ASCII texts: text i has the bytes begins[i] to begins[i + 1] - 1 of `bytes`, one byte lies between two.
+// Its ids end at ends[i] in `ids`, which has room for a token per byte and the special ones. At most `limit` tokens of a
+// text stay, special ones included: the first, or the last where `left`; `limit` 0 keeps all. Returns the number of ids.
+int64_t wordpiece_encode(const struct wordpiece *vocabulary, const uint8_t *bytes, const int64_t *begins, int64_t texts,
+                         int64_t limit, int32_t left, int32_t *ids, int64_t *ends) {
+    const int64_t special = vocabulary->leading_count + vocabulary->trailing_count;
+    const int64_t room = limit ? greater(limit - special, 0) : INT64_MAX;
+    uint8_t word[LONGEST_WORD + 1];
+    int64_t total = 0;
+    for (int64_t text = 0; text < texts; text++) {
+        const uint8_t *end = bytes + begins[text + 1] - 1;
+        int64_t length = 0, count = 0;
+        for (int64_t i = 0; i < vocabulary->leading_count; i++) ids[total++] = vocabulary->leading[i];
+        int32_t *own = ids + total;
+        for (const uint8_t *byte = bytes + begins[text];; byte++) {
+            const int kind = byte < end ? vocabulary->kinds[*byte] : SPACE;
+            if (kind == LETTER) {
+                if (length <= LONGEST_WORD) word[length++] = vocabulary->mapped[*byte];
+                continue;
+            }
+            if (kind == DROPPED) continue;
+            if (length) count += encode_word(vocabulary, word, length, own + count);
+            length = 0;
+            if (kind == ISOLATED) count += encode_word(vocabulary, &vocabulary->mapped[*byte], 1, own + count);
+            if (byte >= end || (count >= room && !left)) break;
+        }
+        if (count > room) {
+            if (left) memmove(own, own + count - room, (size_t)room * sizeof(int32_t));
+            count = room;
+        }
+        total += count;
+        for (int64_t i = 0; i < vocabulary->trailing_count; i++) ids[total++] = vocabulary->trailing[i];
+        ends[text] = total;
+    }
+    return total;
+}

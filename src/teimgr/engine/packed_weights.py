@@ -1,0 +1,81 @@
+"""Weights of linear layers in the order in which the C library reads them: in panels of columns, in huge pages."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes
+
+
+class WeightPacker:
+    """Packs the layers of one program, whose `shapes` are (out, in), in `dtype`: float32 or bfloat16.
+
+    `panel` is how many columns the library computes at a time.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], panel: int, dtype: torch.dtype) -> None:
+        self._panel = panel
+        self._dtype = dtype
+        counts = [-(-columns // panel) * panel * inner for columns, inner in shapes]
+        self._memory = _HugePages(sum(_aligned(count * dtype.itemsize) for count in counts))
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        """[out, in], in parts → [panels, in, panel], or in bfloat16 [panels, in / 2, panel] of pairs, as one int32;
+        zeros behind the last column.
+        """
+        columns, inner = sum(len(part) for part in parts), parts[0].shape[1]
+        panels = -(-columns // self._panel)
+        rows = torch.empty(panels * self._panel, inner, dtype=self._dtype)
+        rows[columns:] = 0
+        at = 0
+        for part in parts:
+            rows[at : at + len(part)] = part
+            at += len(part)
+        units = (rows.view(torch.int32) if self._dtype is torch.bfloat16 else rows).view(panels, self._panel, -1)
+        packed = self._memory.take(units.numel(), units.dtype).view(panels, -1, self._panel)
+        return packed.copy_(units.permute(0, 2, 1))
+
+    def pack_bytes(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[out, in] → int8 [panels, in / 4, panel, 4]; the scale of each column, and the sum of its bytes."""
+        weights = weights.float()
+        scales = weights.abs().amax(dim=1).clamp_min(1e-12) / 127.0
+        rows = self.padded((weights / scales[:, None]).round().to(torch.int8))
+        packed = rows.view(-1, self._panel, weights.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous()
+        return packed, self.padded(scales), rows.sum(dim=1, dtype=torch.int32)
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """`rows` and zeros up to a whole panel."""
+        missing = -rows.shape[0] % self._panel
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
+
+
+class _HugePages:
+    """`size` bytes, in huge pages where the system has them.
+
+    Thousands of small pages, each taken from the system at its first use, cost more time than the packing.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._taken = 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if size:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError, AttributeError):  # a system without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """[count] numbers of four bytes each."""
+        size = count * 4
+        found = self._bytes[self._taken : self._taken + size].view(dtype)
+        self._taken += _aligned(size)
+        return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,198 @@
+"""Reference results of models, kept in files between loads, so that a restarted worker need not compute them again.
+
+The fidelity gate compares every load with the library's own float32 forward of known texts, which takes a third of a
+small model's load. Those results are the same each time for the same files, so the first load of a model writes them
+down. The comparison itself is done at every load, and where it fails the reference is computed afresh.
+
+A file is a line of JSON (digest and dtype) followed by tensors in safetensors' format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import safetensors.numpy
+import safetensors.torch
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+
+from teimgr.durable_files import write_atomically
+from teimgr.engine.batch import Encoded
+from teimgr.engine.job import Output
+from teimgr.engine.native_library import native_library
+from teimgr.model_files.layout import Layout
+
+log = logging.getLogger(__name__)
+
+MOST_FILES = 32
+MOST_BYTES = 2 * 1024 * 1024
+"""Of a file; larger results are not kept."""
+_MOST_MODEL_FILES = 1000  # a folder with more is not a model's alone, and looking at all takes too long
+_FORMAT = 1
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SUFFIX = ".reference"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownReference:
+    """The reference results, by input; `dtype` is what `auto` came to, None where it must be measured again."""
+
+    results: list[dict[Output, Tensor]]
+    dtype: torch.dtype | None
+
+
+class ReferenceCache:
+    """The file of one model in `folder`, which is made where it is missing.
+
+    Only files of this user that no one else may write are read; damaged ones count as missing. Errors of the disk are
+    logged: a load never fails because of them.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder = folder
+        self._path = folder / f"{key}{_SUFFIX}"
+
+    def read(self) -> KnownReference | None:
+        try:
+            content = _read_own(self._folder, self._path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("known reference results are not used: %s", error)
+            return None
+        known = _parsed(content)
+        if known is None:
+            log.warning("damaged reference results: %s", self._path)
+        else:
+            with suppress(OSError):
+                os.utime(self._path)  # the files that were not used for longest go first
+        return known
+
+    def write(self, known: KnownReference) -> None:
+        content = _content(known)
+        if len(content) > MOST_BYTES:
+            return
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            _check_own(self._folder.lstat(), self._folder)
+            write_atomically(self._path, content, mode=0o600)
+            self._remove_oldest()
+        except OSError as error:
+            log.warning("reference results are not kept: %s", error)
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _remove_oldest(self) -> None:
+        """Keep the `MOST_FILES` files that were used last; a half-written one counts too."""
+        files = [(entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(self._folder)]
+        for _, path in sorted(files, reverse=True)[MOST_FILES:]:
+            Path(path).unlink(missing_ok=True)
+
+
+def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str | None:
+    """A digest of all that the results depend on: the model's files, how they are read, the inputs, `dtype` as
+    requested, versions of this engine, torch and transformers, and the instructions of the CPU.
+
+    Files are identified as `make` does, by size, times and inode, as reading all weights takes longer than the results
+    do. None where the results may depend on more: with code that comes with the model, or with too many files.
+    """
+    if layout.trust_remote_code:
+        return None
+    folders = {layout.root.resolve(), layout.transformer_dir.resolve()}
+    found: list[tuple[object, ...]] = []
+    try:
+        for folder in sorted(folders):
+            for path in _files(folder):
+                if len(found) == _MOST_MODEL_FILES:
+                    return None
+                found.append(_identity(path))
+        engine = [_identity(path) for path in _files(Path(__file__).parent) if not path.endswith(".pyc")]
+    except OSError as error:
+        log.info("no reference results are kept: %s", error)
+        return None
+    library = native_library()
+    facts = (
+        (_FORMAT, torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()),
+        None if library is None else (library.level, library.multiplies_bytes),
+        (dtype, repr(replace(layout, notes=()))),
+        found,
+        engine,
+    )
+    digest = hashlib.sha256(repr(facts).encode())
+    for each in inputs:
+        types = None if each.type_ids is None else each.type_ids.tolist()
+        digest.update(repr((each.ids.tolist(), types, each.keys, each.prompt_tokens, each.query)).encode())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (os.path.join(root, name) for name in sorted(names))  # noqa: PTH118  hundreds at each load
+
+
+def _identity(path: str) -> tuple[object, ...]:
+    """Of a file, or of that which a link leads to, as in the cache of the hub."""
+    found = os.stat(path)  # noqa: PTH116
+    return path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _read_own(folder: Path, path: Path) -> bytes:
+    """Raises OSError: there is none, or someone else may have written it, or it is too large."""
+    _check_own(folder.lstat(), folder)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        _check_own(found, path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+            raise OSError(f"{path} is no file of at most {MOST_BYTES} bytes")
+        return file.read(MOST_BYTES)
+
+
+def _check_own(found: os.stat_result, path: Path) -> None:
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
+        raise PermissionError(f"{path} can be written by other users")
+
+
+def _content(known: KnownReference) -> bytes:
+    tensors = {
+        f"{place}.{output.value}": rows.contiguous().numpy()
+        for place, result in enumerate(known.results)
+        for output, rows in result.items()
+    }
+    payload = safetensors.numpy.save(tensors)  # torch's form refuses results that share memory
+    dtype = None if known.dtype is None else str(known.dtype).removeprefix("torch.")
+    header: dict[str, object] = {"inputs": len(known.results), "dtype": dtype}
+    return json.dumps(header | {"digest": _digest(header, payload)}).encode() + b"\n" + payload
+
+
+def _parsed(content: bytes) -> KnownReference | None:
+    """None for a damaged file."""
+    line, _, payload = content.partition(b"\n")
+    try:
+        header = json.loads(line)
+        if header.pop("digest") != _digest(header, payload):
+            return None
+        results: list[dict[Output, Tensor]] = [{} for _ in range(header["inputs"])]
+        for name, rows in safetensors.torch.load(payload).items():
+            place, _, output = name.partition(".")
+            results[int(place)][Output(output)] = rows
+        return KnownReference(results, None if header["dtype"] is None else _DTYPES[header["dtype"]])
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, SafetensorError):
+        return None
+
+
+def _digest(header: dict[str, object], payload: bytes) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode() + payload).hexdigest()
