@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from teimgr.observability.catalogue import DURATION_BOUNDS
-from teimgr.observability.memory import resident_bytes_of
 from teimgr.placement.planner import InventorySource
 from teimgr.rest.probes import Scraper, WorkerStats
 from teimgr.spec import InstanceView
@@ -270,6 +269,6 @@ def _memory(view: InstanceView, on_cards: Mapping[int, int], stats: Sequence[Wor
     Where the driver does not report processes, as in containers, that of torch's allocator counts.
     """
     if not any(worker.gpu for worker in view.workers):
-        return sum(resident_bytes_of(worker.pid) or 0 for worker in view.workers if worker.pid is not None)
+        return sum(int(each.counters.get("resident_bytes", 0)) for each in stats)
     known = [on_cards[worker.pid] for worker in view.workers if worker.pid is not None and worker.pid in on_cards]
     return sum(known) or sum(int(each.counters.get("device_bytes", 0)) for each in stats)

@@ -231,11 +231,14 @@ class Page:
         return event_stream(self._instance_events(request))
 
     async def _instance_events(self, request: Request) -> AsyncGenerator[Event]:
-        """The instance, new points of its charts and its events, whenever there are some; ends when it is deleted."""
+        """The instance, new points of its charts and its events, whenever there are some; ends when it is deleted.
+
+        Events begin behind the id `after`: others may come between the page and its stream.
+        """
         name, event_log = request.path_params["name"], request.app.state.events
         seen: object = None
         fine = coarse = 0.0
-        last_id = max((event.id for event in event_log.history(name)), default=0) if event_log else 0
+        last_id = _last_seen(request.query_params.get("after", ""), 0 if event_log is None else event_log.latest)
         with self._sampler.watching():
             while not self._is_closing(request):
                 state = self._state(request)
@@ -385,6 +388,16 @@ class Page:
 
 async def _static(request: Request) -> Response:
     return assets().respond(request) or Response("no such file", 404)
+
+
+def _last_seen(after: str, latest: int) -> int:
+    """The id behind which events are new for a stream that has those up to `after`.
+
+    Without a number it is `latest`; a greater one is of the daemon before, so all are new.
+    """
+    if not after.isdecimal() or len(after) > 18:
+        return latest
+    return int(after) if int(after) <= latest else 0
 
 
 def _local_path(path: str) -> str:

@@ -158,7 +158,8 @@ function addEvents(events) {
   $("#no-events").hidden = $("#life").children.length > 0;
 }
 
-const live = follow(`/ui/instances/${encodeURIComponent(name)}/live`, {
+const newest = () => $("#life").firstElementChild?.dataset.id ?? 0;
+const live = follow(() => `/ui/instances/${encodeURIComponent(name)}/live?after=${newest()}`, {
   instance(now) {
     ({ row, info } = now);
     for (const [ring, kept] of Object.entries(KEPT)) points[ring] = [...points[ring], ...now.points[ring]].slice(-kept);
