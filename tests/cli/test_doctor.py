@@ -144,4 +144,4 @@ def test_a_state_file_of_the_future_means_that_the_clock_was_set_back(tmp_path: 
     file.touch()
     os.utime(file, (4e9, 4e9))
 
-    assert findings(doctor._clock, state_file=file) == {"clock": f"warn: {file} is of the future"}
+    assert findings(doctor.check_clock, state_file=file) == {"clock": f"warn: {file} is of the future"}

@@ -11,9 +11,11 @@ import pytest
 from teimgr.cluster.enrolment import MAX_TOKENS, Enrolment, JoinToken, TokenRecord
 from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, ValidationError
 
+NOW = 1_000_000.0
+
 
 class Clock:
-    now = 1_000_000.0
+    now = NOW
 
     def __call__(self) -> float:
         return self.now
@@ -81,12 +83,33 @@ def test_a_name_in_the_fleet_is_taken_over_only_by_a_token_for_it(enrolment: Enr
 
 def test_a_removed_node_is_not_renewed(enrolment: Enrolment) -> None:
     enrolment.redeem(enrolment.create_token("f" * 64), "a")
-    enrolment.renew("a")
+    enrolment.renew("a", NOW)
 
     assert enrolment.remove("a")
     assert not enrolment.remove("a")
+    assert enrolment.removed["a"] > NOW
     with pytest.raises(Forbidden, match="not in the fleet"):
-        enrolment.renew("a")
+        enrolment.renew("a", NOW)
+
+
+def test_a_host_that_takes_over_a_name_takes_the_others_certificate_away(enrolment: Enrolment) -> None:
+    enrolment.redeem(enrolment.create_token("f" * 64), "a")
+    enrolment.redeem(enrolment.create_token("f" * 64, node="a"), "a")
+
+    enrolment.renew("a", NOW)
+    with pytest.raises(Forbidden, match="Another host is node 'a'"):
+        enrolment.renew("a", NOW - 1)
+
+
+def test_removals_are_kept_as_long_as_the_certificates_live(clock: Clock, tmp_path: Path) -> None:
+    enrolment = Enrolment(tmp_path / "e.json", clock)
+    enrolment.redeem(enrolment.create_token("f" * 64), "a")
+    enrolment.remove("a")
+    assert Enrolment(tmp_path / "e.json").removed == enrolment.removed
+
+    clock.now += 73 * 3600
+    enrolment.redeem(enrolment.create_token("f" * 64), "b")
+    assert not enrolment.removed
 
 
 @pytest.mark.parametrize("name", ["", "A", "a/b", "-a", "a" * 64, "a b", "daemon\n"])

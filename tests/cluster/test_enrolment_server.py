@@ -7,29 +7,45 @@ import json
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
+from teimgr.cluster import node_identity
 from teimgr.cluster.authority import new_request
 from teimgr.cluster.enrolment_server import EnrolmentServer
-from teimgr.cluster.node_identity import join, renew, seconds_to_renewal
-from teimgr.errors import Forbidden, Unauthenticated, Unavailable
-from teimgr.fleet_tls import FleetIdentity, new_context, peer_of
+from teimgr.cluster.messages import Versions
+from teimgr.cluster.node_identity import renew, seconds_to_renewal
+from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, Unavailable
+from teimgr.fleet_tls import CLOCKS_APART_S, FleetIdentity, FleetName, Peer, new_context, peer_of
 
 HOST = "127.0.0.1"
 
 
+VERSIONS = Versions(teimgr="0.1.0", ray="2.60.0", python="3.11.7", torch="2.13.0")
+
+
+def enrolment(folder: Path) -> EnrolmentServer:
+    return EnrolmentServer(folder, "head", VERSIONS, lambda: "ray's token")
+
+
+async def join(host: str, port: int, token: str, node: str, folder: Path) -> str:
+    """`node_identity.join`, with the daemon's versions."""
+    return await node_identity.join(host, port, token, FleetIdentity(folder, node), VERSIONS)
+
+
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EnrolmentServer]:
-    server = EnrolmentServer(tmp_path / "cluster")
+    server = enrolment(tmp_path / "cluster")
     await server.start(HOST, 0)
     yield server
     await server.close()
 
 
 async def joined(server: EnrolmentServer, folder: Path, node: str = "gpu-1") -> FleetIdentity:
-    await join(*server.address, str(server.create_token(None, 60)), node, folder)
+    await join(*server.address, server.join_token(None, 60), node, folder)
     return FleetIdentity(folder, node)
 
 
@@ -57,10 +73,50 @@ async def test_a_node_joins_and_its_certificate_names_it(server: EnrolmentServer
     assert 20 * 3600 < seconds_to_renewal(tmp_path / "node") < 24 * 3600
 
 
+async def test_other_versions_are_refused_by_name_and_leave_the_token_unused(
+    server: EnrolmentServer, tmp_path: Path
+) -> None:
+    token, identity = server.join_token(None, 60), FleetIdentity(tmp_path / "a", "a")
+    older = replace(VERSIONS, ray="2.59.0")
+
+    with pytest.raises(InvalidConfig, match=r"versions differ from the daemon's: ray 2\.60\.0 \(here 2\.59\.0\)"):
+        await node_identity.join(*server.address, token, identity, older)
+    assert await node_identity.join(*server.address, token, identity, VERSIONS) == "ray's token"
+    with pytest.raises(InvalidConfig, match="versions differ"):
+        await node_identity.enter(*server.address, identity, older)
+    await renew(*server.address, identity)  # it goes on: a host that is updated later keeps its links
+
+
+async def test_a_host_with_a_certificate_needs_no_token_and_a_refused_one_needs_a_new(
+    server: EnrolmentServer, tmp_path: Path
+) -> None:
+    identity = FleetIdentity(tmp_path / "a", "a")
+
+    async def admitted(token: str = "") -> str:
+        return await node_identity.admission(*server.address, identity, token, VERSIONS)
+
+    with pytest.raises(InvalidConfig, match=r"node 'a' has no valid certificate .* `teimgr cluster token`"):
+        await admitted()
+    token = server.join_token(None, 60)
+    assert [await admitted(token), await admitted(token), await admitted()] == ["ray's token"] * 3
+
+    server.enrolment.remove("a")
+    with pytest.raises(Forbidden, match="'a' is not in the fleet"):
+        await admitted()
+    with pytest.raises(Unauthenticated, match="was used by node 'a'"):
+        await admitted(token)
+    assert await admitted(server.join_token(None, 60)) == "ray's token"
+
+
+async def test_the_name_of_the_daemons_own_host_is_taken(server: EnrolmentServer, tmp_path: Path) -> None:
+    with pytest.raises(Forbidden, match="'head' is the daemon's own host"):
+        await join(*server.address, server.join_token("head", 60), "head", tmp_path / "a")
+
+
 async def test_a_token_is_good_for_one_node(
     server: EnrolmentServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    token = str(server.create_token(None, 60))
+    token = server.join_token(None, 60)
     await join(*server.address, token, "a", tmp_path / "a")
 
     with caplog.at_level(logging.WARNING), pytest.raises(Unauthenticated, match="was used by node 'a'"):
@@ -71,9 +127,9 @@ async def test_a_token_is_good_for_one_node(
 
 
 async def test_the_token_is_not_sent_to_another_daemon(server: EnrolmentServer, tmp_path: Path) -> None:
-    other = EnrolmentServer(tmp_path / "other")
+    other = enrolment(tmp_path / "other")
     await other.start(HOST, 0)
-    token = str(server.create_token(None, 60))
+    token = server.join_token(None, 60)
     try:
         with pytest.raises(Unauthenticated, match="not the daemon that made the join token"):
             await join(*other.address, token, "a", tmp_path / "a")
@@ -101,6 +157,32 @@ async def test_a_removed_node_gets_no_renewal(server: EnrolmentServer, tmp_path:
 
     with pytest.raises(Forbidden, match="'gpu-1' is not in the fleet"):
         await renew(*server.address, identity)
+
+
+async def test_the_certificate_of_a_removed_node_is_revoked_and_it_may_join_again(
+    server: EnrolmentServer, tmp_path: Path
+) -> None:
+    identity = await joined(server, tmp_path / "node")
+    before = peer_in(identity)
+    server.node_identity.check(before)
+
+    assert server.remove_host("gpu-1")
+    assert not server.is_member("gpu-1")
+
+    for own in (server.identity, server.node_identity):
+        with pytest.raises(Unauthenticated, match="node 'gpu-1' was removed from the fleet"):
+            own.check(before)
+    again = await joined(server, tmp_path / "again")
+    assert server.is_member("gpu-1")
+    server.node_identity.check(peer_in(again))
+    server.node_identity.check(before._replace(name=FleetName("gpu-2")))
+
+
+def peer_in(identity: FleetIdentity) -> Peer:
+    """As others see the node."""
+    certificate = x509.load_pem_x509_certificate((identity.folder / "identity.pem").read_bytes())
+    issued_at = certificate.not_valid_before_utc.timestamp() + CLOCKS_APART_S
+    return Peer(FleetName(identity.node), 3600.0, issued_at)
 
 
 async def test_renewal_without_a_certificate_is_refused(server: EnrolmentServer) -> None:

@@ -22,7 +22,6 @@ def test_versions_that_differ_are_named_with_both() -> None:
 def test_facts_and_exits_survive_json() -> None:
     facts = NodeFacts(
         name="a",
-        boot_id="b",
         versions=VERSIONS,
         labels={"zone": "a"},
         cores=2,

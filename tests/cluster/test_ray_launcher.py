@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
@@ -17,8 +21,9 @@ from tests.support.polling import eventually
 from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.inventory import ClusterInventory
 from teimgr.cluster.ray_launcher import RayLauncher
-from teimgr.errors import Code, NoHost
+from teimgr.errors import Code, NoHost, Unavailable
 from teimgr.launch.control_link import identify
+from teimgr.launch.launcher import WorkerHandle
 from teimgr.launch.process_handle import LaunchFailed, look_up
 from teimgr.spec import WorkerSpec
 
@@ -175,3 +180,36 @@ async def test_the_inventory_has_the_host_with_cores_memory_and_versions(
     assert host.memory_total_bytes > host.memory_free_bytes > 0
     assert set(host.versions) == {"teimgr", "ray", "python", "torch"}
     assert inventory.reason == "one: none in this test"
+
+
+async def test_a_killed_ray_is_started_again_without_what_it_left(one_host: OneHost) -> None:
+    head, launcher = one_host.launcher()
+    await launcher.start()
+    await launcher.find()
+    run_file = one_host.settings.run_dir / "ray.run"
+    ray = psutil.Process(json.loads(run_file.read_text())["pid"])
+    (server,) = [each for each in ray.children(recursive=True) if each.name() == "gcs_server"]
+
+    # As where another host of the cluster runs on this machine.
+    other = ["raylet", "-c", "import time; time.sleep(600)", f"--gcs-address={one_host.settings.cluster.address}"]
+
+    with subprocess.Popen(other, executable=sys.executable) as other_host:  # noqa: ASYNC220  as fast as any other way
+        ray.kill()
+
+        await eventually(lambda: not look_up(server.pid), 10)
+        await eventually(lambda: not head.bridge.connected.is_set())
+        await head.bridge.connected.wait()
+        other_host.kill()
+    handle = await _launched(launcher)
+    assert await identify(handle.socket, LIMIT_S)
+    await handle.stop(0)
+    await launcher.release()
+
+
+async def _launched(launcher: RayLauncher) -> WorkerHandle:
+    """A worker, as soon as the host is in the list of the new Ray."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with suppress(NoHost, LaunchFailed, Unavailable):
+                return await launcher.launch(spec(name="after"))
+            await asyncio.sleep(0.2)

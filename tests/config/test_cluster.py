@@ -40,3 +40,20 @@ def test_an_address_that_no_other_host_reaches_is_refused(tmp_path: Path, addres
 
 def test_without_the_table_there_is_one_host() -> None:
     assert Settings().cluster.address == ""
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("ray_port_start = 80\nray_port_end = 200", r"ray_port_start must be at least 1024 \(got 80\)"),
+        ("ray_port_start = 20000", r"must be at least 16 above ray_port_start \(got 20000 and 0\)"),
+        ("ray_port_start = 20000\nray_port_end = 20010", "at least 16 above"),
+        ("ray_port_start = 6300\nray_port_end = 6400", r"the ports contain that of cluster\.address, 6379"),
+    ],
+)
+def test_ports_that_ray_cannot_use_are_refused(tmp_path: Path, lines: str, problem: str) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'[cluster]\naddress = "10.0.0.1:6379"\n{lines}\n')
+
+    with pytest.raises(InvalidConfig, match=problem):
+        load(file, {})

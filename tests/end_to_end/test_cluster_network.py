@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.cluster import kill_ray, needs_ray
+from tests.support.cluster import needs_ray
 from tests.support.cluster_node import NodeProcess
-from tests.support.daemon_process import WarmDaemonProcess, free_ports
+from tests.support.daemon_process import WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.models import build
 from tests.support.network_namespace import NetworkNamespace, reason_for_none
 from tests.support.polling import until
@@ -27,10 +27,9 @@ pytestmark = [
 
 def test_the_workers_of_a_host_that_is_cut_off_run_elsewhere_and_the_host_comes_back(tmp_path: Path) -> None:
     model = str(build("bert", tmp_path / "model"))
-    (port,) = free_ports(1)
     with NetworkNamespace() as space:
-        daemon = WarmDaemonProcess(cluster={"address": f"{space.outside}:{port}", "node": "one"}, orphan_grace_secs=60)
-        node = NodeProcess(daemon.folder, f"{space.outside}:{port}", daemon.folder / "ray-token", "two", space.inside)
+        daemon = WarmDaemonProcess(cluster=cluster_table(space.outside, "one"), orphan_grace_secs=60)
+        node = NodeProcess(daemon, "two", space.inside)
         node.within = space.within
         try:
             with daemon, daemon.client() as client:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 from bench import weights
+from tests.support.card import card
 from tests.support.models import build
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Input, Job, Lane
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.model_files.reading import read_layout
+
+__all__ = ["card"]
 
 WAIT_S = 60.0
 

@@ -121,15 +121,6 @@ def test_the_first_model_is_gone_before_another_is_loaded(
     assert set(alive) == {0}
 
 
-def test_a_gpu_tries_the_other_sixteen_bit_type_before_float32() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-
-    assert fidelity_gate._candidate_dtypes(torch.bfloat16, cuda) == [torch.bfloat16, torch.float16, torch.float32]
-    assert fidelity_gate._candidate_dtypes(torch.float16, cuda) == [torch.float16, torch.float32]
-    assert fidelity_gate._candidate_dtypes(torch.bfloat16, cpu) == [torch.bfloat16, torch.float32]
-    assert fidelity_gate._candidate_dtypes(torch.float32, cpu) == [torch.float32]
-
-
 def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,7 @@ def test_a_batch_of_many_results_is_run_in_parts(
     words = ("fog", "and", "rain", "on", "the", "harbour")
     texts = [" ".join(order) for order in islice(permutations(words), 64)]
     length = len(served.engine.tokenize(texts[0], True, None))
-    monkeypatch.setattr(runner, "_MAX_RESULT_BYTES", 4 * 32 * length * 10)
+    monkeypatch.setattr(runner, "MAX_RESULT_BYTES", 4 * 32 * length * 10)
     batches.asked.clear()
     job = served.embed(texts, outputs=TOKENS)
     assert job.errors == {}
@@ -171,7 +171,7 @@ def test_a_batch_of_many_results_is_run_in_parts(
     batches.asked.clear()
     assert served.embed(texts, outputs=DENSE).errors == {}
     assert max(texts for texts, _ in batches.asked) > 10
-    monkeypatch.setattr(runner, "_MAX_RESULT_BYTES", 1)
+    monkeypatch.setattr(runner, "MAX_RESULT_BYTES", 1)
     assert served.embed(texts[:1], outputs=TOKENS).errors == {}
 
 

@@ -14,14 +14,16 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from tests.support.card import StandInCard
 
 from teimgr.engine.batch import Encoded, PackedBatch
 from teimgr.engine.finisher import Finisher, HostRows
 from teimgr.engine.heads import Rows
+from teimgr.engine.heads.pooling import finish
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.runner import Runner, _key
-from teimgr.errors import InferenceFailed, OutOfDeviceMemory
+from teimgr.errors import InferenceFailed, OutOfDeviceMemory, Unavailable
 from teimgr.spec import CpuThreads
 
 WIDTH = 4
@@ -48,18 +50,21 @@ class Scarce:
     backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
 
-    def __init__(self, error: type[Exception], room: int) -> None:
+    def __init__(self, error: type[Exception], room: int, message: str = "CUDA out of memory") -> None:
         self._error = error
         self._room = room
+        self._message = message
+        self.sizes: list[int] = []  # of all batches
         self._activations: list[weakref.ref[torch.Tensor]] = []
         self.most_alive = 0
 
     def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
         self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self._activations))
+        self.sizes.append(batch.texts)
         activation = torch.zeros(1000)
         self._activations.append(weakref.ref(activation))
         if batch.texts > self._room:
-            raise self._error("CUDA out of memory")
+            raise self._error(self._message)
         return {Output.DENSE: Rows(torch.ones(batch.texts, WIDTH))}
 
 
@@ -82,6 +87,91 @@ def test_a_batch_that_fails_leaves_nothing_in_memory_when_its_halves_run(
     assert {type(e) for e in job.errors.values()} == outcome
     assert (len(job.errors) == 8) is bool(outcome)
     assert ("raise self._error" in caplog.text) is (error is RuntimeError)
+
+
+class Broken:
+    """A model on a card that fails in its second batch, and what its forwards raise from then on."""
+
+    backbone = SimpleNamespace(device=torch.device("cpu"))
+    widths: ClassVar = {Output.DENSE: WIDTH}
+
+    def __init__(self, card: StandInCard) -> None:
+        self._card = card
+        self.forwards = 0
+
+    def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+        self.forwards += 1
+        if self.forwards > 1:
+            self._card.fault = torch.AcceleratorError("CUDA error: device-side assert triggered")
+            raise self._card.fault
+        return {Output.DENSE: Rows(torch.ones(batch.texts, WIDTH))}
+
+
+def test_a_fault_of_the_device_fails_its_batch_and_nothing_is_run_any_more(
+    card: StandInCard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At 8 texts a batch: one is answered, one had a part in the fault, two may be tried elsewhere."""
+    model, job, faults = Broken(card), job_of(32), list[str]()
+    serve(model, [job], batch_texts=8, on_fault=faults.append)
+
+    assert model.forwards == 2
+    assert [type(job.errors.get(row)) for row in (0, 8, 16, 24)] == [
+        type(None),
+        InferenceFailed,
+        Unavailable,
+        Unavailable,
+    ]
+    assert len(job.errors) == 24
+    assert faults == ["the device failed: CUDA error: device-side assert triggered"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_running_out_of_memory_makes_later_batches_smaller(card: StandInCard) -> None:
+    """A batch of 600 one-token texts does not fit: it runs in halves, and the next have 300 at most."""
+    model, job = Scarce(torch.AcceleratorError, 400, "CUDA error: out of memory"), job_of(1300)
+    serve(model, [job], batch_texts=600)
+
+    assert job.errors == {}
+    assert model.sizes == [600, 300, 300, 300, 300, 100]
+
+
+class Longer:
+    """A model whose vectors have the length 8."""
+
+    backbone = SimpleNamespace(device=torch.device("cpu"))
+    widths: ClassVar = {Output.DENSE: WIDTH}
+
+    def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+        return {Output.DENSE: Rows(torch.full((batch.texts, WIDTH), 4.0))}
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_vectors_are_finished_on_a_card_where_all_jobs_of_a_batch_want_the_same(
+    on_card: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_card:
+        request.getfixturevalue("card")
+    by_host: list[int] = []
+    monkeypatch.setattr(
+        "teimgr.engine.finisher.finish",
+        lambda values, *options: by_host.append(len(values)) or finish(values, *options),
+    )
+
+    def job(dimensions: int, normalize: bool) -> Job:
+        made = Job(["x"] * 2, InferOptions(dimensions=dimensions, normalize=normalize), Lane.BULK)
+        made.allocate_results(WIDTH, 0)
+        return made
+
+    alike, mixed = [job(2, True), job(2, True)], [job(2, True), job(4, True), job(3, False)]
+    serve(Longer(), alike)
+    assert by_host == ([] if on_card else [4])
+    serve(Longer(), mixed)
+    assert len(by_host) == (3 if on_card else 4)
+
+    for each in (*alike, mixed[0]):
+        np.testing.assert_allclose(each.vectors, np.full((2, 2), 0.5**0.5), atol=1e-7)
+    np.testing.assert_allclose(mixed[1].vectors, np.full((2, 4), 0.5), atol=1e-7)
+    assert mixed[2].vectors.tolist() == [[4.0] * 3] * 2
 
 
 class Device:
@@ -239,11 +329,16 @@ def test_inputs_of_the_same_ids_may_differ(other: Encoded) -> None:
 
 
 def serve(
-    embedder: Any, jobs: list[Job], threads: int = 1, serial_tokens: int = 0, batch_texts: int | None = None
+    embedder: Any,
+    jobs: list[Job],
+    threads: int = 1,
+    serial_tokens: int = 0,
+    batch_texts: int | None = None,
+    on_fault: Callable[[str], None] = pytest.fail,
 ) -> None:
     """Run the jobs to their end."""
     delivered: list[Job] = []
-    finisher = Finisher(delivered.extend, pytest.fail)
+    finisher = Finisher(delivered.extend, on_fault)
     finishing = threading.Thread(target=finisher.run)
     finishing.start()
     waiting = EntryQueue(BatchLimits(1000, 1000, batch_texts))

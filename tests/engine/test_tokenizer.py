@@ -61,6 +61,7 @@ def test_texts_are_checked_before_they_cost_time(tokenizer: TextTokenizer) -> No
 
 def panic_at_long_texts(tokenizer: TextTokenizer) -> None:
     """A setting that the library refuses by a panic of Rust, as soon as a text is over the limit."""
+    tokenizer._wordpiece = None  # all texts to the library
     tokenizer._library._tokenizer.enable_truncation(3, stride=1)
 
 

@@ -34,16 +34,18 @@ from bench.machine import cpu_s
 
 from teimgr.config.settings import Settings
 from teimgr.errors import Code
-from teimgr.launch.control_link import ControlLink, WorkerStatus
+from teimgr.launch.control_link import ControlLink, MuxLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, FoundWorkers, WorkerHandle
+from teimgr.launch.mux_launcher import LocalMuxLauncher
 from teimgr.launch.process_handle import Exit, ExitReport, new_incarnation
 from teimgr.mux.process import Mux
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import Gpu, GpuInventory, Inventory, place
 from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec, LoadedModel, RouteEntry, State, WorkerSpec
+from teimgr.supervision.crash_reports import CrashReports
 from teimgr.supervision.manager import Manager
-from teimgr.supervision.muxes import MuxSupervisor, mux_config
+from teimgr.supervision.muxes import MuxSupervisor, local_launcher, mux_config
 from teimgr.supervision.store import Store
 from teimgr.wire.frames import Method
 from tests.support import long_run
@@ -201,7 +203,11 @@ class Simulation:
         self.manager = Manager(
             self.settings, self.launcher, self.directory, self.store, self.cards, self.metrics, cores=64
         )
-        self.muxes = [MuxSupervisor(n, self.settings, self.directory, self.metrics) for n in range(hosts)]
+        crashes = CrashReports(self.settings.log_dir / "crashes")
+        self.muxes = [
+            MuxSupervisor(local_launcher(number, self.settings), self.directory, self.metrics, crashes)
+            for number in range(hosts)
+        ]
         self._changed = asyncio.Event()
         self.changes = 0
         self.directory.subscribe(self._on_change)
@@ -238,7 +244,7 @@ class Simulation:
     @asynccontextmanager
     async def feeding(self) -> AsyncIterator[None]:
         """Feed the muxes, which listen already; when it is entered each has the snapshot."""
-        feeds = [asyncio.create_task(mux._feed()) for mux in self.muxes]
+        feeds = [asyncio.create_task(_feed(mux)) for mux in self.muxes]
         try:
             async with asyncio.timeout(_LIMIT_S):
                 while any(mux._routes is None for mux in self.muxes):  # noqa: ASYNC110
@@ -373,6 +379,15 @@ async def _idle(farms: Sequence[int], hosts: int) -> dict[str, float]:
 
 def _resident_mib() -> float:
     return psutil.Process().memory_info().rss / 2**20
+
+
+async def _feed(mux: MuxSupervisor) -> None:
+    assert isinstance(mux.launcher, LocalMuxLauncher)
+    link = await MuxLink.open(mux.launcher.config.control_socket, _LIMIT_S)
+    try:
+        await mux._feed_by(link)
+    finally:
+        link.close()
 
 
 @asynccontextmanager

@@ -14,8 +14,8 @@ import pytest
 
 from teimgr.errors import InvalidConfig
 from teimgr.observability import logs
+from teimgr.observability.log_files import pieces, read_lines
 from teimgr.observability.logs import last_line, last_warning, open_log, shrink
-from teimgr.rest.logs import pieces, read_lines
 
 
 class Terminal(io.StringIO):

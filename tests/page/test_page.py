@@ -169,6 +169,22 @@ async def test_the_stream_of_an_instance_ends_with_it(serving: Serving) -> None:
             assert (await reply.content.read()).strip() == b""
 
 
+async def test_the_stream_of_an_instance_begins_behind_the_event_that_the_page_has(serving: Serving) -> None:
+    """A worker that runs before the stream is opened is an event of neither otherwise."""
+    async with serving() as front:
+        await front.create("a")
+        page = await text_of(front, "/ui/instances/a", headers=HTML)
+        ids = [int(id) for id in re.findall(r'<li data-id="(\d+)">', page)]
+        async with front.http.get("/ui/instances/a/live") as reply:
+            await next_event(reply)
+            front.fleet.ready("a")
+            assert (await next_event(reply))["events"]
+
+        for after in (max(ids), 10**12):  # the page's newest event, and one of the daemon before
+            async with front.http.get(f"/ui/instances/a/live?after={after}") as reply:
+                assert (await next_event(reply))["events"][-1]["event"] == "running"
+
+
 async def next_event(reply: aiohttp.ClientResponse) -> Any:
     while not (line := await reply.content.readline()).startswith(b"data: "):
         assert line, "the stream has ended"

@@ -113,6 +113,17 @@ def test_the_daemons_own_visible_devices_limit_the_cards(visible: str | None, in
     assert bool(shown.reason) == (not indexes)
 
 
+@pytest.mark.parametrize(
+    ("visible", "is_missed"),
+    [("MIG-6fd1b2c0-1", True), ("9", True), ("GPU-9", True), ("", False), ("-1", False), ("NoDevFiles", False)],
+)
+def test_cards_that_are_named_and_not_there_are_a_mistake(visible: str, is_missed: bool) -> None:
+    shown = only_visible(TWO, visible)
+
+    assert shown.misses_cards is is_missed
+    assert ("partitions of a card (MIG) are not supported" in shown.reason) is visible.startswith("MIG-")
+
+
 async def test_a_missing_driver_is_no_error_and_says_so() -> None:
     inventory = await GpuInventory({}).read()
 
@@ -221,7 +232,7 @@ AUTO = {"name": "a", "model_id": "m", "max_batch_tokens": 0}
     ("keys", "inventory", "tokens"),
     [
         ({"max_batch_tokens": 7}, SIZED, 7),
-        ({}, SIZED, 40960),
+        ({}, SIZED, 32768),
         ({"gpu_id": 1}, SIZED, 21504),
         ({"replicas": "per-gpu"}, SIZED, 21504),
         ({"replicas": 2}, SIZED, 21504),

@@ -85,6 +85,20 @@ async def test_without_a_card_nothing_is_asked() -> None:
     await with_card("fail", LaunchFailed("no nursery")).run()
 
 
+async def test_models_that_run_on_the_cpu_by_mistake_are_an_alarm() -> None:
+    async def asked() -> TorchBuild:
+        raise AssertionError
+
+    gpus = GpuInventory({"CUDA_VISIBLE_DEVICES": "MIG-1"}, lambda: Inventory((card(9, 0),)))
+    preflight = Preflight("warn", gpus, asked)
+    await preflight.run()
+    (alarm,) = preflight.alarms()
+    assert "run on the CPU" in alarm
+    assert "MIG" in alarm
+    with pytest.raises(InvalidConfig, match="MIG"):
+        await Preflight("fail", gpus, asked).run()
+
+
 def test_this_process_can_say_what_its_torch_was_built_for() -> None:
     import torch
 

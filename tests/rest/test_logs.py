@@ -16,8 +16,7 @@ import pytest
 from tests.support.rest_listener import Front
 
 from teimgr.config.settings import Settings
-from teimgr.observability.logs import open_log, shrink
-from teimgr.rest.logs import (
+from teimgr.observability.log_files import (
     CHUNK_BYTES,
     CUT,
     FOLLOW_CHUNK_BYTES,
@@ -27,6 +26,7 @@ from teimgr.rest.logs import (
     pieces,
     read_lines,
 )
+from teimgr.observability.logs import open_log, shrink
 
 LIMIT_S = 20.0
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -21,12 +21,14 @@ from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
 from teimgr.errors import PortConflict, Unavailable
+from teimgr.launch.mux_launcher import LocalMux, LocalMuxLauncher, MuxRunFile
 from teimgr.launch.process_handle import ProcessHandle, look_up
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry, State
+from teimgr.supervision.crash_reports import CrashReports
 from teimgr.supervision.lifecycle import Backoff
-from teimgr.supervision.muxes import Muxes, MuxRunFile, MuxSupervisor, MuxTimeouts, mux_config
+from teimgr.supervision.muxes import Muxes, MuxSupervisor, MuxTimeouts, mux_config
 
 LIMIT_S = 60.0
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_mux.py")
@@ -67,12 +69,13 @@ class Kept:
     def __init__(self, settings: Settings, how: str, alarm_after_s: float = LIMIT_S) -> None:
         self.metrics = Watched()
         self.directory = Directory()
+        command = (sys.executable, FAKE, how)
+        launcher = LocalMuxLauncher(0, mux_config(0, settings), settings.log_dir, 1 << 20, 1, command)
         self.supervisor = Heeded(
-            0,
-            settings,
+            launcher,
             self.directory,
             self.metrics,
-            command=(sys.executable, FAKE, how),
+            CrashReports(settings.log_dir / "crashes"),
             # Only a mux that never answers may have the time run out.
             timeouts=MuxTimeouts(
                 connect_limit_s=0.1 if how == "absent" else LIMIT_S,
@@ -124,6 +127,17 @@ async def test_counters_of_many_instances_are_no_reason_to_kill_a_mux(settings: 
     async with kept.running():
         for _ in range(2):
             await kept.metrics.heard.acquire()
+
+        assert kept.supervisor.alarm is None
+        assert kept.metrics.lost.locked()
+
+
+async def test_a_mux_whose_connection_breaks_is_connected_again_and_not_restarted(settings: Settings) -> None:
+    kept = Kept(settings, "reset")
+    async with kept.running():
+        for number in range(3):
+            await kept.metrics.heard.acquire()
+            kept.directory.publish(RouteEntry(f"i{number}", "model", State.STOPPED))
 
         assert kept.supervisor.alarm is None
         assert kept.metrics.lost.locked()
@@ -253,7 +267,7 @@ def reaped() -> Iterator[None]:
     """What a crashed daemon started is still this process's child."""
     yield
     for supervisor in [supervisor for muxes in crashed for supervisor in muxes._supervisors]:
-        assert supervisor._process is not None
+        assert isinstance(supervisor._process, LocalMux)
         child = supervisor._process._child
         assert child is not None
         child.kill()

@@ -334,7 +334,7 @@ async def test_the_only_worker_stays_in_the_routes_at_its_first_missed_probe(fle
 
 @pytest.mark.clause("M5.4-restart")
 async def test_a_stopped_worker_is_replaced_within_seconds_and_its_callers_are_told(fleets: Fleets) -> None:
-    """Three probes in a row without an answer, at the default limit of a probe."""
+    """Three probes in a row without an answer end it before a single one has had the whole limit of a probe."""
     fleet = fleets(health_probe_timeout_secs=10)
     await fleet.manager.boot()
     await fleet.create("first-only,hang-embed")
@@ -355,8 +355,9 @@ async def test_a_stopped_worker_is_replaced_within_seconds_and_its_callers_are_t
         told = clock()
 
     await fleet.running(not_pid=view.pid)
-    assert unrouted - stopped < 1 + 4  # the interval of the probes, and the limit of two
-    assert told - stopped < 1 + 5
+    # Usually 3 s: the interval, and the shorter limit of the probes after the first. Three full limits are 30 s.
+    assert unrouted - stopped < 10
+    assert told - unrouted < 10
     await router.close()
 
 

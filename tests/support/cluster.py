@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.support.daemon_process import free_ports
+from tests.support.daemon_process import HEAD_ADDRESS, cluster_table, kill_ray
 from tests.support.fleet import LIMIT_S, ROOT, local_launcher
-from tests.support.polling import until
 
 from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.ray_launcher import RayLauncher
 from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Settings
-from teimgr.launch.process_handle import look_up
 from teimgr.placement.planner import GpuInventory, Inventory
 
-HEAD_ADDRESS, NODE_ADDRESS = "127.0.0.2", "127.0.0.3"
+NODE_ADDRESS = "127.0.0.3"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
-def kill_ray(run_dir: Path) -> None:
-    """Kill the Ray whose run file lies there, and wait until it is gone."""
-    path = run_dir / "ray.run"
-    if path.exists():
-        pid = json.loads(path.read_text())["pid"]
-        if look_up(pid):
-            os.kill(pid, signal.SIGKILL)
-            until(lambda: not look_up(pid), "the end of Ray")
-
-
 class OneHost:
-    """The folder and the settings of a cluster of one host; `launcher` makes a daemon's part of it."""
+    """The folder and the settings of a cluster of one host; `launcher` makes a daemon's part of it.
 
-    def __init__(self) -> None:
+    `settings` are more of `[cluster]`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
         self._heads: list[ClusterHead] = []
-        (port,) = free_ports(1)
-        address = f"{HEAD_ADDRESS}:{port}"
-        self.settings = Settings(
-            state_file=self.folder / "state.toml", cluster=ClusterSettings(address=address, node="one")
-        )
+        cluster = ClusterSettings(**cluster_table(HEAD_ADDRESS, "one", **settings))
+        self.settings = Settings(state_file=self.folder / "state.toml", cluster=cluster)
 
     def launcher(self, placement_limit_s: float = 30.0) -> tuple[ClusterHead, RayLauncher]:
         local = local_launcher(self.folder)

@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
-from tests.support.cluster import kill_ray
+from tests.support.daemon_process import DaemonProcess, kill_ray
 from tests.support.fork_server import nursery_service
 from tests.support.warm_daemon import SERVICE
 
@@ -18,20 +17,31 @@ STOP_LIMIT_S = 60.0
 
 
 class NodeProcess:
-    """A host of the cluster at `head`, named `name`, whose folder lies in `folder`; `token` is Ray's token file."""
+    """A host named `name` of the daemon's cluster, whose folder lies in the daemon's."""
 
-    def __init__(self, folder: Path, head: str, token: Path, name: str, address: str) -> None:
-        self.state_dir = folder / name
+    def __init__(self, daemon: DaemonProcess, name: str, address: str) -> None:
+        self.state_dir = daemon.folder / name
         self.name = name
-        self.arguments = ["--grace", "20", "--name", name, "--host-address", address, "--token-file", str(token)]
-        self._head = head
+        cluster = daemon.settings["cluster"]
+        self.arguments = ["--grace", "20", "--name", name, "--host-address", address]
+        self.arguments += ["--enrolment-port", str(cluster["enrolment_port"])]
+        self._head = cluster["address"]
+        self._daemon = daemon
+        self.program = "tests.support.warm_daemon"
+        """Or `teimgr`, whose fork server is its own and is in its namespaces."""
         self.process: subprocess.Popen[bytes] | None = None
         self.within: Sequence[str] = ()
         """A command that runs the node's, such as one that enters a namespace."""
 
     def start(self, *more: str) -> Self:
+        """Launch it; the first time it joins with a token of the daemon, which must run."""
         self.state_dir.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "tests.support.warm_daemon", "node", "join", self._head]
+        if not (self.state_dir / "identity").exists():
+            with self._daemon.client() as client:
+                token = client.create_join_token()["token"]
+            (self.state_dir / "join-token").write_text(token)
+            more = ("--token-file", str(self.state_dir / "join-token"), *more)
+        command = [sys.executable, "-m", self.program, "node", "join", self._head]
         command += ["--state-dir", str(self.state_dir)]
         with (self.state_dir / "node.log").open("ab") as output:
             self.process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ import psutil
 from tests.support.polling import until
 
 from teimgr.client import AsyncClient, Client
+from teimgr.launch.process_handle import look_up
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 LISTEN_LIMIT_S = 30.0
@@ -27,6 +29,9 @@ STOP_LIMIT_S = 40.0
 PORTS_EACH = 40  # for a daemon's instances, and as many for their metrics
 FIRST_PORT = 15_000
 PORTS_OF_A_PROCESS = 4_000
+CLUSTER_VARIABLE = "TEIMGR_TEST_CLUSTER"
+"""Set to 1, it has every daemon of the tests run its workers by Ray, as the head of a cluster of one host."""
+HEAD_ADDRESS = "127.0.0.2"
 
 
 _open: set[DaemonProcess] = set()
@@ -61,6 +66,8 @@ class DaemonProcess:
             "restart_backoff_secs": 0.05,
             **settings,
         }
+        if os.environ.get(CLUSTER_VARIABLE) == "1" and "cluster" not in settings:
+            self.settings["cluster"] = cluster_table(HEAD_ADDRESS, "one")
         self.process: subprocess.Popen[bytes] | None = None
         self.within: Sequence[str] = ()
         """A command that runs the daemon's, such as one that makes a namespace."""
@@ -107,6 +114,7 @@ class DaemonProcess:
                 self.stop()
             except subprocess.TimeoutExpired:
                 self.process.kill()
+        kill_ray(self.folder / "run")
         for process in self.processes():
             process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -130,7 +138,11 @@ class DaemonProcess:
 
     @property
     def grpc(self) -> str:
-        return f"http://127.0.0.1:{self.grpc_port}"
+        return f"http://{self._grpc_host}:{self.grpc_port}"
+
+    @property
+    def _grpc_host(self) -> str:
+        return str(self.settings.get("grpc_host", "127.0.0.1"))
 
     def client(self, **how: Any) -> Client:
         return Client(self.api, self.grpc, **how)
@@ -166,19 +178,19 @@ class DaemonProcess:
 
     def await_grpc(self) -> None:
         """Return when the gRPC port, which a process of its own opens, takes connections."""
-        self._await_port(self.grpc_port)
+        self._await_port(self.grpc_port, self._grpc_host)
 
     def _await_listening(self) -> None:
         self._await_port(self.api_port)
 
-    def _await_port(self, port: int) -> None:
+    def _await_port(self, port: int, host: str = "127.0.0.1") -> None:
         process = self.process
         assert process is not None
 
         def listens() -> bool:
             assert process.poll() is None, f"the daemon ended:\n{self.log()}"
             with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
+                return probe.connect_ex((host, port)) == 0
 
         until(listens, f"a listener on port {port}", LISTEN_LIMIT_S)
 
@@ -199,6 +211,12 @@ class WarmDaemonProcess(DaemonProcess):
         super().start({SERVICE: nursery_service()} | dict(environ or {}))
         self.await_grpc()
         return self
+
+
+def cluster_table(host: str, node: str, **more: Any) -> dict[str, Any]:
+    """`[cluster]` of a daemon on `host`, with ports that are free."""
+    port, enrolment_port = free_ports(2)
+    return {"address": f"{host}:{port}", "enrolment_port": enrolment_port, "node": node, **more}
 
 
 def free_ports(count: int) -> list[int]:
@@ -228,6 +246,16 @@ def _share() -> Iterator[int]:
 
 
 _ports = _share()
+
+
+def kill_ray(run_dir: Path) -> None:
+    """Kill the Ray whose run file lies there, and wait until it is gone."""
+    path = run_dir / "ray.run"
+    if path.exists():
+        pid = json.loads(path.read_text())["pid"]
+        if look_up(pid):
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: not look_up(pid), "the end of Ray")
 
 
 def tail(path: Path, lines: int) -> str:

@@ -2,7 +2,7 @@
 
 crash: ends at once with status 7 · absent: never listens · mute: listens and never answers · garbage: answers with what
 is no JSON · list: answers with JSON that is no object · flood: answers with a line that does not end · hangup: takes
-the connection and closes it · good: answers
+the connection and closes it · reset: closes it after each answer · good: answers
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ ANSWERS = {
     "garbage": b"\xff{]\n",
     "list": b"[1]\n",
     "flood": b"x" * (65 << 20),
+    "reset": b'{"in_flight": 0}\n',
     "good": b'{"in_flight": 0}\n',
     "large": b'{"in_flight": 0, "calls": [%s]}\n' % (b" " * (8 << 20)),
 }
@@ -45,6 +46,8 @@ def serve(how: str, server: socket.socket) -> None:
                 connection.sendall(b'{"ack": true}\n')
             if line.startswith(b'{"stats"') and how in ANSWERS:
                 connection.sendall(ANSWERS[how])
+                if how == "reset":
+                    return
 
 
 if __name__ == "__main__":

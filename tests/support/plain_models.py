@@ -74,7 +74,11 @@ def each(rows: Rows) -> Iterator[Any]:
         return
     for begin, stop in zip(rows.offsets[:-1].tolist(), rows.offsets[1:].tolist(), strict=True):
         values = rows.values[begin:stop].float().numpy()
-        yield values if rows.indices is None else (rows.indices[begin:stop].numpy(), values)
+        if rows.indices is None:
+            yield values
+        else:
+            kept = values != 0.0  # as the finisher leaves them out
+            yield rows.indices[begin:stop].numpy()[kept], values[kept]
 
 
 @torch.inference_mode()

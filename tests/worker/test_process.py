@@ -77,7 +77,7 @@ async def test_while_it_loads_calls_are_unavailable_and_threads_are_remembered(e
         assert (await link.ask(Method.THREADS, b'{"threads": 2}')).reply == b""
 
         assert (await link.answer(watch)).json["threads"] == 2
-        assert (await link.ask(Method.STATS)).json == {"calls": 0}
+        assert (await link.ask(Method.STATS)).json["calls"] == 0
         link.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.support.polling import eventually
 from tests.support.worker_process import WorkerLink, WorkerProcess, embed_request
 
 from teimgr.errors import Code, Unavailable
-from teimgr.fleet_tls import FleetIdentity
+from teimgr.fleet_tls import FleetIdentity, write_removed
 from teimgr.launch.control_link import WorkerStatus
 from teimgr.launch.remote_control import open_control_link
 from teimgr.spec import WorkerEndpoint
@@ -89,6 +90,20 @@ async def test_a_call_before_hello_ends_the_link(node: WorkerLink, remote: Worke
 async def test_a_wrong_hello_is_refused_by_name_and_ends_the_link(node: WorkerLink, payload: bytes, code: Code) -> None:
     assert (await node.ask(Method.HELLO, payload)).error.code is code
     await node.closed()
+
+
+async def test_a_removed_node_loses_its_links_and_gets_no_new_one(
+    node: WorkerLink, endpoint: WorkerEndpoint, remote: WorkerProcess, nodes: FleetNodes
+) -> None:
+    await node.ask(Method.HELLO, hello())
+    write_removed(nodes.folder("gpu-1"), {"head": time.time() + 1})
+    try:
+        await node.closed()
+        again = await connected(endpoint, FleetIdentity(nodes.folder("head"), "head"))
+        await again.closed()
+        await eventually(lambda: remote.log.count("node 'head' was removed from the fleet") == 2)
+    finally:
+        write_removed(nodes.folder("gpu-1"), {})
 
 
 @pytest.mark.parametrize("method", [Method.WATCH, Method.DRAIN, Method.THREADS, Method.METRICS, Method.SHARE_PORTS])

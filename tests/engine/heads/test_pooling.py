@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
-from teimgr.engine.heads.pooling import POOLINGS, finish, pool
+from teimgr.engine.heads.pooling import POOLINGS, Segments, finish, finish_on_device, pool
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)
@@ -36,10 +36,17 @@ def plainly(name: str, rows: np.ndarray, prompt: int) -> np.ndarray:
     }[name]
 
 
+@pytest.mark.parametrize("on_card", [False, True])
 @pytest.mark.parametrize("prompts", [None, PROMPTS])
 @pytest.mark.parametrize("name", sorted(POOLINGS))
-def test_pooling_is_its_formula(name: str, prompts: tuple[int, ...] | None) -> None:
+def test_pooling_is_its_formula(
+    name: str, prompts: tuple[int, ...] | None, on_card: bool, request: pytest.FixtureRequest
+) -> None:
+    """On a card run by run, where there are few runs and no prompts."""
+    if on_card:
+        request.getfixturevalue("card")
     batch = packed(LENGTHS, prompts)
+    assert bool(Segments.of(batch, torch.device("cpu")).runs) is (on_card and prompts is None)
     hidden = torch.randn(batch.tokens, 6, generator=torch.Generator().manual_seed(1))
     result = pool(hidden, batch, [name]).numpy()
 
@@ -60,6 +67,16 @@ def test_half_precision_is_summed_in_single() -> None:
     hidden = torch.full((4096, 1), 1.0078125, dtype=torch.bfloat16)
 
     assert pool(hidden, batch, ["mean"]).item() == 1.0078125
+
+
+@pytest.mark.parametrize(("dimensions", "normalize"), [(None, True), (3, True), (3, False), (None, False)])
+def test_a_device_finishes_as_the_host_does(dimensions: int | None, normalize: bool) -> None:
+    vectors = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
+    vectors[2] = 0.0
+    found = finish_on_device(vectors, dimensions, normalize)
+
+    assert (found.dtype, found.is_contiguous()) == (torch.float32, True)
+    np.testing.assert_allclose(found.numpy(), finish(vectors.numpy(), dimensions, normalize), atol=1e-7)
 
 
 def test_the_cut_comes_before_the_norm_and_a_zero_row_stays_zero() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from teimgr.errors import Code, Internal, Unavailable
 from teimgr.launch.process_handle import WorkerPaths
+from teimgr.observability.memory import resident_bytes
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error
 
@@ -183,9 +184,7 @@ class FakeWorker:
     def counted(self) -> bytes:
         """Its counters, as in answers to PROBE and STATS."""
         self.batches += "busy" in self.flags
-        if "grow" in self.flags and not self.memory:
-            self.memory = b"x" * (int(self.flags["grow"]) << 20)
-        return json.dumps({"batches": self.batches}).encode()
+        return json.dumps({"batches": self.batches, "resident_bytes": resident_bytes()}).encode()
 
 
 class Link(FrameProtocol):
@@ -207,6 +206,8 @@ class Link(FrameProtocol):
             self.tell(worker.status)
             worker.perhaps_drain()
         elif header.method == Method.PROBE:
+            if "grow" in worker.flags and not worker.memory:
+                worker.memory = b"x" * (int(worker.flags["grow"]) << 20)
             counted = worker.counted()
             if payload and "busy" in worker.flags:
                 self.answer(header, counted)

@@ -1,0 +1,195 @@
+"""Two hosts that share no network and no sockets: the second one runs in namespaces of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.cluster import needs_ray
+from tests.support.cluster_node import NodeProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
+from tests.support.models import build
+from tests.support.network_namespace import NetworkNamespace, reason_for_none
+from tests.support.polling import until
+
+from teimgr.client import Client
+from teimgr.launch.process_handle import look_up
+
+LIMIT_S = 90.0
+TEXTS = ["first", "a second text", "third"]
+# Each run directory is seen by its own host alone, so a unix socket of the other one cannot be reached.
+HIDE = "mount -t tmpfs -o mode=0700 none"
+SEPARATE = f'{HIDE} "$1" && {HIDE} "$2" && shift 2 && exec "$@"'
+pytestmark = [
+    needs_ray,
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none() or "allowed"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build("bert", tmp_path_factory.mktemp("small")))
+
+
+@pytest.fixture(scope="module")
+def space() -> Iterator[NetworkNamespace]:
+    with NetworkNamespace() as space:
+        yield space
+        pids = subprocess.run(["ip", "netns", "pids", space.name], capture_output=True, text=True, check=True).stdout
+        for pid in map(int, pids.split()):  # all in it are of this test
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def daemon(space: NetworkNamespace) -> Iterator[DaemonProcess]:
+    running = WarmDaemonProcess(cluster=cluster_table(space.outside, "one"), orphan_grace_secs=60)
+    try:
+        with running:
+            yield running
+    finally:
+        kill_ray(running.folder / "run")
+
+
+@pytest.fixture(scope="module")
+def node(daemon: DaemonProcess, space: NetworkNamespace) -> Iterator[NodeProcess]:
+    joined = NodeProcess(daemon, "two", space.inside)
+    joined.program = "teimgr"
+    run_dirs = [daemon.folder / "run", joined.state_dir / "run"]
+    run_dirs[1].mkdir(parents=True)
+    joined.within = [*space.within, "sh", "-c", SEPARATE, "sh", *map(str, run_dirs)]
+    try:
+        process = joined.start().process
+        assert process is not None
+        with daemon.client() as client:
+            until(lambda: process.poll() is not None or "two" in hosts(client), "the second host", LIMIT_S)
+        assert process.poll() is None, joined.log()
+        yield joined
+    finally:
+        joined.close()
+
+
+def hosts(client: Client) -> dict[str, str | None]:
+    """Each host's problem."""
+    return {each["name"]: each["problem"] for each in client.hosts()["hosts"]}
+
+
+def worker(client: Client, name: str) -> tuple[str, int]:
+    """Host and pid of the only worker."""
+    (found,) = client.get(name).details["workers"]
+    return found["node"], found["pid"]
+
+
+def placed(client: Client, name: str) -> list[str]:
+    """The hosts of the instance's live workers."""
+    return sorted(each["node"] for each in client.get(name).details["workers"] if each["pid"])
+
+
+def post(url: str, body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+        return json.load(answer)
+
+
+def test_a_worker_of_the_other_host_answers_on_every_surface(
+    daemon: DaemonProcess, node: NodeProcess, model: str
+) -> None:
+    with daemon.client() as client:
+        assert hosts(client) == {"one": None, "two": None}
+        for name, host in (("near", "one"), ("far", "two")):
+            client.create(name, model, node=host, dtype="float32")
+            client.wait_until_running(name, deadline_s=LIMIT_S)
+        assert worker(client, "far")[0] == "two"
+        assert not list((node.state_dir / "run").iterdir())  # its sockets cannot be seen from here
+
+        for texts in (TEXTS[:1], TEXTS):
+            over_grpc = [client.embed(texts, instance=name) for name in ("near", "far")]
+            over_arrow = [client.embed_arrow(texts, instance=name).vectors for name in ("near", "far")]
+            assert over_grpc[0].tolist() == over_grpc[1].tolist()
+            assert over_arrow[0].tolist() == over_arrow[1].tolist()
+            answer = post(f"{daemon.api}/v1/embeddings", {"model": "far", "input": texts})
+            over_rest = np.array([each["embedding"] for each in answer["data"]], np.float32)
+            np.testing.assert_allclose(over_rest, over_grpc[1], atol=1e-6)
+
+        with urllib.request.urlopen(f"{daemon.api}/instances/far/health?probe=true", timeout=LIMIT_S) as answer:
+            (proof,) = json.load(answer)["proofs"]
+        assert (proof["ok"], proof["problem"]) == (True, None)
+        assert 'teimgr_worker_answers{answer="given"} 2' in client.metrics()
+
+
+def test_a_killed_worker_of_the_other_host_is_replaced(daemon: DaemonProcess, node: NodeProcess, model: str) -> None:
+    with daemon.client() as client:
+        _, pid = worker(client, "far")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: worker(client, "far")[1] not in (None, pid), "the next worker", LIMIT_S)
+        client.wait_until_running("far", deadline_s=LIMIT_S)
+        client.embed("answered", instance="far")
+        assert worker(client, "far")[0] == "two"
+
+
+def test_the_next_daemon_takes_over_the_worker_of_the_other_host(daemon: DaemonProcess, node: NodeProcess) -> None:
+    with daemon.client() as client:
+        before = worker(client, "far")
+
+    daemon.kill()
+    daemon.start()
+
+    with daemon.client() as client:
+        client.wait_until_running("far", deadline_s=LIMIT_S)
+        assert worker(client, "far") == before
+        client.embed("answered", instance="far")
+        client.delete("far")
+        client.delete("near")
+        until(lambda: not look_up(before[1]), "the worker's end", LIMIT_S)
+
+
+def test_the_other_host_leaves_after_its_workers_were_moved(
+    daemon: DaemonProcess, node: NodeProcess, model: str
+) -> None:
+    with daemon.client() as client:
+        client.create("free", model, replicas=2, dtype="float32")
+        client.wait_until_running("free", deadline_s=LIMIT_S)
+
+        until(lambda: placed(client, "free") == ["one", "two"], "a replica on each", LIMIT_S)
+
+        assert node.process is not None
+        node.process.send_signal(signal.SIGTERM)
+
+        assert node.process.wait(LIMIT_S) == 0
+        assert placed(client, "free") == ["one", "one"]
+        client.embed("answered", instance="free")
+        until(lambda: hosts(client) == {"one": None}, "the host's absence", LIMIT_S)
+        client.delete("free")
+
+
+def test_a_removed_host_loses_its_workers_and_is_not_admitted_again(
+    daemon: DaemonProcess, node: NodeProcess, model: str
+) -> None:
+    process = node.start().process  # it has a certificate, and needs no token
+    assert process is not None
+    with daemon.client() as client:
+        until(lambda: hosts(client) == {"one": None, "two": None}, "the host's return", LIMIT_S)
+        client.create("moved", model, replicas=2, dtype="float32")
+        client.wait_until_running("moved", deadline_s=LIMIT_S)
+        until(lambda: placed(client, "moved") == ["one", "two"], "a replica on each", LIMIT_S)
+
+        client.remove_host("two")
+
+        until(lambda: placed(client, "moved") == ["one", "one"], "both on the first host", LIMIT_S)
+        assert hosts(client)["two"] == "it was removed from the fleet"
+        client.embed("answered", instance="moved")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 0
+
+    refused = node.start().process
+    assert refused is not None
+    assert refused.wait(LIMIT_S) == 1
+    assert "Node 'two' is not in the fleet" in node.log()

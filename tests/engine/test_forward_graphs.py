@@ -1,0 +1,197 @@
+"""Small batches through graphs give what the forward itself gives, whatever the graph was captured with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support import card as stand_in
+from tests.support.card import StandInCard
+from tests.support.models import TEXTS, build_classifier
+
+from teimgr.engine import forward_graphs
+from teimgr.engine.backbone import Batching, Transformer
+from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.forward_graphs import MOST_TOKENS, ForwardGraphs, RowInputs, bucket_of, host_row, shortened
+from teimgr.engine.loading import EngineOptions, load_parts
+from teimgr.engine.model import load_model
+from teimgr.model_files.reading import read_layout
+
+from .conftest import Served
+
+CPU = torch.device("cpu")
+
+
+def texts_of(lengths: list[int], typed: bool = False, seed: int = 0) -> PackedBatch:
+    random = np.random.default_rng(seed)
+    types = [random.integers(0, 2, length).astype(np.uint8) if typed else None for length in lengths]
+    ids = [random.integers(5, 60, length).astype(np.int32) for length in lengths]
+    return pack([Encoded(one, kind) for one, kind in zip(ids, types, strict=True)])
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.booleans())
+def test_a_bucket_holds_its_batch_and_the_rest_is_empty(lengths: list[int], typed: bool) -> None:
+    batch = texts_of(lengths, typed)
+    bucket = bucket_of(batch)
+    if batch.tokens > MOST_TOKENS:
+        assert bucket is None
+        return
+    assert bucket is not None
+    assert batch.tokens <= bucket.tokens <= max(16, batch.tokens * 3 // 2)
+    assert batch.texts <= bucket.texts < 2 * batch.texts
+    assert max(lengths) <= bucket.longest < max(65, 2 * max(lengths))
+
+    inputs = forward_graphs._inputs(torch.from_numpy(host_row(batch, bucket, 2)), bucket)
+    idle = bucket.tokens - batch.tokens
+    assert inputs.ids.tolist() == [*batch.ids.tolist(), *[0] * idle]
+    assert inputs.positions.tolist() == [*(batch.position_ids + 2).tolist(), *[2] * idle]
+    assert (inputs.types is not None) is typed
+    assert (
+        batch.type_ids is None or inputs.types is None or inputs.types.tolist()[: batch.tokens] == list(batch.type_ids)
+    )
+    assert inputs.borders.dtype is torch.int32
+    assert inputs.borders.tolist() == [*batch.cu_seqlens.tolist(), *[batch.tokens] * (bucket.texts - batch.texts)]
+
+
+def test_texts_that_do_not_see_all_their_tokens_have_no_bucket() -> None:
+    assert bucket_of(pack([Encoded(np.arange(5, dtype=np.int32), keys=3)])) is None
+
+
+def test_the_texts_of_a_proof_are_others_and_fit_the_same_bucket() -> None:
+    batch = texts_of([1, 4, 9], typed=True)
+    other = shortened(batch)
+
+    assert np.diff(other.cu_seqlens).tolist() == [1, 3, 8]
+    assert other.ids.tolist()[1:4] == batch.ids.tolist()[2:5][::-1]
+    assert bucket_of(other) == bucket_of(batch)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "qwen3", "distilbert"])
+@torch.inference_mode()
+def test_a_graph_gives_the_hidden_states_of_the_forward(
+    family: str, card: StandInCard, model_dir: Callable[..., Path]
+) -> None:
+    backbone = load_model(read_layout(model_dir(family)), CPU).backbone
+    assert isinstance(backbone, Transformer)
+    backbone.convert(torch.bfloat16)
+    backbone.use(Batching.VARLEN)
+    batches = [texts_of(lengths, seed=seed) for seed, lengths in enumerate([[7], [12], [15], [9], [3, 20, 40], [16]])]
+    exact = [backbone.hidden(batch) for batch in batches]
+    backbone.use_graphs(stand_in.record)
+    calls = [backbone.hidden(batches[0]) for _ in range(3)]
+    assert backbone.graphs == 1
+    module, backbone._module = backbone._module, None  # a graph needs none
+
+    for i in (0, 1, 2, 3, 5):
+        torch.testing.assert_close(backbone.hidden(batches[i]).float(), exact[i].float(), atol=0.08, rtol=0.02)
+    backbone._module = module
+    assert torch.equal(calls[0], exact[0])
+    assert torch.equal(backbone.hidden(batches[4]), exact[4])  # of another bucket, which has no graph yet
+
+
+def test_an_engine_answers_alike_with_and_without_graphs(
+    card: StandInCard, model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(model_dir("bert"), dtype="float16")
+    backbone: Any = served.engine._runner._model.backbone
+    for text in TEXTS * 4:
+        served.embed([text])
+    assert backbone.graphs > 0
+    calls = card.flash_calls
+    vectors = np.concatenate([served.embed([text]).vectors for text in TEXTS])
+    assert card.flash_calls == calls + 2 * len(TEXTS)
+
+    monkeypatch.setenv("TEIMGR_CUDA_GRAPHS", "0")
+    without = serve(model_dir("bert"), dtype="float16")
+    plain: Any = without.engine._runner._model.backbone
+    assert plain._graphs is None
+    np.testing.assert_allclose(vectors, without.embed(TEXTS).vectors, atol=2e-3)
+
+
+def test_the_head_of_a_classifier_follows_a_graph(card: StandInCard, tmp_path: Path) -> None:
+    parts = load_parts(EngineOptions(path=build_classifier("bert", tmp_path), model_id="m", dtype="float16"))
+    batch = texts_of([5, 9])
+    (output,) = parts.model.outputs
+    scores = [parts.model.run(batch, [output])[output].values for _ in range(5)]
+
+    assert parts.model.backbone.graphs == 1  # type: ignore[union-attr]
+    torch.testing.assert_close(scores[4], scores[0], atol=2e-2, rtol=0)
+
+
+class Forwards:
+    """A forward of one product; a capture of it gives what `damage` makes of its results."""
+
+    def __init__(self, damage: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._table = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+        self._damage = damage
+
+    def __call__(self, row: RowInputs) -> torch.Tensor:
+        return self._table[row.ids] + row.positions.unsqueeze(1)
+
+    def capture(self, body: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        result = body().clone()
+
+        def replay() -> None:
+            result.copy_(self._damage(body()))
+
+        return replay, result
+
+
+def graphs_of(damage: Callable[[torch.Tensor], torch.Tensor]) -> ForwardGraphs:
+    forward = Forwards(damage)
+    return ForwardGraphs(forward, 0, CPU, forward.capture)
+
+
+def test_a_sound_graph_serves_from_the_fourth_batch_on() -> None:
+    graphs = graphs_of(lambda result: result)
+
+    assert [graphs.hidden(texts_of([6])) is None for _ in range(4)] == [True, True, True, False]
+    assert graphs.hidden(texts_of([40])) is None
+
+
+def test_a_graph_that_keeps_what_it_was_captured_with_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """It is right for the batch at hand; the other batch of the proof shows it."""
+    first: list[torch.Tensor] = []
+
+    def stuck(result: torch.Tensor) -> torch.Tensor:
+        first.append(result)
+        return first[0]
+
+    graphs = graphs_of(stuck)
+    assert [graphs.hidden(texts_of([6])) for _ in range(5)] == [None] * 5
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "results differ" in caplog.text
+
+
+def test_a_capture_that_fails_ends_graphs_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = graphs_of(fail)
+    assert [graphs.hidden(texts_of([6])) for _ in range(5)] == [None] * 5
+    assert [graphs.hidden(texts_of([40])) for _ in range(5)] == [None] * 5
+    assert caplog.text.count("not permitted") == 1
+
+
+def test_a_fault_of_the_device_during_a_capture_is_one(card: StandInCard) -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        card.fault = torch.AcceleratorError("CUDA error: unspecified launch failure")
+        raise card.fault
+
+    graphs = graphs_of(fail)
+    assert [graphs.hidden(texts_of([6])) for _ in range(2)] == [None] * 2
+    with pytest.raises(torch.AcceleratorError):
+        graphs.hidden(texts_of([6]))
+
+
+def test_what_waits_for_the_device_cannot_be_captured() -> None:
+    """The stand-in refuses it as CUDA does, so the families above are known to do nothing of the kind."""
+    with pytest.raises(RuntimeError, match="capturing"):
+        stand_in.record(lambda: torch.ones(2) * torch.ones(2).sum().item())

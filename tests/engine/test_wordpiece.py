@@ -1,0 +1,142 @@
+"""The native WordPiece gives the ids of the tokenizers library, and is used for what it covers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.token_ids import ids
+from tokenizers import Tokenizer, normalizers
+
+from teimgr.engine.job import Pair
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions, load_tokenizer
+from teimgr.engine.truncation import Truncation
+from teimgr.engine.wordpiece import WordPiece, wordpiece
+from teimgr.model_files.reading import read_layout
+
+WORDS = [
+    "fog",
+    "unaffable",
+    "RAIN",
+    "a'b",
+    "x" * 100,
+    "y" * 101,
+    "z" * 300,
+    "deep-learning?",
+    "\x00",
+    "\t\n",
+    "\x0b",
+    "#",
+]
+TEXTS = st.lists(st.one_of(st.sampled_from(WORDS), st.text(st.characters(max_codepoint=127), max_size=12))).map(
+    " ".join
+)
+
+
+@pytest.fixture(scope="module")
+def library(minilm: Path) -> Tokenizer:
+    return load_tokenizer(read_layout(minilm))
+
+
+def native_form(tokenizer: Tokenizer, specials: bool = True) -> WordPiece:
+    found = wordpiece(tokenizer, specials)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("specials", [True, False])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(TEXTS, min_size=1, max_size=5))
+def test_ids_are_those_of_the_library(library: Tokenizer, specials: bool, texts: list[str]) -> None:
+    native = native_form(library, specials)
+    covered = [text for text in texts if native.covers(text)]
+    found, ends = native.encode(covered, None)
+    want = library.encode_batch_fast(covered, add_special_tokens=specials)
+
+    assert found.tolist() == [id for encoding in want for id in encoding.ids]
+    assert ends.tolist() == [sum(len(one) for one in want[: i + 1]) for i in range(len(want))]
+
+
+def test_every_character_is_taken_as_by_the_library(library: Tokenizer) -> None:
+    native = native_form(library)
+    for code in range(128):
+        text = f"ab{chr(code)}cd {chr(code)}{chr(code)}"
+        assert native.encode([text], None)[0].tolist() == library.encode(text).ids, code
+
+
+@pytest.mark.parametrize("change", ["cased", "lower-case", "unknown characters"])
+def test_other_normalizers(library: Tokenizer, change: str) -> None:
+    spec = json.loads(library.to_str())
+    if change == "unknown characters":
+        del spec["model"]["vocab"]["q"], spec["model"]["vocab"]["##q"]
+    spec["normalizer"]["lowercase"] = change != "cased"
+    other = Tokenizer.from_str(json.dumps(spec))
+    if change == "lower-case":
+        other.normalizer = normalizers.Sequence(
+            [normalizers.Lowercase(), normalizers.NFD(), normalizers.StripAccents()]
+        )
+    text = "The QUICK brown fox, IKEA and quiz; iqiq \x01 control"
+
+    assert native_form(other).encode([text], None)[0].tolist() == other.encode(text).ids
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("limit", [2, 3, 7, 50])
+def test_truncation_keeps_either_end(library: Tokenizer, left: bool, limit: int) -> None:
+    texts = ["", "fog", "one two three four five six", "unaffable " * 40]
+    found, ends = native_form(library).encode(texts, Truncation(limit, left))
+    own = Tokenizer.from_str(library.to_str())
+    own.enable_truncation(limit, direction="left" if left else "right")
+
+    assert found.tolist() == [id for text in texts for id in own.encode(text).ids]
+    assert int(ends[-1]) == len(found)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.one_of(TEXTS, st.text(max_size=20), st.just("a [MASK] b")), min_size=1, max_size=6))
+@pytest.mark.parametrize("options", [TokenizeOptions(), TokenizeOptions(left=True), TokenizeOptions(truncate=False)])
+def test_results_are_the_same_without_it(minilm: Path, texts: list[str], options: TokenizeOptions) -> None:
+    """Texts that it covers beside those that it does not, empty and too long ones."""
+    layout = read_layout(minilm)
+    with_it, without = _TOKENIZERS.setdefault(minilm, (TextTokenizer(layout, 16), TextTokenizer(layout, 16)))
+    without._wordpiece = None
+
+    for ours, theirs in zip(with_it.encode(texts, options), without.encode(texts, options), strict=True):
+        assert type(ours) is type(theirs)
+        assert [str(ours)] == [str(theirs)]
+
+
+_TOKENIZERS: dict[Path, tuple[TextTokenizer, TextTokenizer]] = {}
+
+
+def test_what_it_does_not_cover(library: Tokenizer, minilm: Path) -> None:
+    native = native_form(library)
+
+    assert native.covers("plain [text]")
+    assert not native.covers("naïve")
+    assert not native.covers("a [MASK] b")
+    tokenizer = TextTokenizer(read_layout(minilm), 96)
+    assert ids(tokenizer, "a [MASK] b") == library.encode("a [MASK] b").ids
+    assert ids(tokenizer, Pair("fog", "rain")) == library.encode("fog", "rain").ids
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm_roberta", "qwen2", "modernbert"])
+def test_tokenizers_of_another_kind_have_no_native_form(family: str, model_dir: Callable[..., Path]) -> None:
+    assert wordpiece(load_tokenizer(read_layout(model_dir(family))), True) is None
+
+
+def test_added_tokens_that_are_normalized_are_left_to_the_library(library: Tokenizer) -> None:
+    other = Tokenizer.from_str(library.to_str())
+    other.add_tokens(["Zweitausend"])
+
+    assert wordpiece(other, True) is None
+
+
+def test_without_the_native_library_there_is_none(library: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEIMGR_NATIVE", "attention")
+
+    assert wordpiece(library, True) is None

@@ -1,0 +1,137 @@
+"""A stand-in for a card: the CPU takes the paths of a GPU, flash attention is implemented, faults come on call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from teimgr.engine import forward_graphs, gpu
+
+_WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+_REFUSED = "FlashAttention only support fp16 and bf16 data type"
+
+
+@dataclass
+class StandInCard:
+    """The state of the card. `fault` is what every call that waits for it raises from then on."""
+
+    fault: Exception | None = None
+    flash_calls: int = 0
+
+    def synchronize(self, device: Any = None) -> None:
+        """As `torch.cuda.synchronize`."""
+        if self.fault is not None:
+            raise self.fault
+
+    def flash(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cum_seq_q: Tensor,
+        cum_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        num_splits: int | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, ...]:
+        """`aten::_flash_attention_forward` for packed rows as CUDA has it: its refusals, windows aligned at the ends of
+        queries and keys, NaN where it writes nothing."""
+        self.flash_calls += 1
+        assert not any(value is not None for value in unused.values())
+        assert (dropout_p, return_debug_mask, num_splits) in ((0.0, False, 1), (0.0, False, None))
+        if query.dtype not in (torch.float16, torch.bfloat16) or {key.dtype, value.dtype} != {query.dtype}:
+            raise RuntimeError(_REFUSED)
+        heads, size = query.shape[1:]
+        assert size % 8 == 0
+        assert heads % key.shape[1] == 0
+        assert all(rows.stride(2) == 1 for rows in (query, key, value))
+        assert all(at.dtype is torch.int32 and at.is_contiguous() for at in (cum_seq_q, cum_seq_k))
+        out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
+        left = -1 if window_size_left is None else window_size_left
+        right = 0 if is_causal else -1 if window_size_right is None else window_size_right
+        ends_q, ends_k = cum_seq_q.tolist(), cum_seq_k.tolist()
+        for i in range(len(ends_q) - 1):
+            q = query[ends_q[i] : ends_q[i + 1]].float().transpose(0, 1)
+            k, v = (rows[ends_k[i] : ends_k[i + 1]].float().transpose(0, 1) for rows in (key, value))
+            assert q.shape[1] <= max_q, "a text is longer than announced"
+            assert k.shape[1] <= max_k, "a text is longer than announced"
+            if not q.shape[1]:
+                continue
+            k, v = (rows.repeat_interleave(heads // len(rows), dim=0) for rows in (k, v))
+            place = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+            distance = torch.arange(k.shape[1])[None, :] - place
+            seen = torch.ones_like(distance, dtype=torch.bool)
+            if left >= 0:
+                seen &= distance >= -left
+            if right >= 0:
+                seen &= distance <= right
+            scores = (q @ k.transpose(1, 2)) * (size**-0.5 if scale is None else scale)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+            out[ends_q[i] : ends_q[i + 1]] = (weights @ v).transpose(0, 1).to(query.dtype)
+        nothing = torch.empty(0)
+        return out, nothing, nothing, nothing, nothing
+
+
+class RecordedGraph(TorchDispatchMode):
+    """As a CUDA graph: the operators that ran, by the tensors they read and wrote; Python is not run again, and what
+    waits for the device is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator._schema.name in _WAITING:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        result = operator(*args, **(kwargs or {}))
+        self._calls.append((operator, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        """Write the results of the same operators on the same tensors to the same places."""
+        for operator, args, kwargs, result in self._calls:
+            again = operator(*args, **kwargs)
+            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                if old.data_ptr() != new.data_ptr() and old.numel():  # else a view, or written in place
+                    old.copy_(new)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def record(body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """As `CudaCapture`."""
+    with RecordedGraph() as graph:
+        result = body()
+    return graph.replay, result
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCard]:
+    """Make the CPU a stand-in for a card until the test ends."""
+    made = StandInCard()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", made.flash, "CPU")
+    monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
+    monkeypatch.setattr(gpu, "prepare_process", lambda cores: None)  # its settings would stay
+    monkeypatch.setattr(forward_graphs, "CudaCapture", lambda: record)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    yield made
+    library._destroy()
