@@ -12,5 +12,6 @@ SCENARIOS = {
     "guard": "ratios that must not fall below their bounds, in half a minute",
     "fidelity": "every kind of model against the library it was made with: cosines and differences",
     "html": "the newest results as one page, results/report.html",
+    "card": "all about a card in ten minutes, on a bare machine: fidelity, forward, latency, bulk, faults, tests",
     "gpu": "bulk texts/s on CUDA: sentence-transformers and the bare engine",
 }
