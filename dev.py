@@ -7,10 +7,11 @@
     python3.11 dev.py fix      format and safe fixes
     python3.11 dev.py proto    regenerate src/teimgr/pb
     python3.11 dev.py bench X  run the benchmark X
-    python3.11 dev.py gpu      GPU tests and the GPU benchmark
+    python3.11 dev.py gpu      all about a card in ten minutes (bench/card.py), with torch's own interpreter where this
+                               is one; `gpu --carry DIR` makes what a machine without a network lacks
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
     python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults); or `soak saturation`,
-                               `soak overload`, `soak fleet`, `soak hosts`, `soak fuzz`
+                               `soak overload`, `soak fleet`, `soak hosts`, `soak cluster`, `soak fuzz`
     python3.11 dev.py setup    make .venv and install, nothing else
     python3.11 dev.py clients  make .venv-clients and install, nothing else
     python3.11 dev.py docs     build the documents' site in build/site; `docs serve` shows it while it is edited
@@ -21,6 +22,7 @@ Arguments after the verb go to what it runs.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -46,10 +48,16 @@ SOAKS = {
     "overload": "tests.faults.overload",
     "fleet": "tests.faults.fleet",
     "hosts": "tests.faults.hosts",
+    "cluster": "tests.faults.cluster",
     "fuzz": "tests.fuzz",
 }
 # A change of one of these is installed anew: what the project needs, and what is compiled.
-INSTALLED_FROM = (ROOT / "pyproject.toml", *sorted((ROOT / "src" / "teimgr" / "engine" / "native").iterdir()))
+INSTALLED_FROM = (
+    ROOT / "pyproject.toml",
+    *sorted((ROOT / "src" / "teimgr" / "engine" / "native").iterdir()),
+    *sorted((ROOT / "src" / "teimgr" / "cluster" / "native").iterdir()),
+)
+RAY_LIMIT_S = 90
 PYTHON_TREES = ("src", "tests", "bench", "docsite", "dev.py")
 
 
@@ -85,7 +93,7 @@ def test(arguments: list[str]) -> int:
     # Three processes keep two cores busy, since a test waits for a fifth of its time or more; what shares a daemon
     # stays together (tests/conftest.py).
     shared = [] if arguments else ["-n", "3", "--dist", "loadgroup"]
-    return install("test", "check") or clients() or call(PYTHON, "-m", "pytest", *shared, *arguments)
+    return install("test", "check") or ray() or clients() or call(PYTHON, "-m", "pytest", *shared, *arguments)
 
 
 def check(arguments: list[str]) -> int:
@@ -123,13 +131,16 @@ def bench(arguments: list[str]) -> int:
 
 
 def gpu(arguments: list[str]) -> int:
-    """The tests marked gpu, then the GPU benchmark; the interpreter may come from TEIMGR_PYTHON."""
+    """`bench card` with the interpreter of TEIMGR_PYTHON, or this one where it has torch, or that of .venv."""
     python = os.environ.get("TEIMGR_PYTHON")
+    if python is None and importlib.util.find_spec("torch") is not None:
+        python = sys.executable
     if python is None:
         if status := install("test", "check"):
             return status
         python = str(PYTHON)
-    return call(python, "-m", "pytest", "-m", "gpu", "tests/gpu") or call(python, "-m", "bench", "gpu", *arguments)
+    os.environ["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    return call(python, "-m", "bench", "card", *arguments)
 
 
 def audit(arguments: list[str]) -> int:
@@ -207,6 +218,31 @@ def install(*extras: str) -> int:
     if status == 0:
         stamp.write_text(wanted)
     return status
+
+
+def ray() -> int:
+    """Install Ray, for the tests of several hosts, where it can be had in time; else they are skipped. Always 0."""
+    wanted = re.search(r'"(ray==[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert wanted is not None
+    stamp = VENV / ".installed-ray"
+    if stamp.exists() and stamp.read_text() == wanted[1]:
+        return 0
+    print(f"Installing {wanted[1]} …", flush=True)
+    pip = (str(PYTHON), "-m", "pip", "--disable-pip-version-check")
+    with tempfile.TemporaryDirectory() as folder:
+        # Only the download has a limit: an installation that is cut off would leave half a package.
+        options = ("-qq", "--no-deps", "--only-binary=ray", "--retries=1", f"--dest={folder}")
+        try:
+            done = subprocess.run((*pip, "download", *options, wanted[1]), cwd=ROOT, timeout=RAY_LIMIT_S, check=False)
+            status = done.returncode or call(*pip, "install", "-qq", "--no-compile", *Path(folder).iterdir())
+            problem = f"pip ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"the download took more than {RAY_LIMIT_S} s"
+    if problem:
+        print(f"not installed: {wanted[1]} ({problem}); the tests that need it are skipped", flush=True)
+    else:
+        stamp.write_text(wanted[1])
+    return 0
 
 
 def clients() -> int:

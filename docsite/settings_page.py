@@ -98,7 +98,11 @@ def _others() -> Iterator[str]:
         *table(
             ("variable", "meaning"),
             (
-                ("`TEIMGR_NATIVE`", "`0`: workers on CPUs use torch's operators; `attention`: all but its attention"),
+                (
+                    "`TEIMGR_NATIVE`",
+                    "`0`: workers use nothing of the native library; `attention`: only its attention",
+                ),
+                ("`TEIMGR_CUDA_GRAPHS`", "`0`: workers on GPUs launch every kernel by itself"),
                 ("`HF_TOKEN`", "token for gated and private models, read by workers and downloads"),
                 ("`HF_HOME`, `HF_HUB_CACHE`", "where the hub cache lies"),
                 ("`HF_HUB_OFFLINE`", "`1`: no model is looked for on the hub"),
