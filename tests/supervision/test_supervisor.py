@@ -493,7 +493,7 @@ async def test_threads_are_shared_anew_when_the_fleet_changes(fleet: Fleet) -> N
 
 @pytest.mark.clause("M5.5-shutdown")
 async def test_shutdown_stops_all_in_parallel_and_keeps_what_is_wanted(fleets: Fleets) -> None:
-    fleet = fleets(graceful_shutdown_timeout_secs=1)
+    fleet = fleets(graceful_shutdown_timeout_secs=2)
     await fleet.manager.boot()
     for number in range(4):
         await fleet.create("ignore-term", name=f"n{number}")
@@ -503,7 +503,7 @@ async def test_shutdown_stops_all_in_parallel_and_keeps_what_is_wanted(fleets: F
 
     await fleet.manager.shutdown()
 
-    assert asyncio.get_running_loop().time() - begin < 3.5, "one grace for all, not one for each"
+    assert asyncio.get_running_loop().time() - begin < 7, "one grace for all, not one for each"
     assert fleet.left_over() == set()
     await fleet.launcher.close()
 
