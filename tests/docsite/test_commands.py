@@ -25,6 +25,8 @@ from teimgr.config.sources import Source, read
 
 RUN = ("bash", "python", "toml", "yaml", "json", "typescript", "go", "java")
 """Languages of blocks that are run or checked whole; `console` is for commands that are not run."""
+DEBIAN_TOOLS = ("promtool",)
+"""What blocks use that `.ci/debian-tools` installs; without it they are left out."""
 SHOWN = ("", "text", "proto")
 LIMIT_S = 100.0
 GRPCURL = ROOT / "tests" / "contract" / "grpcurl.py"
@@ -71,8 +73,12 @@ def test_the_commands_of_a_page_work(page: Path, daemon: DaemonProcess, tools: P
     for entry in ROOT.iterdir():
         if entry.name in ("configs", "deploy", "proto", "docs", "tests", "src", "bench", "packaging"):
             (tmp_path / entry.name).symlink_to(entry)
+    left_out = []
     for block in BLOCKS[page]:
         if block.reason or block.language not in RUN:
+            continue
+        if missing := [tool for tool in DEBIAN_TOOLS if tool in block.code and shutil.which(tool) is None]:
+            left_out.append(f"{block.place}: no {missing[0]}")
             continue
         checked = CHECKED.get(block.language)
         if checked is not None:

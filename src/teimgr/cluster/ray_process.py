@@ -241,7 +241,8 @@ def ray_folder(wanted: Path | None, run_dir: Path) -> Path:
     """
     folder = (wanted or run_dir / "ray").absolute()
     if wanted is None and len(os.fsencode(folder)) > RAY_DIR_BYTES:
-        folder = Path(f"/tmp/teimgr-ray-{os.geteuid()}")
+        # `make_private` refuses it where it is another user's.
+        folder = Path(f"/tmp/teimgr-ray-{os.geteuid()}")  # noqa: S108  # nosec B108
     if len(os.fsencode(folder)) > RAY_DIR_BYTES:
         raise InvalidConfig(f"cluster.ray_dir: {folder} is longer than {RAY_DIR_BYTES} bytes")
     make_private(folder)

@@ -124,7 +124,8 @@ def read_compose(path: Path, environ: Mapping[str, str], env_file: Path | None =
         InvalidConfig: It cannot be read or understood, or is beyond a limit; the message names the place.
     """
     try:
-        table = yaml.load(read_text(path, MAX_FILE_BYTES), _Loader)  # a safe loader
+        # `_Loader` is a SafeLoader.
+        table = yaml.load(read_text(path, MAX_FILE_BYTES), _Loader)  # noqa: S506  # nosec B506
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
