@@ -45,10 +45,10 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
 
     job = Job(["a"], InferOptions(), Lane.BULK)
     job.vectors = np.zeros((1, 4), dtype=np.float32)
-    entry = QueueEntry(job, 0, Encoded(np.zeros(1, dtype=np.int32)))
+    entry = QueueEntry(job, np.zeros(1, np.intp), Encoded(np.zeros(1, dtype=np.int32)))
     for _ in range(3):  # one is at hand, and two fill the queue
-        finisher.put(StartedBatch([entry], [0], hang, 0, 1))
-    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], [0], hang, 0, 1),))
+        finisher.put(StartedBatch([entry], np.zeros(1, np.intp), hang, 0, 1))
+    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], np.zeros(1, np.intp), hang, 0, 1),))
     stuck.start()
     closing = threading.Thread(target=finisher.close, args=(0.1,))
     closing.start()
@@ -204,7 +204,7 @@ def results_of(bad: Output | None, number: float) -> BatchResults:
 @pytest.mark.parametrize("bad", list(Output))
 def test_what_is_no_number_fails_its_row_where_it_was_asked_for(bad: Output, number: float) -> None:
     job = job_of(frozenset(Output))
-    failed = results_of(bad, number).write(job, [0, 1, 2], [2, 0, 1])
+    failed = results_of(bad, number).write(job, np.array([0, 1, 2]), np.array([2, 0, 1]))
 
     assert {row: type(error) for row, error in failed.items()} == {2: InferenceFailed}
     expected = "Backend error: the vector has NaN or infinity in it"
@@ -217,12 +217,12 @@ def test_what_is_no_number_fails_its_row_where_it_was_asked_for(bad: Output, num
     assert job.tokens_of[0] is not None
     assert job.tokens_of[0].shape == (0, 2)
     others = frozenset(Output) - {bad}
-    assert results_of(bad, number).write(job_of(others), [0, 1, 2], [2, 0, 1]) == {}
+    assert results_of(bad, number).write(job_of(others), np.array([0, 1, 2]), np.array([2, 0, 1])) == {}
 
 
 def test_results_go_to_their_rows() -> None:
     job = job_of(frozenset(Output), raw_scores=False)
-    assert results_of(None, 0.0).write(job, [2, 0], [1, 2]) == {}
+    assert results_of(None, 0.0).write(job, np.array([2, 0]), np.array([1, 2])) == {}
 
     sparse, empty = job.sparse[1], job.sparse[0]
     assert sparse is not None

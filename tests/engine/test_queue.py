@@ -11,7 +11,7 @@ import numpy as np
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Job, Lane
-from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, LaneThroughput, QueueEntry
+from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, LaneThroughput, QueueEntry, halves
 
 LIMITS = BatchLimits(tokens=100, bulk_tokens_beside_interactive=20)
 
@@ -27,7 +27,15 @@ class Clock:
 
 def entry(length: int, lane: Lane = Lane.BULK, deadline: float | None = None, job: Job | None = None) -> QueueEntry:
     job = job or Job(["x"], InferOptions(), lane, deadline)
-    return QueueEntry(job, 0, Encoded(np.zeros(length, dtype=np.int32)))
+    return QueueEntry(job, np.zeros(1, np.intp), Encoded(np.zeros(length, dtype=np.int32)))
+
+
+def rows_of(texts: int, length: int, lane: Lane = Lane.BULK, deadline: float | None = None) -> QueueEntry:
+    """All rows of a job of equal lengths; the first id of each text is its row."""
+    job = Job(["x"] * texts, InferOptions(), lane, deadline)
+    ids = np.zeros((texts, length), np.int32)
+    ids[:, 0] = np.arange(texts)
+    return QueueEntry(job, np.arange(texts), Encoded(ids))
 
 
 def take(queue: EntryQueue) -> BatchDraft:
@@ -141,6 +149,60 @@ def test_expired_entries_come_back_apart() -> None:
 
     assert batch.expired == [late]
     assert batch.entries == [timely]
+
+
+def test_of_many_equal_rows_a_batch_takes_as_many_as_fit() -> None:
+    """Rows and ids stay together, and what is left goes on in order."""
+    queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=20, texts=7))
+    queue.put([rows_of(12, length=20), entry(15)])
+    taken: list[list[int]] = []
+    while len(queue):
+        batch = take(queue)
+        assert batch.tokens == sum(e.tokens for e in batch.entries) <= 100
+        assert batch.texts == sum(e.texts for e in batch.entries)
+        for e in batch.entries:
+            if e.length == 20:
+                assert e.encoded.ids[:, 0].tolist() == e.rows.tolist()
+                taken.append(e.rows.tolist())
+
+    assert taken == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
+    assert queue.tokens(Lane.BULK) == queue.texts(Lane.BULK) == 0
+
+
+def test_a_batch_keeps_its_bound_on_texts_within_an_entry() -> None:
+    queue = EntryQueue(BatchLimits(tokens=1000, bulk_tokens_beside_interactive=20, texts=3))
+    queue.put([entry(2), rows_of(5, length=2)])
+
+    assert [[e.texts for e in take(queue).entries] for _ in range(2)] == [[1, 2], [3]]
+
+
+def test_rows_that_expire_or_are_cancelled_after_a_part_was_taken_leave_together() -> None:
+    clock = Clock()
+    queue = EntryQueue(LIMITS, clock)
+    late, gone = rows_of(8, length=20, deadline=clock.now + 1), rows_of(8, length=20)
+    queue.put([late])
+    assert take(queue).texts == 5
+    clock.now += 5
+    batch = take(queue)
+    assert [e.rows.tolist() for e in batch.expired] == [[5, 6, 7]]
+
+    queue.put([gone])
+    assert take(queue).texts == 5
+    gone.job.cancel()
+    assert take(queue).entries == []
+    assert len(queue) == queue.tokens(Lane.BULK) == 0
+
+
+def test_the_halves_of_a_batch_have_all_of_its_rows() -> None:
+    for sizes in ([2], [5], [1, 1], [1, 4, 3], [7, 1], [2, 2, 2, 1]):
+        entries = [rows_of(size, length=3) for size in sizes]
+        rows = [(id(e.job), row) for e in entries for row in e.rows.tolist()]
+        first, second = halves(entries)
+
+        assert [(id(e.job), row) for e in [*first, *second] for row in e.rows.tolist()] == rows
+        assert [sum(e.texts for e in half) for half in (first, second)] == [sum(sizes) // 2, -(-sum(sizes) // 2)]
+        for e in [*first, *second]:
+            assert e.encoded.ids[:, 0].tolist() == e.rows.tolist()
 
 
 def test_the_taker_sleeps_until_something_comes() -> None:

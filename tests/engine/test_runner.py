@@ -22,7 +22,7 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
-from teimgr.engine.runner import Runner, _key
+from teimgr.engine.runner import Runner, _keys
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory, Unavailable
 from teimgr.spec import CpuThreads
 
@@ -40,7 +40,8 @@ def job_of(texts: int) -> Job:
 def entries_of(job: Job, length: int = 1) -> list[QueueEntry]:
     """Every text is another one."""
     return [
-        QueueEntry(job, row, Encoded(np.full(length, next(_ids), dtype=np.int32))) for row in range(len(job.inputs))
+        QueueEntry(job, np.array([row]), Encoded(np.full(length, next(_ids), dtype=np.int32)))
+        for row in range(len(job.inputs))
     ]
 
 
@@ -298,7 +299,9 @@ def test_equal_inputs_of_a_batch_are_computed_once() -> None:
         job.vectors = np.zeros((len(ids), WIDTH), dtype=np.float32)
     echo, delivered, waiting = Echo(), list[Job](), EntryQueue(BatchLimits(1000, 1000))
     for job in jobs:
-        waiting.put([QueueEntry(job, row, Encoded(np.array(each, dtype=np.int32))) for row, each in enumerate(ids)])
+        waiting.put(
+            [QueueEntry(job, np.array([row]), Encoded(np.array(each, dtype=np.int32))) for row, each in enumerate(ids)]
+        )
     waiting.close()
     finisher = Finisher(delivered.extend, pytest.fail)
     finishing = threading.Thread(target=finisher.run)
@@ -314,6 +317,42 @@ def test_equal_inputs_of_a_batch_are_computed_once() -> None:
         assert job.tokens == 12
 
 
+def test_equal_rows_of_entries_with_many_are_computed_once() -> None:
+    """Within an entry, over entries, and where nothing of an entry is new."""
+    groups = [[[5, 5], [7, 7], [5, 5]], [[7, 7], [8, 8]], [[5, 5], [8, 8]], [[9]]]
+    jobs = [Job(["x"] * len(ids), InferOptions(normalize=False), Lane.BULK) for ids in groups]
+    for job in jobs:
+        job.vectors = np.zeros((len(job.inputs), WIDTH), dtype=np.float32)
+    entries = [
+        QueueEntry(job, np.arange(len(ids))[::-1], Encoded(np.array(ids[::-1], dtype=np.int32)))
+        for job, ids in zip(jobs, groups, strict=True)
+    ]
+    echo = Echo()
+    serve_entries(echo, entries, jobs)
+
+    assert [sorted(run) for run in echo.runs] == [[5, 7, 8, 9]]
+    assert [job.vectors[:, 0].tolist() for job in jobs] == [[row[0] for row in ids] for ids in groups]
+    assert [job.tokens for job in jobs] == [6, 4, 4, 1]
+
+
+def test_one_row_of_many_that_does_not_fit_fails_alone() -> None:
+    """The rows of one entry are run in halves until the one at fault is by itself."""
+
+    class Picky(Echo):
+        def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+            if 6 in batch.ids:
+                raise RuntimeError("not this one")
+            return super().run(batch, outputs)
+
+    job = Job(["x"] * 11, InferOptions(normalize=False), Lane.BULK)
+    job.vectors = np.zeros((11, WIDTH), dtype=np.float32)
+    ids = np.repeat(np.arange(11, dtype=np.int32)[:, None], 3, axis=1)
+    serve_entries(Picky(), [QueueEntry(job, np.arange(11), Encoded(ids))], [job])
+
+    assert {row: type(error) for row, error in job.errors.items()} == {6: InferenceFailed}
+    assert job.vectors[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 0, 7, 8, 9, 10]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -325,7 +364,7 @@ def test_equal_inputs_of_a_batch_are_computed_once() -> None:
     ids=["keys", "types", "prompt", "role"],
 )
 def test_inputs_of_the_same_ids_may_differ(other: Encoded) -> None:
-    assert _key(other) != _key(Encoded(np.array([1, 2], dtype=np.int32)))
+    assert list(_keys(other)) != list(_keys(Encoded(np.array([1, 2], dtype=np.int32))))
 
 
 def serve(
@@ -337,13 +376,26 @@ def serve(
     on_fault: Callable[[str], None] = pytest.fail,
 ) -> None:
     """Run the jobs to their end."""
+    entries = [entry for job in jobs for entry in entries_of(job)]
+    serve_entries(embedder, entries, jobs, threads, serial_tokens, batch_texts, on_fault)
+
+
+def serve_entries(
+    embedder: Any,
+    entries: list[QueueEntry],
+    jobs: list[Job],
+    threads: int = 1,
+    serial_tokens: int = 0,
+    batch_texts: int | None = None,
+    on_fault: Callable[[str], None] = pytest.fail,
+) -> None:
+    """Run the entries of `jobs` to their end."""
     delivered: list[Job] = []
     finisher = Finisher(delivered.extend, on_fault)
     finishing = threading.Thread(target=finisher.run)
     finishing.start()
     waiting = EntryQueue(BatchLimits(1000, 1000, batch_texts))
-    for job in jobs:
-        waiting.put(entries_of(job))
+    waiting.put(entries)
     waiting.close()
     Runner(embedder, waiting, finisher, CpuThreads(threads, threads), serial_tokens).run()
     finisher.close(WAIT_S)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions, load_tokeniz
 from teimgr.engine.truncation import Truncation
 from teimgr.engine.wordpiece import WordPiece, wordpiece
 from teimgr.model_files.reading import read_layout
+from teimgr.wire.text_column import TextColumn
 
 WORDS = [
     "fog",
@@ -32,6 +34,7 @@ WORDS = [
     "\x0b",
     "#",
 ]
+ADDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TEXTS = st.lists(st.one_of(st.sampled_from(WORDS), st.text(st.characters(max_codepoint=127), max_size=12))).map(
     " ".join
 )
@@ -53,8 +56,8 @@ def native_form(tokenizer: Tokenizer, specials: bool = True) -> WordPiece:
 @given(texts=st.lists(TEXTS, min_size=1, max_size=5))
 def test_ids_are_those_of_the_library(library: Tokenizer, specials: bool, texts: list[str]) -> None:
     native = native_form(library, specials)
-    covered = [text for text in texts if native.covers(text)]
-    found, ends = native.encode(covered, None)
+    covered = [text for text in texts if text and not any(token in text for token in ADDED)]
+    found, ends = native.encode(TextColumn.of(covered), None)
     want = library.encode_batch_fast(covered, add_special_tokens=specials)
 
     assert found.tolist() == [id for encoding in want for id in encoding.ids]
@@ -65,7 +68,7 @@ def test_every_character_is_taken_as_by_the_library(library: Tokenizer) -> None:
     native = native_form(library)
     for code in range(128):
         text = f"ab{chr(code)}cd {chr(code)}{chr(code)}"
-        assert native.encode([text], None)[0].tolist() == library.encode(text).ids, code
+        assert native.encode(TextColumn.of([text]), None)[0].tolist() == library.encode(text).ids, code
 
 
 @pytest.mark.parametrize("change", ["cased", "lower-case", "unknown characters"])
@@ -81,14 +84,14 @@ def test_other_normalizers(library: Tokenizer, change: str) -> None:
         )
     text = "The QUICK brown fox, IKEA and quiz; iqiq \x01 control"
 
-    assert native_form(other).encode([text], None)[0].tolist() == other.encode(text).ids
+    assert native_form(other).encode(TextColumn.of([text]), None)[0].tolist() == other.encode(text).ids
 
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("limit", [2, 3, 7, 50])
 def test_truncation_keeps_either_end(library: Tokenizer, left: bool, limit: int) -> None:
-    texts = ["", "fog", "one two three four five six", "unaffable " * 40]
-    found, ends = native_form(library).encode(texts, Truncation(limit, left))
+    texts = [" ", "fog", "one two three four five six", "unaffable " * 40]
+    found, ends = native_form(library).encode(TextColumn.of(texts), Truncation(limit, left))
     own = Tokenizer.from_str(library.to_str())
     own.enable_truncation(limit, direction="left" if left else "right")
 
@@ -105,23 +108,38 @@ def test_results_are_the_same_without_it(minilm: Path, texts: list[str], options
     with_it, without = _TOKENIZERS.setdefault(minilm, (TextTokenizer(layout, 16), TextTokenizer(layout, 16)))
     without._wordpiece = None
 
-    for ours, theirs in zip(with_it.encode(texts, options), without.encode(texts, options), strict=True):
-        assert type(ours) is type(theirs)
-        assert [str(ours)] == [str(theirs)]
+    found = [with_it.encode(inputs, options) for inputs in (texts, TextColumn.of(texts))]
+    for ours, from_column, theirs in zip(*found, without.encode(texts, options), strict=True):
+        assert type(ours) is type(from_column) is type(theirs)
+        assert [str(ours)] == [str(from_column)] == [str(theirs)]
 
 
 _TOKENIZERS: dict[Path, tuple[TextTokenizer, TextTokenizer]] = {}
 
 
 def test_what_it_does_not_cover(library: Tokenizer, minilm: Path) -> None:
-    native = native_form(library)
+    """Nothing comes of these, and what is between them is found where its end says."""
+    texts = ["plain [text]", "naïve", "a [MASK] b", "", "[MASK]", "[MAS", "x" * 21, "plain"]
+    ids_of, ends = native_form(library).encode(TextColumn.of([*texts, None]), None, longest=20)
+    counts = np.diff(ends, prepend=0).tolist()
 
-    assert native.covers("plain [text]")
-    assert not native.covers("naïve")
-    assert not native.covers("a [MASK] b")
+    assert [text for text, count in zip([*texts, None], counts, strict=True) if count] == [
+        "plain [text]",
+        "[MAS",
+        "plain",
+    ]
+    assert ids_of.tolist() == [id for text in ("plain [text]", "[MAS", "plain") for id in library.encode(text).ids]
     tokenizer = TextTokenizer(read_layout(minilm), 96)
     assert ids(tokenizer, "a [MASK] b") == library.encode("a [MASK] b").ids
     assert ids(tokenizer, Pair("fog", "rain")) == library.encode("fog", "rain").ids
+
+
+def test_a_slice_of_a_column_has_the_ids_of_its_texts(library: Tokenizer) -> None:
+    native, texts = native_form(library), ["fog", "rain and fog", "naïve", "the harbour"]
+    found, ends = native.encode(TextColumn.of(texts)[1:], None)
+
+    assert found.tolist() == [*library.encode(texts[1]).ids, *library.encode(texts[3]).ids]
+    assert ends.tolist() == [5, 5, 9]
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm_roberta", "qwen2", "modernbert"])

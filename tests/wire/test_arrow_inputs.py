@@ -37,9 +37,30 @@ def plain(item: object) -> object:
 def test_texts_are_the_column_of_that_name_and_nothing_else() -> None:
     read = read_inputs(table(other=["x", "y"], text=["a", None]), LIMIT)
 
-    assert read.inputs == ["a", None]
+    assert list(read.inputs) == ["a", None]
     with pytest.raises(InvalidInput, match=r"No column is named `text`: \['other'\]"):
         read_inputs(table(other=["x"]), LIMIT)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_texts_of_sliced_columns_and_of_all_batches_are_one_column(kind: pa.DataType) -> None:
+    whole = pa.record_batch({"text": pa.array(["naïve", None, "", "東京", "e"], kind)})
+    batches = [whole.slice(1, 3), whole.slice(4), whole.slice(0, 0), whole]
+
+    read = read_inputs(stream(*batches), LIMIT)
+
+    assert list(read.inputs) == [None, "", "東京", "e", "naïve", None, "", "東京", "e"]
+    assert read.rows == [3, 1, 0, 5]
+
+
+def test_the_bytes_of_a_null_are_no_text() -> None:
+    """A null may have any bytes in Arrow."""
+    offsets, data = np.array([0, 3, 6, 7], np.int32), b"fog" + b"\xff\xff\xff" + b"a"
+    column = pa.Array.from_buffers(
+        pa.string(), 3, [pa.py_buffer(b"\x05"), pa.py_buffer(offsets), pa.py_buffer(data)], null_count=1
+    )
+
+    assert list(read_inputs(table(text=column), LIMIT).inputs) == ["fog", None, "a"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +88,7 @@ def test_what_the_inputs_are_can_be_said_over_the_names() -> None:
 
     assert plain(read_inputs(ipc, LIMIT).inputs[0]) == [1, 2]
     assert read_inputs(ipc, LIMIT, kind=InputKind.PAIR).inputs == [("a", "b")]
-    assert read_inputs(ipc, LIMIT, kind=InputKind.TEXT).inputs == ["a"]
+    assert list(read_inputs(ipc, LIMIT, kind=InputKind.TEXT).inputs) == ["a"]
     with pytest.raises(InvalidInput, match="No column is named `input_ids`"):
         read_inputs(table(text=["a"]), LIMIT, kind=InputKind.IDS)
 

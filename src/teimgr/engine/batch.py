@@ -1,13 +1,15 @@
-"""Packing: a batch without padding, all texts in one row of tokens, shortest first; its arrays on the device."""
+"""Tokenized inputs, and their packing: a batch without padding, all texts in one row of tokens, shortest first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from teimgr.errors import TeimgrError
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +29,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """One tokenized input: a text or a pair.
+    """Tokenized inputs of one length, each a text or a pair: one, or several that are computed alike.
 
-    `ids` are int32 [length], never empty. `type_ids` (uint8 [length]) are the token types of pairs, None for models
-    without them. Where `keys` is set, every token attends only to the first `keys` ones. The first `prompt_tokens`
-    belong to a prompt that pooling leaves out. `query` is the role on late-interaction models.
+    `ids` are int32 [length], or [texts, length] and contiguous; never empty. `type_ids` (uint8, of that shape) are the
+    token types of pairs, None for models without them. Where `keys` is set, every token attends only to the first
+    `keys` ones. The first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on
+    late-interaction models.
     """
 
     ids: NDArray[np.int32]
@@ -40,13 +43,107 @@ class Encoded:
     prompt_tokens: int = 0
     query: bool = False
 
+    @property
+    def texts(self) -> int:
+        return 1 if self.ids.ndim == 1 else len(self.ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens of each."""
+        return self.ids.shape[-1]
+
+    def part(self, which: slice | Sequence[int]) -> Encoded:
+        """Some of several inputs, by their position; by a slice the ids are not copied."""
+        return replace(self, ids=self.ids[which], type_ids=None if self.type_ids is None else self.type_ids[which])
+
+
+_LEAST_GROUPED = 16  # inputs: fewer are not worth sorting by length
+
+
+@dataclass(slots=True, eq=False)
+class TokenizedTexts:
+    """N tokenized inputs in arrays: of input i the `lengths[i]` ids from `begins[i]` on (int64 [N] each) in `ids`.
+
+    `ids` is int32 [T], `type_ids` uint8 [T] or None; `prompt_tokens` is as in `Encoded`. Inputs in `others` are not in
+    the arrays: they have settings of their own, or failed; their length is 0.
+    """
+
+    ids: NDArray[np.int32]
+    begins: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    type_ids: NDArray[np.uint8] | None = None
+    prompt_tokens: int = 0
+    others: dict[int, Encoded | TeimgrError] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: Sequence[Encoded | TeimgrError]) -> TokenizedTexts:
+        """Results that are all `others`."""
+        return cls.without_ids(len(results), dict(enumerate(results)))
+
+    @classmethod
+    def without_ids(cls, texts: int, others: dict[int, Encoded | TeimgrError]) -> TokenizedTexts:
+        """So many inputs, of which those that are not in `others` are missing."""
+        return cls(np.zeros(0, np.int32), np.zeros(texts, np.int64), np.zeros(texts, np.int64), others=others)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Encoded | TeimgrError:
+        if (other := self.others.get(i)) is not None:
+            return other
+        begin = int(self.begins[i])
+        own = slice(begin, begin + int(self.lengths[i]))
+        types = None if self.type_ids is None else self.type_ids[own]
+        return Encoded(self.ids[own], types, prompt_tokens=self.prompt_tokens)
+
+    def put(self, i: int, other: Encoded | TeimgrError) -> None:
+        """Give input i another result than that of the arrays."""
+        self.others[i] = other
+        self.lengths[i] = 0
+
+    def missing(self) -> list[int]:
+        """The inputs that have no result yet."""
+        return [row for row in np.flatnonzero(self.lengths == 0).tolist() if row not in self.others]
+
+    def replace(self, rows: Sequence[int], by: TokenizedTexts) -> None:
+        """Give the inputs `rows` the results `by`, which were made with the same options."""
+        self.others.update((rows[i], other) for i, other in by.others.items())
+        self.lengths[rows] = by.lengths
+        if len(by.ids):
+            self.begins[rows] = by.begins + len(self.ids)
+            if by.type_ids is not None:
+                self.type_ids = by.type_ids if self.type_ids is None else np.concatenate([self.type_ids, by.type_ids])
+            self.ids = np.concatenate([self.ids, by.ids])
+            self.prompt_tokens = by.prompt_tokens
+
+    def by_length(self, begin: int, stop: int) -> Iterator[tuple[NDArray[np.intp], Encoded | TeimgrError]]:
+        """The inputs `begin` to `stop` in groups of equal length, those that begin first before others.
+
+        Each comes with the places of its inputs, counted from `begin`; a failed input by itself.
+        """
+        if stop - begin < _LEAST_GROUPED:
+            for i in range(begin, stop):
+                yield np.array([i - begin]), self[i]
+            return
+        order = np.argsort(self.lengths[begin:stop], kind="stable")
+        ascending = self.lengths[begin:stop][order]
+        borders = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1
+        for places in sorted(np.split(order, borders), key=lambda places: int(places[0])):
+            if length := int(self.lengths[begin + places[0]]):
+                at = self.begins[begin + places][:, None] + np.arange(length)
+                types = None if self.type_ids is None else self.type_ids[at]
+                yield places, Encoded(self.ids[at], types, prompt_tokens=self.prompt_tokens)
+            else:
+                for place in places.tolist():
+                    yield np.array([place]), self[begin + place]
+
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """N texts, T tokens, in ascending order of length.
 
     `ids` and `position_ids` are int64 [T]; positions restart at 0 with every text. Text i of the batch is input
-    `order[i]` of `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
+    `order[i]` of those given to `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
     The others are None where no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
     `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries`
     (bool [N], the role on late-interaction models).
@@ -109,33 +206,32 @@ class PackedBatch:
         return int(self.cu_seqlens[-1])
 
 
-def pack_as_given(texts: Sequence[Encoded]) -> PackedBatch:
+def pack_as_given(inputs: Sequence[Encoded]) -> PackedBatch:
     """For look-up tables: the texts in their own order, with neither positions nor runs of equal length."""
-    cu_seqlens = np.zeros(len(texts) + 1, dtype=np.int32)
-    np.cumsum([len(text.ids) for text in texts], out=cu_seqlens[1:])
-    ids = np.concatenate([text.ids for text in texts]).astype(np.int64)
-    return PackedBatch(ids, _NO_POSITIONS, cu_seqlens, 0, (), np.arange(len(texts)))
-
-
-def pack(texts: Sequence[Encoded]) -> PackedBatch:
-    lengths = np.fromiter((len(text.ids) for text in texts), dtype=np.int32, count=len(texts))
-    order = np.argsort(lengths, kind="stable")
-    lengths = lengths[order]
-    texts = [texts[i] for i in order]
-    cu_seqlens = np.zeros(len(texts) + 1, dtype=np.int32)
+    lengths = _lengths(inputs)
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    ids = np.concatenate([text.ids for text in texts]).astype(np.int64)
+    ids = np.concatenate([each.ids.reshape(-1) for each in inputs], dtype=np.int64)
+    return PackedBatch(ids, _NO_POSITIONS, cu_seqlens, 0, (), np.arange(len(lengths)))
+
+
+def pack(inputs: Sequence[Encoded]) -> PackedBatch:
+    order = np.argsort(_lengths(inputs), kind="stable")
+    inputs = sorted(inputs, key=lambda each: each.length)  # stable too
+    lengths = _lengths(inputs)
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    ids = np.concatenate([each.ids.reshape(-1) for each in inputs], dtype=np.int64)
     prompt_lens = type_ids = keys = queries = None
-    if any(text.prompt_tokens for text in texts):  # at least one token of a text is pooled
-        prompt_lens = np.minimum(np.array([text.prompt_tokens for text in texts], dtype=np.int32), lengths - 1)
-    if any(text.type_ids is not None for text in texts):
-        types = [np.zeros(len(text.ids), dtype=np.uint8) if text.type_ids is None else text.type_ids for text in texts]
-        type_ids = np.concatenate(types).astype(np.int64)
-    if any(text.keys is not None for text in texts):
-        seen = [len(text.ids) if text.keys is None else text.keys for text in texts]
-        keys = np.array(seen, dtype=np.int32)
-    if any(text.query for text in texts):
-        queries = np.array([text.query for text in texts])
+    if any(each.prompt_tokens for each in inputs):  # at least one token of a text is pooled
+        prompt_lens = np.minimum(_of_each(inputs, [each.prompt_tokens for each in inputs], np.int32), lengths - 1)
+    if any(each.type_ids is not None for each in inputs):
+        types = [np.zeros(each.ids.size, np.uint8) if each.type_ids is None else each.type_ids for each in inputs]
+        type_ids = np.concatenate([each.reshape(-1) for each in types], dtype=np.int64)
+    if any(each.keys is not None for each in inputs):
+        keys = _of_each(inputs, [each.length if each.keys is None else each.keys for each in inputs], np.int32)
+    if any(each.query for each in inputs):
+        queries = _of_each(inputs, [each.query for each in inputs], np.bool_)
     return PackedBatch(
         ids=ids,
         position_ids=np.arange(len(ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths),
@@ -148,6 +244,18 @@ def pack(texts: Sequence[Encoded]) -> PackedBatch:
         keys=keys,
         queries=queries,
     )
+
+
+def _lengths(inputs: Sequence[Encoded]) -> NDArray[np.int32]:
+    """Tokens of every text, int32 [N]."""
+    return _of_each(inputs, [each.length for each in inputs], np.int32)
+
+
+def _of_each(inputs: Sequence[Encoded], values: Sequence[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """A value for each of `inputs`, repeated for all texts of it: [N]."""
+    given = np.array(values, dtype=dtype)
+    counts = [each.texts for each in inputs]
+    return given if sum(counts) == len(counts) else np.repeat(given, counts)
 
 
 def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
-from teimgr.engine.finisher import EngineStats, Failures, Finisher
+from teimgr.engine.finisher import EngineStats, Failures, Finisher, failed_rows
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, check_supported
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
@@ -234,8 +234,7 @@ class Engine:
             _joined(thread, deadline + _LAST_BATCH_S)
         last = max(deadline, time.monotonic()) + _LAST_ANSWERS_S
         error = Unavailable("the engine was closed")
-        waiting = self._intake.drain() + [(entry.job, entry.row) for entry in self._queue.drain()]
-        if rows := [(job, row, error) for job, row in waiting]:
+        if rows := self._intake.drain(error) + failed_rows(self._queue.drain(), error):
             self._finisher.put(Failures(rows), last - time.monotonic())
         self._finisher.close(last - time.monotonic())
         if not _joined(self._finishing, last):

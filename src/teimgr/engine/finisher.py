@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -111,16 +111,36 @@ class HostRows:
 class StartedBatch:
     """A batch started on the device; in flight until `wait` has returned the results.
 
-    That of `entries[i]` is text `places[i]` of the results: equal inputs have the same one. Where `finished` is set,
+    The texts of all entries, one entry behind the other, are the texts `places` (int64 [texts]) of the results: equal
+    inputs have the same one. Where `finished` is set,
     vectors are cut and normalised by these options already, which are those of all jobs.
     """
 
     entries: Sequence[QueueEntry]
-    places: Sequence[int]
+    places: NDArray[np.intp]
     wait: Callable[[], Mapping[Output, HostRows]]
     started_ns: int
     tokens: int
     finished: VectorOptions | None = None
+
+    @property
+    def texts(self) -> int:
+        return sum([entry.texts for entry in self.entries])
+
+    def by_job(self) -> Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]]:
+        """The jobs in their order, each with its entries and the `places` of these."""
+        places_of: dict[Job, list[tuple[QueueEntry, NDArray[np.intp]]]] = defaultdict(list)
+        begin = 0
+        for entry in self.entries:
+            places_of[entry.job].append((entry, self.places[begin : begin + entry.texts]))
+            begin += entry.texts
+        for job, found in places_of.items():
+            places = self.places if len(places_of) == 1 else _concatenated([places for _, places in found])
+            yield job, [entry for entry, _ in found], places
+
+
+def _concatenated(parts: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +273,7 @@ class Finisher:
         except RuntimeError as error:  # CUDA reports a fault at synchronisation, after the launch went well
             self.device_failed(f"the device failed: {error}")
             failure = InferenceFailed(f"Backend error: {error}")
-            return self._fail([(entry.job, entry.row, failure) for entry in batch.entries])
+            return self._fail(failed_rows(batch.entries, failure))
         finally:
             self.in_flight.leave(batch.tokens)
         began_ns = max(batch.started_ns, self._device_free_ns)
@@ -261,26 +281,21 @@ class Finisher:
         duration_ns = self._device_free_ns - began_ns
         self._count(batch, duration_ns)
         results = BatchResults(rows, self._activation, batch.finished)
-        jobs = dict.fromkeys([entry.job for entry in batch.entries])  # in their order
-        texts_of: dict[Job, list[int]] = defaultdict(list)
-        if len(jobs) > 1:
-            for i, entry in enumerate(batch.entries):
-                texts_of[entry.job].append(i)
-        for job in jobs:
-            entries, places = batch.entries, batch.places
-            if texts := texts_of[job]:
-                entries, places = [entries[i] for i in texts], [places[i] for i in texts]
-            if failed := _written(results, job, places, [entry.row for entry in entries]):
+        jobs: list[Job] = []
+        for job, entries, places in batch.by_job():
+            jobs.append(job)
+            if failed := _written(results, job, places, _concatenated([entry.rows for entry in entries])):
                 self._on_bad_result()
                 self.stats.failed_texts += len(failed)
                 job.errors.update(failed)
-            count, enqueued_ns = len(entries), sum([entry.enqueued_ns for entry in entries])
-            job.tokens += sum([entry.length for entry in entries])
+            count = len(places)
+            enqueued_ns = sum([entry.enqueued_ns * entry.texts for entry in entries])
+            job.tokens += sum([entry.tokens for entry in entries])
             job.remaining -= count
             job.queue_ns += began_ns * count - enqueued_ns
             job.tokenization_ns += enqueued_ns - job.submitted_ns * count
             job.inference_ns += duration_ns * count
-        return list(jobs)
+        return jobs
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
         for job, row, error in rows:
@@ -293,7 +308,7 @@ class Finisher:
         return list(dict.fromkeys(job for job, _, _ in rows))
 
     def _count(self, batch: StartedBatch, duration_ns: int) -> None:
-        stats, texts = self.stats, len(batch.entries)
+        stats, texts = self.stats, batch.texts
         lane = stats.lanes[batch.entries[0].job.lane.value]  # a batch is of one lane
         for counts in (stats, lane):
             counts.batches += 1
@@ -313,16 +328,23 @@ class Finisher:
         )
 
 
-def _written(results: BatchResults, job: Job, texts: Sequence[int], rows: Sequence[int]) -> dict[int, InferenceFailed]:
+def failed_rows(entries: Sequence[QueueEntry], error: TeimgrError) -> list[tuple[Job, int, TeimgrError]]:
+    """All rows of `entries`, with the error of all."""
+    return [(entry.job, row, error) for entry in entries for row in entry.rows.tolist()]
+
+
+def _written(
+    results: BatchResults, job: Job, texts: NDArray[np.intp], rows: NDArray[np.intp]
+) -> dict[int, InferenceFailed]:
     """As `BatchResults.write`; where it raises, an overflow in an activation for one, only the texts at fault fail."""
     try:
         return results.write(job, texts, rows)
     except Exception as error:
         if len(texts) > 1:
-            each = (_written(results, job, [text], [row]) for text, row in zip(texts, rows, strict=True))
+            each = (_written(results, job, texts[i : i + 1], rows[i : i + 1]) for i in range(len(texts)))
             return {row: failure for failed in each for row, failure in failed.items()}
         log.exception("a result cannot be used")
-        return {rows[0]: InferenceFailed(f"Backend error: {error}")}
+        return {int(rows[0]): InferenceFailed(f"Backend error: {error}")}
 
 
 class BatchResults:
@@ -336,7 +358,7 @@ class BatchResults:
         self._vectors: dict[VectorOptions, Floats] = {}
         self._scores: Floats | None = None
 
-    def write(self, job: Job, texts: Sequence[int], rows: Sequence[int]) -> dict[int, InferenceFailed]:
+    def write(self, job: Job, texts: NDArray[np.intp], rows: NDArray[np.intp]) -> dict[int, InferenceFailed]:
         """Write the batch's `texts` into `rows` of the job; returns the errors of rows that failed and stay unwritten.
 
         Outputs that the job did not request are not examined.
@@ -345,13 +367,14 @@ class BatchResults:
         for output in sorted(job.options.outputs, key=_ORDER.index):
             if output not in self._bad:
                 self._bad[output] = set(np.flatnonzero(~self._rows[output].finite()).tolist())
-            for text in self._bad[output].intersection(texts):
-                for row in (row for each, row in zip(texts, rows, strict=True) if each == text and row not in failed):
-                    failed[row] = InferenceFailed(self._error_text(output, text))
+            if self._bad[output]:
+                for text, row in zip(texts.tolist(), rows.tolist(), strict=True):
+                    if text in self._bad[output] and row not in failed:
+                        failed[row] = InferenceFailed(self._error_text(output, text))
         if failed:
-            good = [(text, row) for text, row in zip(texts, rows, strict=True) if row not in failed]
-            texts, rows = [text for text, _ in good], [row for _, row in good]
-        if rows:
+            good = ~np.isin(rows, list(failed))
+            texts, rows = texts[good], rows[good]
+        if len(rows):
             for output in job.options.outputs:
                 self._write_output(output, job, texts, rows)
         return failed
@@ -362,7 +385,7 @@ class BatchResults:
         nan = np.isnan(self._rows[output].values[text]).any()
         return "score is NaN" if nan else "Backend error: a score is infinite"
 
-    def _write_output(self, output: Output, job: Job, texts: Sequence[int], rows: Sequence[int]) -> None:
+    def _write_output(self, output: Output, job: Job, texts: NDArray[np.intp], rows: NDArray[np.intp]) -> None:
         source = self._rows[output]
         if output is Output.DENSE:
             key = vector_options(job)
@@ -375,11 +398,11 @@ class BatchResults:
             scores = source.values if job.options.raw_scores or self._scores is None else self._scores
             job.scores[rows] = scores[texts]
         elif output is Output.SPARSE:
-            for text, row in zip(texts, rows, strict=True):
+            for text, row in zip(texts.tolist(), rows.tolist(), strict=True):
                 job.sparse[row] = source.sparse_row(text)
         else:
             target = job.tokens_of if output is Output.TOKENS else job.multi_vectors
-            for text, row in zip(texts, rows, strict=True):
+            for text, row in zip(texts.tolist(), rows.tolist(), strict=True):
                 target[row] = source.row(text)
 
 

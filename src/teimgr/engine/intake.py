@@ -10,19 +10,23 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from teimgr.engine.batch import Encoded
+import numpy as np
+
+from teimgr.engine.batch import TokenizedTexts
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TokenizerFailed, Unavailable
+from teimgr.wire.text_column import TextColumn
 
 log = logging.getLogger(__name__)
 
-_CHUNK_TEXTS = 128  # some 10 ms on one core: what a query may have to wait for
-_CHUNK_CHARS = 50_000
+_CHUNK_TEXTS = 1024
+_CHUNK_CHARS = 50_000  # some 10 ms on one core, native 1: what a query may have to wait for
 _BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
 _PROMPTED_PAIR = "Input validation error: `prompt_name` cannot be set with dual inputs"
 _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
@@ -55,11 +59,16 @@ class _Chunk:
         """Add rows of a job until it or the room ends."""
         begin, inputs = pending.next_row, pending.job.inputs
         end = limit = min(len(inputs), begin + _CHUNK_TEXTS - self.texts)
-        for row in range(begin, limit):
-            self.chars += characters(inputs[row])
-            if self.chars >= _CHUNK_CHARS:
-                end = row + 1
-                break
+        if isinstance(inputs, TextColumn):  # its bytes count
+            bounds = inputs.offsets[begin : limit + 1]
+            end = min(limit, begin + int(np.searchsorted(bounds, bounds[0] + _CHUNK_CHARS - self.chars)))
+            self.chars += int(inputs.offsets[end] - bounds[0])
+        else:
+            for row in range(begin, limit):
+                self.chars += characters(inputs[row])
+                if self.chars >= _CHUNK_CHARS:
+                    end = row + 1
+                    break
         pending.next_row = end
         self.texts += end - begin
         self.parts.append((pending, range(begin, end)))
@@ -135,13 +144,13 @@ class Intake:
             self._closed = self._abandoned = True
             self._changed.notify()
 
-    def drain(self) -> list[tuple[Job, int]]:
-        """Remove and return the rows that were never tokenized."""
+    def drain(self, error: TeimgrError) -> list[tuple[Job, int, TeimgrError]]:
+        """Remove the rows that were never tokenized, and return them with `error`, as the failures that they are."""
         with self._changed:
             left = [pending for lane in Lane for pending in self._inbox[lane]]
             for lane in Lane:
                 self._inbox[lane].clear()
-            return [(p.job, row) for p in left for row in range(p.next_row, len(p.job.inputs))]
+            return [(p.job, row, error) for p in left for row in range(p.next_row, len(p.job.inputs))]
 
     def _next_chunk(self) -> _Chunk | None:
         with self._changed:
@@ -192,17 +201,18 @@ class Intake:
         for pending, rows in chunk.parts:
             groups.setdefault(pending.options, []).append((pending.job, rows))
         for options, parts in groups.items():
-            inputs = [item for job, rows in parts for item in job.inputs[rows.start : rows.stop]]
-            results = iter(self._results(inputs, options))
-            for job, rows in parts:
-                refuses_pairs = job.options.prompt_name is not None
-                for row, result in zip(rows, results, strict=False):
-                    if refuses_pairs and isinstance(job.inputs[row], Pair):
-                        failures.append((job, row, InvalidInput(_PROMPTED_PAIR)))
-                    elif isinstance(result, TeimgrError):
-                        failures.append((job, row, result))
-                    else:
-                        entries.append(QueueEntry(job, row, result))
+            for together in _tokenized_together(parts):
+                tokenized = self._tokenized(_inputs_of(together), options)
+                begin = 0
+                for job, rows in together:
+                    if job.options.prompt_name is not None:
+                        _refuse_pairs(job, rows, tokenized, begin)
+                    for places, result in tokenized.by_length(begin, begin + len(rows)):
+                        if isinstance(result, TeimgrError):
+                            failures.append((job, rows[int(places[0])], result))
+                        else:
+                            entries.append(QueueEntry(job, places + rows.start, result))
+                    begin += len(rows)
         now = time.monotonic_ns()
         for entry in entries:
             entry.enqueued_ns = now
@@ -211,12 +221,39 @@ class Intake:
         if failures or chunk.empty:
             self._finisher.put(Failures(failures, chunk.empty))
 
-    def _results(self, inputs: list[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
-        """As `TextTokenizer.encode`; where that raises, only the inputs at fault fail."""
+    def _tokenized(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
+        """As `TextTokenizer.encode_all`; where that raises, only the inputs at fault fail."""
         try:
-            return self._tokenizer.encode(inputs, options)
+            return self._tokenizer.encode_all(inputs, options)
         except Exception as error:
             if len(inputs) > 1:
-                return [self._results([item], options)[0] for item in inputs]
+                return TokenizedTexts.of([self._tokenized([item], options)[0] for item in inputs])
             log.exception("an input cannot be tokenized")
-            return [TokenizerFailed(f"tokenizer error {error}")]
+            return TokenizedTexts.of([TokenizerFailed(f"tokenizer error {error}")])
+
+
+_Parts = Sequence[tuple[Job, range]]
+
+
+def _tokenized_together(parts: _Parts) -> Iterator[_Parts]:
+    """The parts by call of the tokenizer: a column of texts is one by itself."""
+    if lists := [part for part in parts if not isinstance(part[0].inputs, TextColumn)]:
+        yield lists
+    if len(lists) < len(parts):
+        yield from ([part] for part in parts if isinstance(part[0].inputs, TextColumn))
+
+
+def _inputs_of(parts: _Parts) -> Sequence[Input]:
+    if len(parts) == 1:
+        ((job, rows),) = parts
+        return job.inputs[rows.start : rows.stop]
+    return [item for job, rows in parts for item in job.inputs[rows.start : rows.stop]]
+
+
+def _refuse_pairs(job: Job, rows: range, tokenized: TokenizedTexts, begin: int) -> None:
+    """Fail the pairs among the `rows` of a job with a prompt; the first of them is input `begin` of `tokenized`."""
+    if isinstance(job.inputs, TextColumn):
+        return
+    for place, row in enumerate(rows, begin):
+        if isinstance(job.inputs[row], Pair):
+            tokenized.put(place, InvalidInput(_PROMPTED_PAIR))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import Kind, LoadedModel
+from teimgr.wire.text_column import TextColumn
 
 
 class Lane(Enum):
@@ -78,9 +79,10 @@ class InferOptions:
 class Job:
     """Inputs, options and results of one call. Rows fail one by one: `errors` by row; a null input always fails.
 
-    `deadline` is a `time.monotonic()` moment or None. `context` belongs to the caller, the engine does not use it.
-    Only the finisher thread writes results; they are complete when the job is delivered. Those of outputs that were
-    not requested stay empty, and rows in `errors` are zero or None:
+    Where `inputs` is a `TextColumn` and the tokenizer native, no text becomes a Python object on its way to the device.
+    `deadline` is a `time.monotonic()` moment or None. `context` belongs to the caller, the engine does not use it. Only
+    the finisher thread writes results; they are complete when the job is delivered. Those of outputs that were not
+    requested stay empty, and rows in `errors` are zero or None:
 
         vectors        float32 [N, dimensions]         DENSE
         scores         float32 [N, labels]             SCORES
@@ -116,7 +118,7 @@ class Job:
         self.vectors = np.zeros((len(self.inputs), 0), dtype=np.float32)
         self.scores = np.zeros((len(self.inputs), 0), dtype=np.float32)
         self.remaining = len(self.inputs)
-        self.chars = sum(map(characters, self.inputs))
+        self.chars = total_characters(self.inputs)
 
     def allocate_results(self, dimension: int, labels: int) -> None:
         """Allocate the results that `options` request; `dimension` is that of an uncut dense vector."""
@@ -149,6 +151,11 @@ def characters(item: Input) -> int:
     if item is None:
         return 0
     return len(item.first) + len(item.second) if isinstance(item, Pair) else len(item)
+
+
+def total_characters(inputs: Sequence[Input]) -> int:
+    """The characters of all inputs together, as by `characters`."""
+    return inputs.characters if isinstance(inputs, TextColumn) else sum(map(characters, inputs))
 
 
 # By kind of model or for any (None): the message of an output that a model lacks.

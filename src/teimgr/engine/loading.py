@@ -42,6 +42,7 @@ _DTYPES = {
 _HOST = torch.device("cpu")
 # On a CPU temporaries above some 25 MB are mapped and unmapped by every operation; more tokens gain nothing.
 _CPU_BATCH_TOKENS = 2048
+_TABLE_BATCH_TOKENS = 8192  # of a look-up table: a batch costs more than its tokens do
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _LEAST_BATCH_TOKENS = 256
@@ -218,7 +219,8 @@ def _limits(options: EngineOptions, model: Model) -> BatchLimits:
         beside = min(beside, _MOST_BULK_TOKENS_BESIDE_INTERACTIVE)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
     affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
-    tokens = min(options.max_batch_tokens, _CPU_BATCH_TOKENS, affordable)
+    few = _TABLE_BATCH_TOKENS if isinstance(model.backbone, StaticTable) else _CPU_BATCH_TOKENS
+    tokens = min(options.max_batch_tokens, few, affordable)
     return BatchLimits(tokens, min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE), options.max_batch_requests)
 
 

@@ -1,11 +1,12 @@
 """The queue between tokenizer and device: two lanes, batches bounded by tokens, no starvation.
 
-Scheduling only: needs neither torch nor a model. The rules of `next_batch`:
+Scheduling only: needs neither torch nor a model. An entry holds the rows of a job that were tokenized together and have
+equal length, so texts in bulk cost nothing each. The rules of `next_batch`:
 
 1. Cancelled entries are dropped; entries past their deadline are returned separately, to be failed.
 2. The interactive lane goes first. While bulk entries wait behind it, every interactive batch earns the bulk lane
    credit, and with enough credit one bulk batch goes between, so that bulk keeps about `bulk_share` of the device.
-3. A batch holds the lane's oldest entry and then those of nearest length, until a bound is reached. So no entry
+3. A batch holds the lane's oldest texts and then those of nearest length, until a bound is reached. So no text
    starves, and texts of equal length are batched together.
 4. Bulk batches are small while interactive entries arrived lately: the next query waits for at most one such batch.
 """
@@ -16,8 +17,11 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Job, Lane
@@ -33,20 +37,47 @@ _LEAST_SAMPLES = 4
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One row of a job, tokenized."""
+    """Rows of a job, tokenized, all of `length` tokens: text i of `encoded` is row `rows[i]` (int64 [texts])."""
 
     job: Job
-    row: int
+    rows: NDArray[np.intp]
     encoded: Encoded
     enqueued_ns: int = 0
     taken: bool = False
+    texts: int = field(init=False)
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.length = len(self.encoded.ids)
+        self.texts = len(self.rows)
+        self.length = self.encoded.length
+
+    @property
+    def tokens(self) -> int:
+        return self.texts * self.length
 
     def expired(self, now: float) -> bool:
         return self.job.deadline is not None and now > self.job.deadline
+
+    def split(self, texts: int) -> QueueEntry:
+        """Take the first rows from this entry, fewer than it has, into one of their own."""
+        first = QueueEntry(self.job, self.rows[:texts], self.encoded.part(slice(texts)), self.enqueued_ns)
+        self.rows, self.encoded = self.rows[texts:], self.encoded.part(slice(texts, None))
+        self.texts -= texts
+        return first
+
+
+def halves(entries: Sequence[QueueEntry]) -> tuple[list[QueueEntry], list[QueueEntry]]:
+    """The entries of a batch of two texts at least in two parts with as many texts, or one more in the second."""
+    left = sum(entry.texts for entry in entries) // 2
+    first: list[QueueEntry] = []
+    second: list[QueueEntry] = []
+    for entry in entries:
+        if 0 < left < entry.texts:
+            first.append(entry.split(left))
+            left = 0
+        (first if left else second).append(entry)
+        left -= entry.texts if left else 0
+    return first, second
 
 
 @dataclass(slots=True)
@@ -55,7 +86,15 @@ class BatchDraft:
 
     entries: list[QueueEntry] = field(default_factory=list)
     expired: list[QueueEntry] = field(default_factory=list)
+    texts: int = 0
     tokens: int = 0
+
+    def room(self, length: int, budget_tokens: int, budget_texts: int | None) -> int:
+        """How many more texts of `length` tokens fit both budgets; one at least fits an empty batch."""
+        room = (budget_tokens - self.tokens) // length
+        if budget_texts is not None:
+            room = min(room, budget_texts - self.texts)
+        return room if self.texts else max(room, 1)
 
 
 class LengthBuckets:
@@ -75,22 +114,27 @@ class LengthBuckets:
             insort(self._lengths, entry.length)
         bucket.append(entry)
         self._by_age.append(entry)
-        self.tokens += entry.length
-        self.texts += 1
+        self.tokens += entry.tokens
+        self.texts += entry.texts
 
     def take(self, budget_tokens: int, budget_texts: int | None, now: float) -> BatchDraft:
-        """Remove the oldest entry and those of nearest length, within both budgets, and expired ones before them."""
+        """Remove the oldest texts and those of nearest length, within both budgets, and expired ones before them.
+
+        Of the last entry as many rows are taken as fit; it keeps its place with the others.
+        """
         draft = BatchDraft()
         oldest = self._oldest(draft, now)
         if oldest is None:
             return draft
         for length in list(self._nearest_lengths(oldest.length)):
             bucket = self._by_length[length]
-            while bucket and _fits(draft, length, budget_tokens, budget_texts):
-                self._remove(bucket.popleft(), draft, now)
+            while bucket and (room := draft.room(length, budget_tokens, budget_texts)) > 0:
+                head = bucket[0]
+                fits = head.texts <= room or head.job.cancelled or head.expired(now)
+                self._remove(bucket.popleft() if fits else head.split(room), draft, now)
             if not bucket:
                 self._drop_bucket(length)
-            if draft.tokens >= budget_tokens or len(draft.entries) == budget_texts:
+            if draft.tokens >= budget_tokens or draft.texts == budget_texts:
                 break
         return draft
 
@@ -132,31 +176,24 @@ class LengthBuckets:
 
     def _remove(self, entry: QueueEntry, draft: BatchDraft, now: float) -> None:
         entry.taken = True
-        self.tokens -= entry.length
-        self.texts -= 1
+        self.tokens -= entry.tokens
+        self.texts -= entry.texts
         if entry.job.cancelled:
             return
         if entry.expired(now):
             draft.expired.append(entry)
             return
         draft.entries.append(entry)
-        draft.tokens += entry.length
+        draft.texts += entry.texts
+        draft.tokens += entry.tokens
 
     def _drop_bucket(self, length: int) -> None:
         del self._by_length[length]
         del self._lengths[bisect_left(self._lengths, length)]
 
 
-def _fits(draft: BatchDraft, length: int, budget_tokens: int, budget_texts: int | None) -> bool:
-    if not draft.entries:
-        return True
-    if budget_texts is not None and len(draft.entries) >= budget_texts:
-        return False
-    return draft.tokens + length <= budget_tokens
-
-
-# Texts and tokens of a lane that are tokenized ahead of the device, at least that many batches: a tokenized text takes
-# some hundred bytes more than its characters.
+# Texts and tokens of a lane that are tokenized ahead of the device, at least that many batches: a text that is an entry
+# by itself takes some hundred bytes more than its characters.
 _AHEAD_TEXTS = 32_768
 _AHEAD_TOKENS = 2**20
 _AHEAD_BATCHES = 4
@@ -167,7 +204,7 @@ BATCH_OVERHEAD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The bounds of a batch. An entry longer than a token bound is a batch by itself."""
+    """The bounds of a batch. A text longer than a token bound is a batch by itself."""
 
     tokens: int
     bulk_tokens_beside_interactive: int

@@ -7,26 +7,35 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from teimgr.engine import gpu
 from teimgr.engine.backbone import StaticTable
 from teimgr.engine.batch import Encoded, pack, pack_as_given
 from teimgr.engine.core_load import CoreLoad
-from teimgr.engine.finisher import Failures, Finisher, HostRows, StartedBatch, VectorOptions, vector_options
+from teimgr.engine.finisher import (
+    Failures,
+    Finisher,
+    HostRows,
+    StartedBatch,
+    VectorOptions,
+    failed_rows,
+    vector_options,
+)
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import NO_MEMORY
-from teimgr.engine.queue import EntryQueue, QueueEntry
+from teimgr.engine.queue import EntryQueue, QueueEntry, halves
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
 
@@ -103,7 +112,7 @@ class Runner:
             self._core_load.close()
 
     def _fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
-        self._finisher.put(Failures([(entry.job, entry.row, error) for entry in entries]))
+        self._finisher.put(Failures(failed_rows(entries, error)))
 
     def _execute(self, entries: list[QueueEntry]) -> None:
         """Run a batch; in halves where its results would be too large or it fails, so that only bad texts fail.
@@ -113,23 +122,24 @@ class Runner:
         if self._finisher.fault is not None:
             self._fail(entries, Unavailable(self._finisher.fault))
             return
-        if len(entries) > 1 and self._result_bytes(entries) > MAX_RESULT_BYTES:
+        texts = sum([entry.texts for entry in entries])
+        if texts > 1 and self._result_bytes(entries) > MAX_RESULT_BYTES:
             self._execute_halves(entries)
             return
         fault = self._start(entries)
         if fault is None:
             return
         if fault.failed is not None:
-            log.error("the device failed in a batch of %d texts: %s", len(entries), fault.traceback)
+            log.error("the device failed in a batch of %d texts: %s", texts, fault.traceback)
             self._finisher.device_failed(fault.failed)
             self._fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
             return
         if fault.out_of_memory:
             gpu.free_cached_memory(self._model.backbone.device)
-            if len(entries) > 1:
-                self._queue.token_cap.did_not_fit(sum(entry.length for entry in entries))
-        if len(entries) > 1:
-            log.warning("a batch of %d texts failed and is run in halves: %s", len(entries), fault.text)
+            if texts > 1:
+                self._queue.token_cap.did_not_fit(sum(entry.tokens for entry in entries))
+        if texts > 1:
+            log.warning("a batch of %d texts failed and is run in halves: %s", texts, fault.text)
             self._execute_halves(entries)
         elif fault.out_of_memory:
             self._fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
@@ -138,18 +148,17 @@ class Runner:
             self._fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
 
     def _execute_halves(self, entries: list[QueueEntry]) -> None:
-        middle = len(entries) // 2
-        for half in (entries[:middle], entries[middle:]):
+        for half in halves(entries):
             if self._in_flight.wait_for_room():
                 self._execute(half)
 
     def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
         """Bytes of float32 results, for every output that a text requests; sparse ones are too few to count."""
         widths, wanted = self._model.widths, _wanted(entries)
-        tokens = sum(entry.length for entry in entries)
+        tokens, texts = sum([entry.tokens for entry in entries]), sum([entry.texts for entry in entries])
         per_token = sum(widths[output] for output in wanted & _PER_TOKEN)
         per_text = sum(widths[output] for output in wanted & _PER_TEXT)
-        return 4 * (tokens * per_token + len(entries) * per_text)
+        return 4 * (tokens * per_token + texts * per_text)
 
     def _start(self, entries: list[QueueEntry]) -> _StartError | None:
         """Start a batch and pass it on.
@@ -157,7 +166,7 @@ class Runner:
         Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
         inputs, inputs_of = self._distinct_inputs(entries)
-        tokens = sum(len(each.ids) for each in inputs)
+        tokens = sum([each.ids.size for each in inputs])
         threads = 1 if tokens <= self._serial_tokens else self._threads_now()
         if threads != self._threads_in_use:
             torch.set_num_threads(threads)  # here: OpenMP keeps the number per thread
@@ -171,12 +180,12 @@ class Runner:
             finished = self._common_options(entries)
             if finished is not None:
                 rows[Output.DENSE] = Rows(finish_on_device(rows[Output.DENSE].values, *finished))
-            places = np.argsort(batch.order)[inputs_of].tolist()
+            places = np.argsort(batch.order)[inputs_of]
             started = StartedBatch(entries, places, _to_host(rows), started_ns, tokens, finished)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
             self._in_flight.leave(tokens)
-            trace = "".join(traceback.format_exception(error)) if failed or len(entries) == 1 else ""
+            trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
         self._finisher.put(started)
         return None
@@ -195,22 +204,38 @@ class Runner:
     def _noted(self, threads: int) -> AbstractContextManager[None]:
         return nullcontext() if self._core_load is None else self._core_load.computing(threads)
 
-    def _distinct_inputs(self, entries: Sequence[QueueEntry]) -> tuple[list[Encoded], list[int]]:
-        """What to compute for a batch, and the input of each entry: equal ones are computed once.
+    def _distinct_inputs(self, entries: Sequence[QueueEntry]) -> tuple[list[Encoded], NDArray[np.intp]]:
+        """What to compute for a batch, and the text of it for each text of `entries`: equal ones are computed once.
 
         Not for a look-up table: to find them would take longer than their vectors do.
         """
         if isinstance(self._model.backbone, StaticTable):
-            return [entry.encoded for entry in entries], list(range(len(entries)))
-        inputs: dict[tuple[Any, ...], tuple[int, Encoded]] = {}
-        inputs_of = [inputs.setdefault(_key(each.encoded), (len(inputs), each.encoded))[0] for each in entries]
-        return [encoded for _, encoded in inputs.values()], inputs_of
+            return [entry.encoded for entry in entries], np.arange(sum([entry.texts for entry in entries]))
+        known: dict[tuple[Any, ...], int] = {}
+        inputs: list[Encoded] = []
+        inputs_of: list[int] = []
+        for entry in entries:
+            new = []
+            for i, key in enumerate(_keys(entry.encoded)):
+                following = len(known)
+                inputs_of.append(known.setdefault(key, following))
+                if len(known) > following:
+                    new.append(i)
+            if len(new) == entry.texts:
+                inputs.append(entry.encoded)
+            elif new:
+                inputs.append(entry.encoded.part(new))
+        return inputs, np.array(inputs_of)
 
 
-def _key(encoded: Encoded) -> tuple[Any, ...]:
-    """Equal for inputs with equal results."""
+def _keys(encoded: Encoded) -> Iterator[tuple[Any, ...]]:
+    """A key for each text, equal for those with equal results."""
+    settings = encoded.keys, encoded.prompt_tokens, encoded.query
+    ids, size = encoded.ids.tobytes(), encoded.length
     types = None if encoded.type_ids is None else encoded.type_ids.tobytes()
-    return encoded.ids.tobytes(), types, encoded.keys, encoded.prompt_tokens, encoded.query
+    for begin in range(0, encoded.ids.size, size):
+        own = None if types is None else types[begin : begin + size]
+        yield ids[4 * begin : 4 * (begin + size)], own, *settings
 
 
 def return_freed_memory() -> None:

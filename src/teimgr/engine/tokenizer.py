@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer, normalizers
 
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.job import InferOptions, Input, Pair, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, late_interaction_roles
 from teimgr.engine.truncation import Shortener, Text, Truncation, breaks_at_spaces, flattened
-from teimgr.engine.wordpiece import WordPiece, wordpiece
+from teimgr.engine.wordpiece import wordpiece
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
 from teimgr.model_files.layout import Backbone, Layout
+from teimgr.wire.text_column import TextColumn
 
 # No language has this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
@@ -169,7 +170,9 @@ class TextTokenizer:
         self._library = TokenizerLibrary(tokenizer)
         self._shortener = Shortener(max_length * _CHARS_PER_TOKEN, breaks_at_spaces(tokenizer))
         self._add_specials = layout.backbone is not Backbone.STATIC
-        self._wordpiece = wordpiece(tokenizer, self._add_specials) if layout.late is None else None
+        causal = None if layout.scoring is None else layout.scoring.causal
+        in_template = layout.late is not None or causal is not None
+        self._wordpiece = None if in_template else wordpiece(tokenizer, self._add_specials)
         self._type_ids = layout.type_ids
         self._skipped_id = unknown_id(tokenizer) if layout.skips_unknown else None
         self._vocabulary = layout.vocabulary or self._library.vocabulary
@@ -178,7 +181,6 @@ class TextTokenizer:
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
-        causal = None if layout.scoring is None else layout.scoring.causal
         whole = partial(self._library.encode, specials=False, offsets=True)
         self._causal = None if causal is None else CausalTemplate(causal, whole, self._shortener, max_length)
         mask = self._library.encode(["a"], self._add_specials)[0].special_tokens_mask
@@ -219,16 +221,26 @@ class TextTokenizer:
         return None if options.truncate else self._check_characters(characters(item))
 
     def encode(self, inputs: Sequence[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
+        """As `encode_all`, one by one."""
+        tokenized = self.encode_all(inputs, options)
+        return [tokenized[row] for row in range(len(inputs))]
+
+    def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         """The model's input for each of `inputs`, or why there is none.
 
         Ids are taken as they are, unless there is a prompt: then they are decoded and tokenized again behind it.
         """
-        results: list[Encoded | TeimgrError | None] = [self._without_tokenizer(item, options) for item in inputs]
-        rows = [row for row, result in enumerate(results) if result is None]
-        found = self._encode([inputs[row] for row in rows], options) if rows else []
-        for row, result in zip(rows, found, strict=True):
-            results[row] = result
-        return [result for result in results if result is not None]
+        truncation = None
+        if options.truncate:
+            prefix = 0 if self._roles is None else len(self._roles[options.query].prefix)
+            truncation = Truncation(self._limit(options) - prefix, options.left)
+        native = self._by_wordpiece(inputs, options, truncation)
+        if native is None:
+            return self._one_by_one(inputs, options, truncation)
+        if rows := native.missing():
+            left = [inputs[row] for row in rows]
+            native.replace(rows, self._one_by_one(left, options, truncation))
+        return native
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[TokenSpan]:
         """Every token of prompt + text, untruncated.
@@ -304,17 +316,37 @@ class TextTokenizer:
             return EmptyInput()
         return Encoded(ids, np.zeros(len(ids), dtype=np.uint8) if self._type_ids else None)
 
-    def _encode(self, items: Sequence[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
+    def _one_by_one(
+        self, inputs: Sequence[Input], options: TokenizeOptions, truncation: Truncation | None
+    ) -> TokenizedTexts:
+        """Each input after its validation, texts and pairs by the library."""
+        found = [self._without_tokenizer(item, options) for item in inputs]
+        others = {row: result for row, result in enumerate(found) if result is not None}
+        if not others:
+            return self._encode(inputs, options, truncation)
+        tokenized = TokenizedTexts.without_ids(len(inputs), others)
+        if rows := tokenized.missing():
+            tokenized.replace(rows, self._encode([inputs[row] for row in rows], options, truncation))
+        return tokenized
+
+    def _encode(
+        self, items: Sequence[Input], options: TokenizeOptions, truncation: Truncation | None
+    ) -> TokenizedTexts:
         try:
             if self._causal is None:
-                return self._encode_texts([self._with_prompt(item, options.prompt) for item in items], options)
+                texts = [self._with_prompt(item, options.prompt) for item in items]
+                return self._by_library(texts, options, truncation)
             pairs = [item for item in items if isinstance(item, Pair)]
-            return [
-                Encoded(ids) if len(ids) <= self.max_length else _too_long(self.max_length, len(ids))
-                for ids in self._causal.encode(pairs, options.truncate, options.left)
-            ]
+            return TokenizedTexts.of(
+                [
+                    Encoded(ids) if len(ids) <= self.max_length else _too_long(self.max_length, len(ids))
+                    for ids in self._causal.encode(pairs, options.truncate, options.left)
+                ]
+            )
         except TokenizerFailed as error:  # of the whole batch: retried one by one, so that only bad items fail
-            return [error] if len(items) == 1 else [self._encode([item], options)[0] for item in items]
+            if len(items) == 1:
+                return TokenizedTexts.of([error])
+            return TokenizedTexts.of([self._encode([item], options, truncation)[0] for item in items])
 
     def _with_prompt(self, item: Input, prompt: str) -> Text:
         if isinstance(item, np.ndarray):
@@ -323,74 +355,58 @@ class TextTokenizer:
             return Pair(prompt + item.first, item.second) if prompt else item
         return f"{prompt}{item}"
 
-    def _encode_texts(self, texts: Sequence[Text], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
-        truncation = None
-        if options.truncate:
-            prefix = 0 if self._roles is None else len(self._roles[options.query].prefix)
-            truncation = Truncation(self._limit(options) - prefix, options.left)
-        native = self._wordpiece
-        if native is None:
-            return self._by_library(texts, options, truncation)
-        longest = self.max_length * _CHARS_PER_TOKEN  # longer ones the library need not tokenize whole
-        covered = [isinstance(text, str) and len(text) <= longest and native.covers(text) for text in texts]
-        ours = [text for text, is_ours in zip(texts, covered, strict=True) if is_ours and isinstance(text, str)]
-        theirs = [text for text, is_ours in zip(texts, covered, strict=True) if not is_ours]
-        native_results = iter(self._by_wordpiece(native, ours, options, truncation) if ours else [])
-        results = iter(self._by_library(theirs, options, truncation) if theirs else [])
-        return [next(native_results if is_ours else results) for is_ours in covered]
-
     def _by_wordpiece(
-        self, native: WordPiece, texts: Sequence[str], options: TokenizeOptions, truncation: Truncation | None
-    ) -> list[Encoded | TeimgrError]:
-        ids, ends = native.encode(texts, truncation)
+        self, inputs: Sequence[Input], options: TokenizeOptions, truncation: Truncation | None
+    ) -> TokenizedTexts | None:
+        """What the native WordPiece knows of `inputs`, the rest is missing; None where it is not used."""
+        prompt = options.prompt
+        if (native := self._wordpiece) is None or not prompt.isascii():
+            return None
+        try:
+            prompt_tokens = self.prompt_len(prompt)
+        except TokenizerFailed:  # the library fails each input by it
+            return None
+        longest = self.max_length * _CHARS_PER_TOKEN  # longer ones the library need not tokenize whole
+        if not isinstance(inputs, TextColumn) or prompt:
+            texts = [item if isinstance(item, str) and item.isascii() else "" for item in inputs]
+            inputs = TextColumn.of([prompt + text if text else "" for text in texts] if prompt else texts)
+        ids, ends = native.encode(inputs, truncation, longest)
+        begins = np.zeros(len(ends), np.int64)
+        begins[1:] = ends[:-1]
         types = np.zeros(len(ids), np.uint8) if self._type_ids else None
-        return self._split(ids, types, ends, options, lambda own, types, i: self._input(own, types, options))
+        tokenized = TokenizedTexts(ids, begins, ends - begins, types, prompt_tokens)
+        for row in self._unusual(tokenized, ends, options):
+            own = slice(int(begins[row]), int(ends[row]))
+            tokenized.put(row, self._input(ids[own], None if types is None else types[own], options))
+        return tokenized
 
     def _by_library(
         self, texts: Sequence[Text], options: TokenizeOptions, truncation: Truncation | None
-    ) -> list[Encoded | TeimgrError]:
+    ) -> TokenizedTexts:
         short = texts if truncation is None else [self._shortener.short(text, truncation.left) for text in texts]
         encodings = self._library.encode(short, self._add_specials)
         for i, text in enumerate(texts):
             if truncation is not None and not self._shortener.holds(encodings[i], short[i], text, truncation):
                 (encodings[i],) = self._library.encode([text], self._add_specials)
         if len(texts) == 1 or self._roles is not None:
-            return [self._encoded(encoding, options, truncation) for encoding in encodings]
+            return TokenizedTexts.of([self._encoded(encoding, options, truncation) for encoding in encodings])
         lists = [encoding.ids for encoding in encodings]
-        ids, ends = _joined(lists, np.int32), np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)))
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        ids, ends = _joined(lists, np.int32), np.cumsum(lengths)
         types = _joined([encoding.type_ids for encoding in encodings], np.uint8) if self._type_ids else None
-        return self._split(
-            ids, types, ends, options, lambda own, types, i: self._encoded(encodings[i], options, truncation)
-        )
+        tokenized = TokenizedTexts(ids, ends - lengths, lengths, types, self.prompt_len(options.prompt))
+        for row in [*self._unusual(tokenized, ends, options), *tokenized.missing()]:
+            tokenized.put(row, self._encoded(encodings[row], options, truncation))
+        return tokenized
 
-    def _split(
-        self,
-        ids: NDArray[np.int32],
-        types: NDArray[np.uint8] | None,
-        ends: NDArray[np.int64],
-        options: TokenizeOptions,
-        checked: Callable[[NDArray[np.int32], NDArray[np.uint8] | None, int], Encoded | TeimgrError],
-    ) -> list[Encoded | TeimgrError]:
-        """The inputs of many texts from their ids and types one after another, that of text i up to `ends[i]`.
-
-        `checked(ids, types, i)` makes the input of a text that may have to be cut, refused, or rid of tokens.
-        """
-        bounds = [0, *ends.tolist()]
-        special = np.diff(ends, prepend=0) > self._limit(options)
-        special |= np.diff(ends, prepend=0) == 0
+    def _unusual(self, tokenized: TokenizedTexts, ends: NDArray[np.int64], options: TokenizeOptions) -> list[int]:
+        """The texts that may have to be cut, refused, or rid of tokens; ids of text i end at `ends[i]`."""
+        unusual = tokenized.lengths > self._limit(options)
         if self._skipped_id is not None:
-            special |= _any_within(ids == self._skipped_id, ends)
+            unusual |= _any_within(tokenized.ids == self._skipped_id, ends)
         if self._check_result_ids:
-            special |= _any_within(ids >= self._vocabulary, ends)
-        prompt_tokens = self.prompt_len(options.prompt)
-        results: list[Encoded | TeimgrError] = [
-            Encoded(ids[begin:end], None if types is None else types[begin:end], prompt_tokens=prompt_tokens)
-            for begin, end in pairwise(bounds)
-        ]
-        for i in np.flatnonzero(special).tolist():
-            own = slice(bounds[i], bounds[i + 1])
-            results[i] = checked(ids[own], None if types is None else types[own], i)
-        return results
+            unusual |= _any_within(tokenized.ids >= self._vocabulary, ends)
+        return np.flatnonzero(unusual).tolist()
 
     def _encoded(
         self, encoding: Encoding, options: TokenizeOptions, truncation: Truncation | None

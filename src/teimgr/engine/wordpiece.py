@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+import sys
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from teimgr.engine.native_library import NativeLibrary, native_forward_allowed, native_library
 from teimgr.engine.truncation import Truncation, flattened
+from teimgr.wire.text_column import TextColumn
 
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD"}
 _DROPPED, _SPACE, _ISOLATED, _LETTER = range(4)  # of wordpiece.c
@@ -43,6 +44,8 @@ class _Vocabulary(ctypes.Structure):
         ("mapped", ctypes.c_void_p),
         ("leading", ctypes.c_void_p),
         ("trailing", ctypes.c_void_p),
+        ("added", ctypes.c_char_p),
+        ("begins_added", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("mask", ctypes.c_int64),
         ("prefix_length", ctypes.c_int64),
@@ -50,6 +53,7 @@ class _Vocabulary(ctypes.Structure):
         ("longest_word", ctypes.c_int64),
         ("leading_count", ctypes.c_int64),
         ("trailing_count", ctypes.c_int64),
+        ("added_count", ctypes.c_int64),
         ("unknown", ctypes.c_int32),
     )
 
@@ -70,8 +74,11 @@ class WordPiece:
         leading, trailing = (np.array(ids, np.int32) for ids in (around.ids[:text], around.ids[text + 1 :]))
         self._encode = library.wordpiece_encode
         self._special_tokens = len(leading) + len(trailing)
-        self._added = [token["content"] for token in spec["added_tokens"]]
-        self._arrays = (ids, pieces, table, kinds, mapped, leading, trailing)  # the structure has their addresses alone
+        added = [token["content"] for token in spec["added_tokens"] if token["content"].isascii()]
+        begins_added = np.zeros(128, np.uint8)
+        begins_added[[ord(content[0]) for content in added]] = 1
+        # The structure has their addresses alone.
+        self._arrays = (ids, pieces, table, kinds, mapped, leading, trailing, begins_added)
         self._vocabulary = _Vocabulary(
             bytes="".join(f"{piece}\0" for piece in vocabulary).encode(),
             prefix=prefix,
@@ -82,34 +89,35 @@ class WordPiece:
             mapped=mapped.ctypes.data,
             leading=leading.ctypes.data,
             trailing=trailing.ctypes.data,
+            added="".join(f"{content}\0" for content in added).encode(),
+            begins_added=begins_added.ctypes.data,
             count=len(vocabulary),
             mask=slots - 1,
             prefix_length=len(prefix),
             longest_word=model["max_input_chars_per_word"],
             leading_count=len(leading),
             trailing_count=len(trailing),
+            added_count=len(added),
             unknown=vocabulary[model["unk_token"]],
         )
         library.wordpiece_fill(ctypes.byref(self._vocabulary))
 
-    def covers(self, text: str) -> bool:
-        """Whether `encode` knows all of `text`."""
-        return text.isascii() and not any(token in text for token in self._added)
-
     def encode(
-        self, texts: Sequence[str], truncation: Truncation | None
+        self, texts: TextColumn, truncation: Truncation | None, longest: int = sys.maxsize
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The ids of all `texts`, which must be covered, one after another, and the end of each: int32, int64 [N]."""
-        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        begins = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum(lengths + 1, out=begins[1:])  # a byte lies between two
-        ids = np.empty(int(lengths.sum()) + len(texts) * self._special_tokens, np.int32)
+        """The ids of all `texts`, one after another, and where those of each end: int32 [T], int64 [N].
+
+        Texts that are not covered, empty, or of more than `longest` bytes have none.
+        """
+        room = int(texts.offsets[-1] - texts.offsets[0]) + len(texts) * self._special_tokens
+        ids = np.empty(room, np.int32)
         ends = np.empty(len(texts), np.int64)
         total = self._encode(
             ctypes.byref(self._vocabulary),
-            "\0".join(texts).encode("ascii"),
-            ctypes.c_void_p(begins.ctypes.data),
+            ctypes.c_void_p(texts.data.ctypes.data),
+            ctypes.c_void_p(texts.offsets.ctypes.data),
             ctypes.c_int64(len(texts)),
+            ctypes.c_int64(longest),
             ctypes.c_int64(0 if truncation is None else truncation.limit),
             ctypes.c_int32(truncation is not None and truncation.left),
             ctypes.c_void_p(ids.ctypes.data),
@@ -134,7 +142,7 @@ def _supported(tokenizer: Tokenizer, spec: dict[str, Any], specials: bool) -> bo
         return False
     if any(part["type"] not in _NORMALIZERS for part in before):
         return False
-    if any(token["normalized"] or not token["content"] for token in spec["added_tokens"]):
+    if any(token["normalized"] or not token["content"] or "\0" in token["content"] for token in spec["added_tokens"]):
         return False
     if model["max_input_chars_per_word"] > _LONGEST_WORD or model["unk_token"] not in model["vocab"]:
         return False

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from teimgr.errors import InvalidInput, TooLarge
 from teimgr.wire.arrow_limits import decoded_bytes
 from teimgr.wire.arrow_tables import Keys
+from teimgr.wire.text_column import TextColumn
 
 
 def checked_size(ipc: bytes | memoryview, limit_bytes: int) -> int:
@@ -71,8 +72,8 @@ def is_string(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def texts_of(columns: list[pa.Array], limit_bytes: int) -> list[str | None]:
-    """The rows of string columns in one list, None for a null.
+def texts_of(columns: list[pa.Array], limit_bytes: int) -> TextColumn:
+    """The rows of string columns, at least one, in one column; a column of plain strings is not copied.
 
     Raises:
         TooLarge: they take more than `limit_bytes` as separate strings.
@@ -80,10 +81,20 @@ def texts_of(columns: list[pa.Array], limit_bytes: int) -> list[str | None]:
     total = sum(map(_text_bytes, columns))
     if total > limit_bytes:
         raise TooLarge(f"Arrow batch has {total} bytes of text, the limit is {limit_bytes} bytes")
-    texts: list[str | None] = []
-    for column in columns:
-        texts.extend(column.to_pylist())
-    return texts
+    return TextColumn.joined([_text_column_of(column) for column in columns])
+
+
+def _text_column_of(column: pa.Array) -> TextColumn:
+    """The rows of a validated string column."""
+    width = {pa.string(): np.int32, pa.large_string(): np.int64}.get(column.type)
+    if width is None or not len(column):
+        return TextColumn.of(column.to_pylist())
+    _, bounds, data = column.buffers()
+    offsets = np.frombuffer(bounds, width)[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    nulls = _is_null(column) if column.null_count else None
+    if nulls is not None and np.diff(offsets)[nulls].any():  # bytes that belong to no text
+        return TextColumn.of(column.to_pylist())
+    return TextColumn(np.frombuffer(data or b"", np.uint8), offsets, nulls)
 
 
 def _text_bytes(column: pa.Array) -> int:
@@ -122,12 +133,12 @@ class InputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class InputBatches:
-    """The inputs of all batches in one list, and the number of rows of each batch.
+    """The inputs of all batches in one sequence, texts as a column, and the number of rows of each batch.
 
     `refused` has the error of each invalid input, by row; `inputs` has None there.
     """
 
-    inputs: list[RowInput]
+    inputs: Sequence[RowInput]
     rows: list[int]
     keys: Keys
     refused: dict[int, InvalidInput]
@@ -204,17 +215,17 @@ def _is_ids(kind: pa.DataType) -> bool:
 
 def _inputs(
     kind: InputKind, columns: list[list[pa.Array]], limit_bytes: int
-) -> tuple[list[RowInput], dict[int, InvalidInput]]:
+) -> tuple[Sequence[RowInput], dict[int, InvalidInput]]:
     if kind is InputKind.IDS:
         return _ids(columns[0])
     if kind is InputKind.TEXT:
-        return list(texts_of(columns[0], limit_bytes)), {}
+        return texts_of(columns[0], limit_bytes), {}
     firsts, seconds = (texts_of(column, limit_bytes) for column in columns)
     pairs = [None if a is None or b is None else (a, b) for a, b in zip(firsts, seconds, strict=True)]
-    return list(pairs), {}
+    return pairs, {}
 
 
-def _ids(columns: list[pa.Array]) -> tuple[list[RowInput], dict[int, InvalidInput]]:
+def _ids(columns: list[pa.Array]) -> tuple[Sequence[RowInput], dict[int, InvalidInput]]:
     inputs: list[RowInput] = []
     refused: dict[int, InvalidInput] = {}
     for column in columns:
@@ -246,11 +257,11 @@ def _bad_id(item: pa.Scalar) -> InvalidInput:
 
 def read_texts(
     ipc: bytes | memoryview, limit_bytes: int, check_rows: Callable[[int], None] = lambda rows: None
-) -> tuple[list[str | None], list[int]]:
-    """Decode and fully validate a stream of texts: those of all batches (None for a null), and the rows per batch.
+) -> tuple[TextColumn, list[int]]:
+    """Decode and fully validate a stream of texts: those of all batches, and the rows per batch.
 
-    `check_rows` is called with their number before they become Python objects, and may raise: a row may be a single
-    byte here, and a Python string and a whole vector later.
+    `check_rows` is called with their number before anything is made of them, and may raise: a row may be a single byte
+    here, and a whole vector later.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or no string column.

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow, characters
+from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow, total_characters
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
@@ -18,13 +18,14 @@ from teimgr.wire import arrow_tables as tables
 from teimgr.wire.arrow_inputs import InputKind, checked_size, read_inputs, read_texts
 from teimgr.wire.protobuf import varint
 from teimgr.wire.quantisation import NUMBER_OF, Precision
+from teimgr.wire.text_column import TextColumn
 from teimgr.worker.calls import CallReply, MethodCall, max_token_bytes, optional, request_options, token_width
 from teimgr.worker.dispatcher import Dispatcher, Part
 
 T = TypeVar("T")
 ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseArrowRequest | arrow_pb2.ArrowRequest
 
-# Rows of a table: a few hundred bytes may declare millions, and each becomes a Python object.
+# Rows of a table: a few hundred bytes may declare millions, and each becomes a vector, a pair a Python object too.
 _MAX_ROWS = 100_000
 # Headers of a message up to this size are read on the loop: a thread would take longer.
 _SMALL_TABLE_BYTES = 64 * 1024
@@ -110,7 +111,9 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
     def read(limits: _Limits) -> ReadTable:
         batches = read_inputs(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns)
-        inputs = [Pair(*item) if isinstance(item, tuple) else item for item in batches.inputs]
+        inputs: Sequence[Input] = batches.inputs
+        if not isinstance(inputs, TextColumn):
+            inputs = [Pair(*item) if isinstance(item, tuple) else item for item in inputs]
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
         def write(job: Job) -> memoryview:
@@ -140,7 +143,7 @@ def _serve_table(
         size = limits.size(ipc) if len(ipc) <= _SMALL_TABLE_BYTES else await dispatcher.off_loop(limits.size, ipc)
         await dispatcher.reserve(call, size)
         table = await dispatcher.off_loop(read, limits)
-        dispatcher.reserved(call, max(0, sum(map(characters, table.inputs)) - size))
+        dispatcher.reserved(call, max(0, total_characters(table.inputs) - size))
 
         def encode(job: Job) -> CallReply:
             limits.check_reply(ragged_bytes(dispatcher.engine.info, form, job))

@@ -24,11 +24,13 @@ struct wordpiece {
     const uint8_t *kinds;        // [128]: what becomes of a byte
     const uint8_t *mapped;       // [128]: the byte in its place, of letters and isolated ones
     const int32_t *leading, *trailing;  // special tokens around each text
+    const uint8_t *added;        // tokens that are found before words are, each followed by a zero
+    const uint8_t *begins_added; // [128]: whether one of them begins with a byte
     int64_t count, mask;         // mask + 1 is a power of two greater than count
     int64_t prefix_length;
     int64_t longest_piece;       // in bytes; set by `wordpiece_fill`
     int64_t longest_word;        // in bytes, at most LONGEST_WORD; a longer word is unknown
-    int64_t leading_count, trailing_count;
+    int64_t leading_count, trailing_count, added_count;
     int32_t unknown;
 };
 
@@ -97,21 +99,43 @@ static int64_t encode_word(const struct wordpiece *vocabulary, const uint8_t *wo
     return count;
 }
 
-// Encodes `texts` ASCII texts: text i has the bytes begins[i] to begins[i + 1] - 1 of `bytes`, one byte lies between two.
-// Its ids end at ends[i] in `ids`, which has room for a token per byte and the special ones. At most `limit` tokens of a
-// text stay, special ones included: the first, or the last where `left`; `limit` 0 keeps all. Returns the number of ids.
-int64_t wordpiece_encode(const struct wordpiece *vocabulary, const uint8_t *bytes, const int64_t *begins, int64_t texts,
-                         int64_t limit, int32_t left, int32_t *ids, int64_t *ends) {
+static int begins_added_token(const struct wordpiece *vocabulary, const uint8_t *byte, const uint8_t *end) {
+    const uint8_t *token = vocabulary->added;
+    for (int64_t i = 0; i < vocabulary->added_count; i++) {
+        const int64_t length = (int64_t)strlen((const char *)token);
+        if (length <= end - byte && memcmp(token, byte, (size_t)length) == 0) return 1;
+        token += length + 1;
+    }
+    return 0;
+}
+
+// Whether a text is ASCII and without added tokens.
+static int is_covered(const struct wordpiece *vocabulary, const uint8_t *begin, const uint8_t *end) {
+    for (const uint8_t *byte = begin; byte < end; byte++) {
+        if (*byte >= 128) return 0;
+        if (vocabulary->begins_added[*byte] && begins_added_token(vocabulary, byte, end)) return 0;
+    }
+    return 1;
+}
+
+// Encodes those of `texts` texts that are covered, not empty, and of `longest` bytes at most; of the others come no ids.
+// Text i has the bytes offsets[i] to offsets[i + 1] - 1 of `bytes`. Its ids end at ends[i] in `ids`, which has room for a
+// token per byte and the special ones. At most `limit` tokens of a text stay, special ones included: the first, or the
+// last where `left`; `limit` 0 keeps all. Returns the number of ids.
+int64_t wordpiece_encode(const struct wordpiece *vocabulary, const uint8_t *bytes, const int64_t *offsets,
+                         int64_t texts, int64_t longest, int64_t limit, int32_t left, int32_t *ids, int64_t *ends) {
     const int64_t special = vocabulary->leading_count + vocabulary->trailing_count;
     const int64_t room = limit ? greater(limit - special, 0) : INT64_MAX;
     uint8_t word[LONGEST_WORD + 1];
     int64_t total = 0;
     for (int64_t text = 0; text < texts; text++) {
-        const uint8_t *end = bytes + begins[text + 1] - 1;
+        const uint8_t *begin = bytes + offsets[text], *end = bytes + offsets[text + 1];
         int64_t length = 0, count = 0;
+        ends[text] = total;
+        if (begin == end || end - begin > longest || !is_covered(vocabulary, begin, end)) continue;
         for (int64_t i = 0; i < vocabulary->leading_count; i++) ids[total++] = vocabulary->leading[i];
         int32_t *own = ids + total;
-        for (const uint8_t *byte = bytes + begins[text];; byte++) {
+        for (const uint8_t *byte = begin;; byte++) {
             const int kind = byte < end ? vocabulary->kinds[*byte] : SPACE;
             if (kind == LETTER) {
                 if (length <= LONGEST_WORD) word[length++] = vocabulary->mapped[*byte];
