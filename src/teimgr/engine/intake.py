@@ -211,7 +211,7 @@ class Intake:
                         if isinstance(result, TeimgrError):
                             failures.append((job, rows[int(places[0])], result))
                         else:
-                            entries.append(QueueEntry(job, places + rows.start, result))
+                            entries.append(QueueEntry(job, places + rows.start if rows.start else places, result))
                     begin += len(rows)
         now = time.monotonic_ns()
         for entry in entries:

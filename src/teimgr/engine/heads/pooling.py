@@ -108,7 +108,7 @@ def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool
         return cut
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0
-    return np.asarray(cut / norms[:, None], dtype=np.float32)
+    return np.divide(cut, norms[:, None], out=np.empty(cut.shape, np.float32), casting="same_kind")
 
 
 @torch.inference_mode()
