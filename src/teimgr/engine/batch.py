@@ -58,6 +58,8 @@ class Encoded:
 
 
 _LEAST_GROUPED = 16  # inputs: fewer are not worth sorting by length
+_PLACES = np.arange(_LEAST_GROUPED)
+_PLACES.flags.writeable = False  # shared by all entries of one row
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +125,7 @@ class TokenizedTexts:
         """
         if stop - begin < _LEAST_GROUPED:
             for i in range(begin, stop):
-                yield np.array([i - begin]), self[i]
+                yield _PLACES[i - begin : i - begin + 1], self[i]
             return
         order = np.argsort(self.lengths[begin:stop], kind="stable")
         ascending = self.lengths[begin:stop][order]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +20,15 @@ from teimgr.wire.arrow_inputs import InputKind, checked_size, read_inputs, read_
 from teimgr.wire.protobuf import varint
 from teimgr.wire.quantisation import NUMBER_OF, Precision
 from teimgr.wire.text_column import TextColumn
-from teimgr.worker.calls import CallReply, MethodCall, max_token_bytes, optional, request_options, token_width
+from teimgr.worker.calls import (
+    CallReply,
+    DeferredReply,
+    MethodCall,
+    max_token_bytes,
+    optional,
+    request_options,
+    token_width,
+)
 from teimgr.worker.dispatcher import Dispatcher, Part
 
 T = TypeVar("T")
@@ -27,6 +36,8 @@ ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseAr
 
 # Rows of a table: a few hundred bytes may declare millions, and each becomes a vector, a pair a Python object too.
 _MAX_ROWS = 100_000
+# A reply of as many rows is encoded on a codec thread, a shorter one on the finisher's, without the way there.
+_MANY_ROWS = 512
 # Headers of a message up to this size are read on the loop: a thread would take longer.
 _SMALL_TABLE_BYTES = 64 * 1024
 # Limit on the decoded size of a table, and on the vectors per token that the engine holds for it, as a multiple of the
@@ -151,9 +162,13 @@ def _serve_table(
             limits.check_reply(len(reply))
             return CallReply(reply)
 
+        def encode_off_finisher(job: Job) -> CallReply | DeferredReply:
+            return DeferredReply(partial(encode, job)) if len(job.inputs) >= _MANY_ROWS else encode(job)
+
         if table.inputs and not noop:
             dispatcher.metrics.received(len(table.inputs))
-            dispatcher.submit(call, [Part(range(len(table.inputs)), table.inputs, options)], encode)
+            part = Part(range(len(table.inputs)), table.inputs, options)
+            dispatcher.submit(call, [part], encode_off_finisher)
         else:
             job = with_placeholder_results(dispatcher.engine.info, Job(table.inputs, options, Lane.BULK))
             dispatcher.answer(call, await dispatcher.off_loop(encode, job))
