@@ -421,7 +421,7 @@ def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
     def panic(*args: object) -> None:
         raise Panic("the library panicked")
 
-    monkeypatch.setattr(bert.engine.tokenizer, "encode", panic)
+    monkeypatch.setattr(bert.engine.tokenizer, "encode_all", panic)
     bert.send(["fog"])
     bert.engine._tokenizing.join(WAIT_S)
 
