@@ -247,6 +247,25 @@ async def test_keys_and_batches_come_back_as_they_were_and_failed_rows_keep_thei
     assert [row is None for row in found["dense"].to_pylist()] == [False, True, True, True]
 
 
+async def test_a_long_table_has_the_rows_of_short_ones(m3_link: WorkerLink) -> None:
+    """Its texts are of many lengths, some not ASCII, and its reply is encoded off the finisher."""
+    words = ["fog", "rain", "", "naïve", None, "harbour lamps", "東京 fog"]
+    texts = [words[i % 7] and f"{words[i % 7]} {'and rain ' * (i % 5)}".strip() for i in range(700)]
+    whole = pa.table({"text": pa.array(texts, pa.string())})
+
+    found = await infer(m3_link, whole, outputs=[DENSE, SPARSE])
+    parts = [await infer(m3_link, whole.slice(begin, 100), outputs=[DENSE, SPARSE]) for begin in range(0, 700, 100)]
+
+    expected = pa.concat_tables(parts)
+    assert found["error"].to_pylist() == expected["error"].to_pylist()
+    failed = [not text for text in texts]
+    assert [row is None for row in found["dense"].to_pylist()] == failed
+    for ours, theirs, is_failed in zip(found.to_pylist(), expected.to_pylist(), failed, strict=True):
+        if not is_failed:
+            np.testing.assert_allclose(ours["dense"], theirs["dense"], atol=1e-5)
+            assert [entry["index"] for entry in ours["sparse"]] == [entry["index"] for entry in theirs["sparse"]]
+
+
 async def test_a_row_too_long_fails_alone_unless_it_may_be_cut(m3_link: WorkerLink) -> None:
     given = pa.table({"text": ["fog " * 500, "fog"]})
 
@@ -325,8 +344,9 @@ async def test_a_reply_that_cannot_fit_is_refused_before_the_work(m3_link: Worke
     assert (await m3_link.ask(Method.STATS)).json["texts"] == before
 
 
-async def test_a_reply_that_turns_out_too_large_is_refused_after_it(m3_link: WorkerLink) -> None:
-    given = pa.table({"text": ["rain fog " * 30] * 150})
+@pytest.mark.parametrize("rows", [150, 600], ids=["on the finisher", "off it"])
+async def test_a_reply_that_turns_out_too_large_is_refused_after_it(m3_link: WorkerLink, rows: int) -> None:
+    given = pa.table({"text": ["rain fog " * 30] * rows})
 
     code, message = await refusal(m3_link, given, outputs=[TOKENS], truncate=True)
 
