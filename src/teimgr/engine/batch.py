@@ -50,7 +50,8 @@ class Encoded:
     @property
     def length(self) -> int:
         """Tokens of each."""
-        return self.ids.shape[-1]
+        length: int = self.ids.shape[-1]
+        return length
 
     def part(self, which: slice | Sequence[int]) -> Encoded:
         """Some of several inputs, by their position; by a slice the ids are not copied."""

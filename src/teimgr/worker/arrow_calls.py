@@ -122,9 +122,11 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
     def read(limits: _Limits) -> ReadTable:
         batches = read_inputs(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns)
-        inputs: Sequence[Input] = batches.inputs
-        if not isinstance(inputs, TextColumn):
-            inputs = [Pair(*item) if isinstance(item, tuple) else item for item in inputs]
+        inputs: Sequence[Input]
+        if isinstance(batches.inputs, TextColumn):
+            inputs = batches.inputs
+        else:
+            inputs = [Pair(*item) if isinstance(item, tuple) else item for item in batches.inputs]
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
         def write(job: Job) -> memoryview:

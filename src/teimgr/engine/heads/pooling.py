@@ -108,7 +108,9 @@ def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool
         return cut
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0
-    return np.divide(cut, norms[:, None], out=np.empty(cut.shape, np.float32), casting="same_kind")
+    scaled = np.empty(cut.shape, np.float32)
+    np.divide(cut, norms[:, None], out=scaled, casting="same_kind")  # divided in float64, without an array of it
+    return scaled
 
 
 @torch.inference_mode()
