@@ -93,7 +93,7 @@ class Daemon:
         local = LocalLauncher(options)
         self.launcher: Launcher = local
         inventory: InventorySource = gpus
-        self.cluster = open_cluster(settings, local, gpus)
+        self.cluster = open_cluster(settings, local, gpus, self.directory)
         if self.cluster is not None:
             self.launcher, inventory = self.cluster.launcher, self.cluster.inventory
         identity = self.cluster.identity if self.cluster else None
@@ -118,6 +118,8 @@ class Daemon:
         self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
         self.scraper = Scraper(self.directory, identity=identity)
         self.metrics.sources += (self.scraper.page, self.gpu_report.page)
+        if self.cluster is not None:
+            self.metrics.sources.append(self.cluster.forwarding.page)
         if self.batches is not None:
             self.metrics.sources.append(self.batches.page)
         self.page = Page(settings, self.manager, self.scraper, inventory) if settings.page else None
@@ -172,6 +174,8 @@ class Daemon:
                     await self.batches.load()
                 serving = self.tls.serving(self.app, listener, self.app.state.direct, unix)
                 async with serving, self.webhooks.running(self.settings.webhooks):
+                    if self.cluster is not None:
+                        self.cluster.forwarding.start()
                     await self.manager.boot()
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()
@@ -226,7 +230,11 @@ class Daemon:
         await self.gateway.close()
         await self.scraper.close()
         await self.muxes.stop(max(0.0, ends - clock()))
+        if self.cluster is not None:
+            self.cluster.forwarding.leave()
         await self.manager.shutdown(within_s=max(LAST_GRACE_S, ends - clock()))
+        if self.cluster is not None:
+            await self.cluster.forwarding.close()
         await self.launcher.close()
         await asyncio.to_thread(self.telemetry.close)
         log.info("stopped")

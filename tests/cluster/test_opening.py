@@ -14,6 +14,7 @@ from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 from teimgr.placement.planner import GpuInventory
+from teimgr.routing.router import Directory
 
 IMPORTED = """
 import sys, teimgr.daemon
@@ -38,5 +39,5 @@ async def test_an_address_without_the_extra_is_refused_with_the_command(
     settings = Settings(state_file=tmp_path / "s.toml", cluster=ClusterSettings(address="127.0.0.2:6379"))  # type: ignore[operator]
 
     with pytest.raises(InvalidConfig, match=r"cluster\.address: the package ray .*pip install 'teimgr\[cluster\]'"):
-        open_cluster(settings, local_launcher(settings.state_file.parent), GpuInventory({}))
+        open_cluster(settings, local_launcher(settings.state_file.parent), GpuInventory({}), Directory())
     host_facts.own_versions.cache_clear()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support.loaded_settings import load
 
+from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 
@@ -57,3 +58,22 @@ def test_ports_that_ray_cannot_use_are_refused(tmp_path: Path, lines: str, probl
 
     with pytest.raises(InvalidConfig, match=problem):
         load(file, {})
+
+
+@pytest.mark.parametrize(
+    ("host", "there"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("::", "::"),
+        ("localhost", "localhost"),
+        ("10.0.0.1", "10.0.0.2"),  # the head's in the fleet
+        ("192.0.2.7", "10.0.0.2"),  # another one of the head
+    ],
+)
+def test_another_host_listens_where_it_can(host: str, there: str) -> None:
+    assert address_on_host(host, "10.0.0.1", "10.0.0.2") == there
+
+
+def test_a_second_host_on_the_machine_has_its_own_loopback_address() -> None:
+    assert address_on_host("127.0.0.2", "127.0.0.2", "127.0.0.3") == "127.0.0.3"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,11 @@ def test_the_workers_of_a_host_that_is_cut_off_run_elsewhere_and_the_host_comes_
                 until(lambda: len(client.hosts()["hosts"]) == 2, "the host's return", LIMIT_S)
                 client.create("later", model, node="two", dtype="float32")
                 client.wait_until_running("later", deadline_s=LIMIT_S)
+                body = json.dumps({"inputs": "over its port on the head"}).encode()
+                url = f"http://127.0.0.1:{client.get('later').details['port']}/embed"
+                request = urllib.request.Request(url, body, {"content-type": "application/json"})
+                with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+                    assert len(json.load(answer)) == 1
                 client.delete("later")
         finally:
             node.close()

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +53,8 @@ def space() -> Iterator[NetworkNamespace]:
 
 @pytest.fixture(scope="module")
 def daemon(space: NetworkNamespace) -> Iterator[DaemonProcess]:
-    running = WarmDaemonProcess(cluster=cluster_table(space.outside, "one"), orphan_grace_secs=60)
+    cluster = cluster_table(space.outside, "one")
+    running = WarmDaemonProcess(cluster=cluster, orphan_grace_secs=60, instance_host=space.outside)
     try:
         with running:
             yield running
@@ -93,6 +96,11 @@ def placed(client: Client, name: str) -> list[str]:
     return sorted(each["node"] for each in client.get(name).details["workers"] if each["pid"])
 
 
+def port_url(client: Client, daemon: DaemonProcess, name: str) -> str:
+    """Where the instance answers on its port on the head."""
+    return f"http://{daemon.settings['instance_host']}:{client.get(name).details['port']}/embed"
+
+
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
@@ -119,6 +127,12 @@ def test_a_worker_of_the_other_host_answers_on_every_surface(
             over_rest = np.array([each["embedding"] for each in answer["data"]], np.float32)
             np.testing.assert_allclose(over_rest, over_grpc[1], atol=1e-6)
 
+            over_port = [post(port_url(client, daemon, name), {"inputs": texts}) for name in ("near", "far")]
+            assert over_port[0] == over_port[1]
+            np.testing.assert_allclose(
+                np.array(over_port[1], np.float32), over_grpc[1].reshape(len(texts), -1), atol=1e-6
+            )
+
         with urllib.request.urlopen(f"{daemon.api}/instances/far/health?probe=true", timeout=LIMIT_S) as answer:
             (proof,) = json.load(answer)["proofs"]
         assert (proof["ok"], proof["problem"]) == (True, None)
@@ -133,6 +147,50 @@ def test_a_killed_worker_of_the_other_host_is_replaced(daemon: DaemonProcess, no
         client.wait_until_running("far", deadline_s=LIMIT_S)
         client.embed("answered", instance="far")
         assert worker(client, "far")[0] == "two"
+        until(lambda: answers(port_url(client, daemon, "far")), "the port on the head", LIMIT_S)
+
+
+def answers(url: str) -> bool:
+    """Whether the port answers; it is closed while there is no worker."""
+    try:
+        return bool(post(url, {"inputs": "answered"}))
+    except ConnectionError:  # while it answered
+        return False
+    except urllib.error.URLError as error:
+        assert isinstance(error.reason, ConnectionError), error
+        return False
+
+
+def test_the_port_answers_while_its_worker_moves_to_the_head_and_back(
+    daemon: DaemonProcess, node: NodeProcess, model: str
+) -> None:
+    with daemon.client() as client:
+        url = port_url(client, daemon, "far")
+        is_over, failures, calls = threading.Event(), list[str](), 0
+
+        def call() -> None:
+            nonlocal calls
+            while not is_over.is_set():
+                try:
+                    post(url, {"inputs": TEXTS})
+                    calls += 1
+                except OSError as error:
+                    failures.append(str(error))
+
+        calling = threading.Thread(target=call)
+        calling.start()
+        try:
+            for host in ("one", "two"):
+                client.update("far", node=host)
+                until(lambda host=host: placed(client, "far") == [host], f"the move to {host}", LIMIT_S)
+                known = calls
+                until(lambda known=known: calls > known + 20, "answers after the move", LIMIT_S)
+        finally:
+            is_over.set()
+            calling.join()
+
+        assert failures == []
+        print(f"{calls} calls over the port while its worker moved to the head and back")
 
 
 def test_the_next_daemon_takes_over_the_worker_of_the_other_host(daemon: DaemonProcess, node: NodeProcess) -> None:
@@ -146,7 +204,10 @@ def test_the_next_daemon_takes_over_the_worker_of_the_other_host(daemon: DaemonP
         client.wait_until_running("far", deadline_s=LIMIT_S)
         assert worker(client, "far") == before
         client.embed("answered", instance="far")
+        url = port_url(client, daemon, "far")
+        until(lambda: answers(url), "the port on the head", LIMIT_S)
         client.delete("far")
+        assert not answers(url)
         client.delete("near")
         until(lambda: not look_up(before[1]), "the worker's end", LIMIT_S)
 

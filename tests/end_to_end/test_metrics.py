@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from tests.support import models
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
-from tests.support.polling import until
+from tests.support.forwarding import forwarding
+from tests.support.polling import eventually, until
 from tests.support.worker_process import WorkerLink
 
 from teimgr.client import Client
@@ -79,6 +80,7 @@ IN_PROCESS: dict[str, list[Family]] = {
     "a model is downloaded and tried": [c.DOWNLOADS, c.DOWNLOAD_BYTES, c.TRIALS],
     "something needs a person": [c.ALARMS],
     "a worker grows beyond its limit": [c.MEMORY_REPLACEMENTS],
+    "a port is forwarded to another host": [c.FORWARDED],
     "an engine falls sick and holds device memory": [c.HEALTHY, c.DEVICE_BYTES],
     "a GPU works": [
         *(c.GPU_MEMORY_TOTAL, c.GPU_MEMORY_USED, c.GPU_UTILIZATION, c.GPU_TEMPERATURE, c.GPU_POWER),
@@ -121,6 +123,22 @@ async def test_downloads_and_trials_move() -> None:
 async def test_replacements_for_memory_move() -> None:
     metrics = DaemonMetrics()
     await moves("a worker grows beyond its limit", metrics.page, lambda: metrics.count(c.MEMORY_REPLACEMENTS, "a"))
+
+
+async def test_forwarded_connections_move(tmp_path: Path) -> None:
+    async with forwarding(tmp_path, "two") as fleet:
+        fleet.route("two")
+        await fleet.listening()
+        before = figures_of(await fleet.head.page())
+        _, writer = await fleet.connect()
+        await eventually(lambda: fleet.head.connections == 1)
+        after = figures_of(await fleet.head.page())
+        (family,) = IN_PROCESS["a port is forwarded to another host"]
+        assert (before[family], after[family]) == (
+            {("", (("instance", "a"),), 0)},
+            {("", (("instance", "a"),), 1)},
+        )
+        writer.close()
 
 
 async def test_alarms_move() -> None:

@@ -6,16 +6,18 @@ import asyncio
 import os
 import resource
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.daemon_process import free_ports
 from tests.support.fleet import LIMIT_S, RESIDENT, local_launcher
 from tests.support.polling import eventually
 
-from teimgr.errors import Code, InvalidConfig, Unavailable
+from teimgr.errors import Code, InvalidConfig, PortConflict, Unavailable
 from teimgr.launch.control_link import identify
 from teimgr.launch.launcher import FoundWorkers, LocalLauncher
 from teimgr.launch.process_handle import (
@@ -354,6 +356,39 @@ def descriptors_left(count: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_worker_shares_the_port_that_the_daemon_has_joined(launcher: LocalLauncher) -> None:
+    (port,) = free_ports(1)
+    joined = await launcher.join_port("a", "127.0.0.1", port)
+    sockets = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in (joined.listener, *joined.queue.ends.values())}
+
+    first, other = await launcher.launch(spec(port=port)), await launcher.launch(spec(name="b", port=port + 1))
+
+    assert sockets <= sockets_of(first.pid)
+    assert not sockets & sockets_of(other.pid)
+    launcher.leave_port("a")
+    launcher.leave_port("a")
+    assert joined.listener.fileno() == -1
+    with socket.create_connection(("127.0.0.1", port)):  # the worker has it
+        pass
+    await first.stop(0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    await other.stop(0)
+
+
+async def test_a_port_of_another_process_is_not_joined(launcher: LocalLauncher) -> None:
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(PortConflict, match=f"Port {port}"):
+        await launcher.join_port("a", "127.0.0.1", port)
+    with pytest.raises(InvalidConfig, match=r"192\.0\.2\.1"):
+        await launcher.join_port("a", "192.0.2.1", port)
+    launcher.leave_port("a")
+
+
+def sockets_of(pid: int) -> set[str]:
+    return {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 async def test_a_descriptor_that_found_no_room_costs_a_launch_and_not_the_nursery(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import resource
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-import uvloop
 from tests.support.authority import Authority, needs_openssl, put
 from tests.support.h2_peer import Peer, request
+from tests.support.loops import on_uvloop
 from tests.support.memory_fleet import Fleet
 from tests.support.polling import eventually
 from tests.support.rest_listener import Front, listening
@@ -33,16 +32,6 @@ from teimgr.unix_listener import UnixListener, bind_unix
 
 pytestmark = needs_openssl
 LIMIT_S = 20
-
-
-def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on the daemon's loop: asyncio's loses connections that it accepts while a listener is replaced."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        uvloop.run(test(*arguments, **named))
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +183,7 @@ async def served(url: str | Path, context: ssl.SSLContext) -> bytes | None:
 
 
 @pytest.mark.parametrize(("rules", "status"), [({}, 200), ({"allowed_subjects": ("CN=other",)}, 401)])
-@on_uvloop
+@on_uvloop  # asyncio's loop loses connections that it accepts while a listener is replaced
 async def test_http2_over_tls_has_the_clients_certificate(
     settings: Settings, ours: Authority, rules: dict[str, Any], status: int
 ) -> None:
@@ -213,7 +202,7 @@ async def test_http2_over_tls_has_the_clients_certificate(
 
 
 @pytest.mark.clause("M6-renewal")
-@on_uvloop
+@on_uvloop  # asyncio's loop loses connections that it accepts while a listener is replaced
 async def test_certificates_and_authority_are_renewed_under_live_traffic(settings: Settings, tmp_path: Path) -> None:
     before, after = Authority(tmp_path / "before"), Authority(tmp_path / "after", "after")
     files = before.server()
@@ -263,7 +252,7 @@ async def test_certificates_and_authority_are_renewed_under_live_traffic(setting
     assert tls.alarms() == []
 
 
-@on_uvloop
+@on_uvloop  # asyncio's loop loses connections that it accepts while a listener is replaced
 async def test_broken_files_change_nothing_but_the_alarm(
     settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,7 +275,7 @@ async def test_broken_files_change_nothing_but_the_alarm(
         assert await served(url, client(ours.ca, ours)) == first
 
 
-@on_uvloop
+@on_uvloop  # asyncio's loop loses connections that it accepts while a listener is replaced
 async def test_a_lack_of_descriptors_at_a_renewal_is_an_alarm_and_tried_again(
     settings: Settings, tmp_path: Path
 ) -> None:

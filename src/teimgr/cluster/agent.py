@@ -36,6 +36,7 @@ from teimgr.cluster.messages import (
     write_message,
 )
 from teimgr.cluster.node_muxes import NodeMux, NodeMuxes
+from teimgr.config.cluster import address_on_host
 from teimgr.errors import TeimgrError
 from teimgr.fleet_tls import write_removed
 from teimgr.launch.launcher import LocalLauncher, LocalWorker
@@ -45,6 +46,7 @@ from teimgr.spec import WorkerSpec
 CLAIM_LIMIT_S = 15.0
 """How long after the agent's start an actor may claim a worker of an earlier agent."""
 _LEFTOVER_GRACE_S = 5.0
+_OWN_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ class Agent:
     """Serves `agent.sock` in the run directory of `launcher`, which is started before. `facts` describes the host.
 
     Workers listen for other hosts on `link_address`, with the certificate in `identity_dir`; `muxes` are those of the
-    host, where it may have any.
+    host, where it may have any. On another host than the head, whose address in the fleet is `head_address` then, they
+    have the instance's port at the address that `address_on_host` names.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Agent:
         link_address: str,
         identity_dir: Path,
         muxes: NodeMuxes | None = None,
+        head_address: str = "",
     ) -> None:
         self.socket = agent_socket(run_dir.absolute())
         self.leaving = asyncio.Event()
@@ -76,6 +80,7 @@ class Agent:
         self._link_address = link_address
         self._identity_dir = identity_dir
         self._muxes = muxes
+        self._head_address = head_address
         self._unclaimed: dict[str, Held] = {}
         self._ended: dict[int, Exit] = {}
         self._server: asyncio.Server | None = None
@@ -88,6 +93,14 @@ class Agent:
     def workers(self) -> int:
         """The number of live workers, those that wait to be claimed included."""
         return sum(isinstance(each, LocalWorker) for each in (*self._held, *self._unclaimed.values()))
+
+    def port_of(self, incarnation: str) -> tuple[str, int] | None:
+        """Where the instance's port of a worker here is reached on this host; None where there is no such worker."""
+        for each in (*self._held, *self._unclaimed.values()):
+            if isinstance(each, LocalWorker) and each.incarnation == incarnation:
+                host = each.spec.port_host or each.spec.instance_host
+                return _OWN_ADDRESS.get(host, host), each.spec.port
+        return None
 
     async def emptied(self, limit_s: float) -> bool:
         """Wait until there are no workers and no muxes; whether that took no longer than `limit_s`."""
@@ -192,12 +205,22 @@ class Agent:
     async def _launch(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             wanted = WorkerSpec.from_json(spec)
-            own = replace(wanted, link_address=self._link_address, identity_dir=str(self._identity_dir))
+            own = replace(
+                wanted,
+                link_address=self._link_address,
+                identity_dir=str(self._identity_dir),
+                port_host=self._port_host(wanted.instance_host),
+            )
             worker = await self._launcher.launch(own)
         except (LaunchFailed, TeimgrError, ValueError, TypeError) as error:
             write_message(writer, error=str(error))
             return
         await self._hold(worker, reader, writer)
+
+    def _port_host(self, instance_host: str) -> str | None:
+        if not self._head_address:
+            return None
+        return address_on_host(instance_host, self._head_address, self._link_address)
 
     async def _launch_mux(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._muxes is None:

@@ -5,7 +5,9 @@ their enrolment.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.listen_address import UNRESTRICTED, library
 from teimgr.cluster.messages import NodeFacts
 from teimgr.cluster.ray_process import RayHost, RayProcess, ensure_token, ray_folder
+from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.launch.launcher import LocalLauncher
@@ -30,6 +33,7 @@ from teimgr.placement.planner import GpuInventory, usable_cores
 
 CONNECT_LIMIT_S = 60.0
 WATCH_INTERVAL_S = 1.0
+_ANY_PORT = 9
 MISSES_ALLOWED = 3
 """So many readings without an answer of its agent change nothing: on a loaded host one may be late."""
 
@@ -60,6 +64,9 @@ class ClusterHead:
         """By name; hosts that Ray has lost are not among them."""
         self.on_draining: Callable[[str], None] = lambda name: None
         """Called with the name of a host that is about to leave, again and again until it has left."""
+        self.services: Mapping[str, HostAddress] = {}
+        """The services of the other hosts, by name, except those that have one instance port with this one."""
+        self.on_services_changed: Callable[[], None] = lambda: None
         self.address = cluster.host
         self.host = HostDescription(cluster.node, cluster.labels, cards)
         self._settings = settings
@@ -80,7 +87,7 @@ class ClusterHead:
         self.bridge = Bridge(
             cluster.address, cluster.host, self._ray_host.environ(), settings.run_dir.absolute() / "bridge.log"
         )
-        self._service = HostService(LocalLogs(settings.log_dir.absolute(), self.host.name))
+        self._service = HostService(LocalLogs(settings.log_dir.absolute(), self.host.name), self.agent.port_of)
         self._listener: HostListener | None = None
         self._ray: RayProcess | None = None
         self._changed = asyncio.Event()
@@ -170,12 +177,25 @@ class ClusterHead:
         for name, member in self.members.items():
             if member.problem and (name not in before or before[name].problem != member.problem):
                 log.warning("host takes no workers", extra={"node": name, "reason": member.problem})
+        services = {name: address_of(each) for name, each in self.members.items() if self._has_own_ports(each)}
+        if services != self.services:
+            self.services = services
+            self.on_services_changed()
         self._changed.set()
         refreshed, self._refreshed = self._refreshed, asyncio.Event()
         refreshed.set()
         for name, member in self.members.items():
             if not self.enrolment.is_member(name) or (member.facts is not None and member.facts.draining):
                 self.on_draining(name)
+
+    def _has_own_ports(self, member: Member) -> bool:
+        """Whether a host other than this one can be reached, and its instance ports are not those of this one: hosts on
+        one machine have the same, unless each has an address of its own.
+        """
+        if member.name == self.host.name or member.facts is None or not member.facts.service:
+            return False
+        here = self._settings.instance_host
+        return address_on_host(here, self.address, member.address) != here or not _is_here(member.address)
 
     def _admitted(self, members: list[Member]) -> dict[str, Member]:
         """The hosts by name, this one first; those that may not take workers have the reason."""
@@ -212,6 +232,18 @@ class ClusterHead:
 def address_of(member: Member) -> HostAddress:
     """Where its service is reached."""
     return HostAddress(member.name, member.facts.service if member.facts else "")
+
+
+def _is_here(address: str) -> bool:
+    """Whether an address is one of this machine."""
+    if ipaddress.ip_address(address).is_loopback:
+        return True
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _ANY_PORT))  # sends nothing
+        except OSError:
+            return False
+        return str(probe.getsockname()[0]) == address
 
 
 def _member(found: Mapping[str, Any], known: Mapping[str, Member]) -> Member:

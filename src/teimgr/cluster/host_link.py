@@ -1,19 +1,23 @@
-"""A connection between two hosts of a fleet, for what is too large for Ray: logs and the files of models.
+"""A connection between two hosts of a fleet, for what is too large for Ray: logs, files of models, forwarded ports.
 
-Over mutual TLS. Messages are JSON behind their length, four bytes; bytes that a message announces follow it.
+Over mutual TLS. Messages are JSON behind their length, four bytes; bytes that a message announces follow it. A stream
+of bytes is pieces behind their length, up to an empty one: TLS has no half-close.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import struct
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import TeimgrError, Unauthenticated, Unavailable, error_from_code
 from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
+from teimgr.http_protocol import LEAST_READ_BYTES
 from teimgr.wire.remote_frames import set_tcp_limits
 
 CONNECT_LIMIT_S = 5.0
@@ -22,6 +26,8 @@ SEND_LIMIT_S = 30.0
 """A peer that takes nothing for so long is given up."""
 MAX_MESSAGE_BYTES = 4 << 20
 PIECE_BYTES = 256 << 10
+_STREAM_BUFFER_BYTES = 64 << 10
+_KEEPALIVE_S = 5
 _LENGTH = struct.Struct("!I")
 
 
@@ -88,15 +94,60 @@ class HostLink:
             size -= len(piece)
             yield piece
 
+    async def send_piece(self, data: bytes, limit_s: float) -> None:
+        """Send a piece of a stream, at most `PIECE_BYTES`, or its end, which is empty; wait while the peer is slow, as
+        `drained`, after the end until all is sent.
+        """
+        self._writer.write(_LENGTH.pack(len(data)) + data)
+        try:
+            await drained(self._writer, limit_s, whole=not data)
+        except OSError as error:
+            raise Unavailable(f"{self.host}: the connection was lost: {error or 'no progress'}") from error
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """What the peer sends by `send_piece`, to its end, however long that takes."""
+        try:
+            while True:
+                (left,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if left == 0:
+                    return
+                if left > PIECE_BYTES:
+                    raise ValueError(f"a piece of {left} bytes")
+                while left:
+                    piece = await self._reader.read(left)
+                    if not piece:
+                        raise EOFError("it ended within a piece")
+                    left -= len(piece)
+                    yield piece
+        except (OSError, EOFError, ValueError) as error:
+            raise Unavailable(f"{self.host}: the connection was lost: {error or type(error).__name__}") from error
+
+    def be_stream(self, stall_s: float) -> None:
+        """Prepare for a stream of `send_piece` and `pieces`: small buffers, as there may be thousands; and the kernel
+        gives up a peer that is gone, also while nothing is sent, after about `stall_s`. One that takes nothing counts
+        as gone.
+        """
+        if self._writer.is_closing():
+            return
+        transport: Any = self._writer.transport
+        transport.set_write_buffer_limits(_STREAM_BUFFER_BYTES)
+        transport.set_read_buffer_limits(_STREAM_BUFFER_BYTES)
+        with suppress(OSError):  # it is closed already
+            sock = self._writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
+
     async def close(self) -> None:
         """Close at once; what was not sent yet is dropped. Never raises."""
         self._writer.transport.abort()
 
-    async def finish(self) -> None:
-        """Close when what waits is sent, within a second."""
+    async def finish(self, limit_s: float = 1.0) -> None:
+        """Close when what waits is sent, at most so much later."""
         self._writer.close()
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(limit_s):
                 await self._writer.wait_closed()
         except OSError:  # TimeoutError is one
             self._writer.transport.abort()
@@ -112,17 +163,37 @@ class HostLink:
             raise Unavailable(f"{self.host}: the connection was lost: {error}") from error
 
 
-async def connect(host: HostAddress, identity: FleetIdentity) -> HostLink:
+async def drained(writer: asyncio.StreamWriter, limit_s: float, *, whole: bool = False) -> None:
+    """Return when there is room for more, or when all is sent. A peer may be slow, but has to take something in
+    `limit_s`.
+
+    Raises:
+        TimeoutError: it took less than `LEAST_READ_BYTES`.
+        OSError: the connection is lost.
+    """
+    if whole and not writer.is_closing():
+        writer.transport.set_write_buffer_limits(1)  # 0 would pause it for good: uvloop's TLS has 0 bytes over 0
+    while True:
+        waiting = writer.transport.get_write_buffer_size()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await writer.drain()
+        except TimeoutError:
+            if waiting - writer.transport.get_write_buffer_size() < LEAST_READ_BYTES:
+                raise
+
+
+async def connect(host: HostAddress, identity: FleetIdentity, limit_s: float = CONNECT_LIMIT_S) -> HostLink:
     """Connect to the service of a host, which proves its name by its certificate.
 
     Raises:
         Unavailable: it cannot be reached, or another host answers there.
     """
     try:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
+        async with asyncio.timeout(limit_s):
             return await _connect(host, identity)
     except TimeoutError:
-        raise Unavailable(f"{host.name}: no connection within {CONNECT_LIMIT_S:g} s") from None
+        raise Unavailable(f"{host.name}: no connection within {limit_s:g} s") from None
     except (OSError, ValueError, Unauthenticated) as error:
         raise Unavailable(f"{host.name}: no connection: {error}") from error
 

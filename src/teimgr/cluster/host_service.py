@@ -1,8 +1,12 @@
-"""What a host of a fleet offers the others: the logs of its workers. One request for each connection (`host_link.py`).
+"""What a host of a fleet offers the others: the logs of its workers, connections to their instances' ports. One request
+for each connection (`host_link.py`).
 
 {"op": "log", "name", "filter", "follow"}    for the daemon alone
     {"total"} or {"absent"}, then the client's {"start", "end"}, then {"lines"} …, {"past": true}; with `follow`
     {"lines"} as they come, at least every `ALIVE_S`. A line is a text, or {"gap": reason}.
+{"op": "forward", "workers": [incarnation, …]}    for the daemon alone
+    {"connected": true}: to the port of the instance of the first of these workers that this host has; then the bytes of
+    the connection, both ways, by `HostLink.send_piece`
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
 from teimgr.cluster.host_link import HostLink, error_message
+from teimgr.cluster.relay import STALL_S, NearEnd, most_forwarded
 from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
 from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, peer_of
 from teimgr.http_server import bind
@@ -27,21 +32,30 @@ from teimgr.wire.remote_frames import set_tcp_limits
 ALIVE_S = 2.0
 """A follower hears of the host at least so often."""
 MAX_LINKS = 128
-_MAX_HANDSHAKES = 16
-_BACKLOG = 128
+_MAX_HANDSHAKES = 64
+_BACKLOG = 1024
 _REQUEST_LIMIT_S = 10.0
+_PORT_LIMIT_S = 2.0
 _ACCEPT_PAUSE_S = 0.5
 
 log = logging.getLogger(__name__)
+
+PortOf = Callable[[str], tuple[str, int] | None]
+"""Where the port of an instance is reached on this host, by the incarnation of a worker here; None for any other."""
 
 
 class HostService:
     """Answers the requests of other hosts. `logs` are those of this host."""
 
-    def __init__(self, logs: LogSource) -> None:
+    def __init__(self, logs: LogSource, port_of: PortOf = lambda incarnation: None) -> None:
         self._logs = logs
+        self._port_of = port_of
         self._links = 0
-        self._operations: Mapping[str, Callable[[HostLink, dict[str, Any]], Awaitable[None]]] = {"log": self._log}
+        self._forwarded = 0
+        self._operations: Mapping[str, Callable[[HostLink, dict[str, Any]], Awaitable[None]]] = {
+            "log": self._log,
+            "forward": self._forward,
+        }
 
     async def serve(self, link: HostLink) -> None:
         """Answer one request, and close the link."""
@@ -89,6 +103,42 @@ class HostService:
                             sent_at = clock()
         finally:
             await opened.close()
+
+    async def _forward(self, link: HostLink, request: dict[str, Any]) -> None:
+        if not link.peer.is_daemon:
+            raise Forbidden("instance ports are forwarded for the daemon alone")
+        if self._forwarded >= most_forwarded():
+            raise Unavailable(f"this host has {self._forwarded} forwarded connections already")
+        self._links -= 1  # these have a limit of their own
+        self._forwarded += 1
+        try:
+            near = await self._connect_port([str(each) for each in request["workers"]])
+            try:
+                await link.send(connected=True)
+                await near.relay(link, is_worker=True)
+            except (OSError, Unavailable) as error:
+                log.debug("a forwarded connection broke", extra={"peer": link.peer.uri, "reason": str(error)})
+                near.reset()
+                await link.close()
+            except BaseException:
+                near.reset()
+                raise
+            else:
+                near.close()
+                await link.finish(STALL_S)
+        finally:
+            self._forwarded -= 1
+            self._links += 1
+
+    async def _connect_port(self, workers: Sequence[str]) -> NearEnd:
+        address = next((found for each in workers if (found := self._port_of(each))), None)
+        if address is None:
+            raise Unavailable("it has none of the workers")
+        try:
+            async with asyncio.timeout(_PORT_LIMIT_S):
+                return await NearEnd.open(host=address[0], port=address[1])
+        except OSError as error:
+            raise Unavailable(f"port {address[1]} does not answer there: {str(error) or 'timeout'}") from error
 
 
 async def _refuse(link: HostLink, error: TeimgrError) -> None:

@@ -108,10 +108,13 @@ class Node:
         self._host = HostDescription(options.name, options.labels, GpuInventory())
         self._identity = FleetIdentity(state_dir / "identity", self._host.name)
         self._token_file = state_dir / "ray-token"
-        self._service = HostService(LocalLogs(state_dir / "logs", self._host.name))
         self._listener: HostListener | None = None
         muxes = NodeMuxes(run_dir, state_dir / "logs", self._host.name, self._node_ip, self._identity.folder)
-        self._agent = Agent(self._local, run_dir, self._facts, self._node_ip, self._identity.folder, muxes)
+        head_address = options.head.rpartition(":")[0].strip("[]")
+        self._agent = Agent(
+            self._local, run_dir, self._facts, self._node_ip, self._identity.folder, muxes, head_address
+        )
+        self._service = HostService(LocalLogs(state_dir / "logs", self._host.name), self._agent.port_of)
 
     async def run(self) -> None:
         """Join, and return when the host has left.

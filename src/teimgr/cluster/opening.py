@@ -12,9 +12,11 @@ from teimgr.fleet_tls import FleetIdentity
 from teimgr.launch.launcher import Launcher, LocalLauncher
 from teimgr.observability.log_source import LogSource
 from teimgr.placement.planner import GpuInventory, InventorySource
+from teimgr.routing.router import Directory
 
 if TYPE_CHECKING:
     from teimgr.cluster.head import ClusterHead
+    from teimgr.cluster.port_forwarding import PortForwarding
     from teimgr.cluster.ray_muxes import RayMuxHosts
 
 
@@ -34,9 +36,11 @@ class Cluster:
     logs: Callable[[], Sequence[LogSource]]
     mux_hosts: Callable[[Sequence[MuxConfig]], RayMuxHosts]
     """The muxes of the other hosts, of the configurations of this host's."""
+    forwarding: PortForwarding
+    """The instance ports here of workers on other hosts."""
 
 
-def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory) -> Cluster | None:
+def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory, directory: Directory) -> Cluster | None:
     """The cluster of `[cluster] address`; None without one. Nothing is started; the fleet's authority is made or read.
 
     Raises:
@@ -46,6 +50,7 @@ def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory) 
         return None
     from teimgr.cluster.head import ClusterHead
     from teimgr.cluster.inventory import ClusterInventory
+    from teimgr.cluster.port_forwarding import PortForwarding
     from teimgr.cluster.ray_launcher import RayLauncher
     from teimgr.cluster.ray_muxes import RayMuxHosts
 
@@ -57,6 +62,16 @@ def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory) 
         wanted = configs if settings.cluster.mux_per_host else ()
         return RayMuxHosts(head, wanted, settings.tls_files, settings.cluster.placement_timeout_secs)
 
+    forwarding = PortForwarding(
+        directory,
+        head.host.name,
+        enrolment.identity,
+        local,
+        settings.instance_host,
+        launcher.spec_of,
+        lambda: head.services,
+    )
+    head.on_services_changed = forwarding.hosts_changed
     return Cluster(
         launcher,
         ClusterInventory(head),
@@ -66,4 +81,5 @@ def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory) 
         head.alarms,
         head.other_logs,
         mux_hosts,
+        forwarding,
     )

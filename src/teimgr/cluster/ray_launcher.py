@@ -46,7 +46,7 @@ class RayLauncher:
         self._head = head
         self._local = local
         self._placement_limit_s = placement_limit_s
-        self._workers: set[RayWorker] = set()
+        self._workers: dict[str, RayWorker] = {}
 
     async def start(self) -> None:
         """Start the launcher of this host, and the head, once; Ray comes up in the background."""
@@ -95,6 +95,11 @@ class RayLauncher:
     async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         return await self._local.adopt(workers, accepts)
 
+    def spec_of(self, incarnation: str) -> WorkerSpec | None:
+        """The spec of a live worker of any host."""
+        worker = self._workers.get(incarnation)
+        return worker.spec if worker else None
+
     async def close(self) -> None:
         """Release the workers, end Ray's head, close the launcher of this host."""
         await self.release()
@@ -102,7 +107,7 @@ class RayLauncher:
 
     async def release(self) -> None:
         """As `close`, but Ray goes on."""
-        for worker in tuple(self._workers):
+        for worker in tuple(self._workers.values()):
             await worker.release()
         self._workers.clear()
         await self._head.release()
@@ -110,9 +115,12 @@ class RayLauncher:
 
     def _worker(self, name: str, held: HeldWorker) -> RayWorker:
         worker = RayWorker(self._head.bridge, self._head.enrolment.identity, name, _spec_of(held), held)
-        self._workers.add(worker)
-        worker.on_gone(self._workers.discard)
+        self._workers[worker.incarnation] = worker
+        worker.on_gone(self._forget)
         return worker
+
+    def _forget(self, worker: RayWorker) -> None:
+        self._workers.pop(worker.incarnation, None)
 
 
 def _spec_of(held: HeldWorker) -> WorkerSpec:

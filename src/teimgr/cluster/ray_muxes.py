@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +12,7 @@ from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.host_facts import own_versions
 from teimgr.cluster.messages import HeldWorker
 from teimgr.cluster.node_muxes import mux_spec
+from teimgr.config.cluster import address_on_host
 from teimgr.config.mux import MuxConfig
 from teimgr.launch.control_link import MuxLink
 from teimgr.launch.mux_launcher import config_hash
@@ -149,11 +149,11 @@ class RayMuxHosts:
 def remote_config(config: MuxConfig, head: str, address: str) -> MuxConfig:
     """The configuration of the head's mux for a host with an address in the fleet, without what is of the host.
 
-    It listens on the same port: on the same address where that is loopback or all, else on the host's own.
+    It listens on the same port, at the address that `address_on_host` names.
     """
     return replace(
         config,
-        host=config.host if config.host != head and _is_on_every_host(config.host) else address,
+        host=address_on_host(config.host, head, address),
         control_socket="",
         run_dir="",
         tls=None,
@@ -162,11 +162,3 @@ def remote_config(config: MuxConfig, head: str, address: str) -> MuxConfig:
         node="",
         identity_dir="",
     )
-
-
-def _is_on_every_host(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return True  # a name, which each host resolves
-    return address.is_loopback or address.is_unspecified

@@ -109,3 +109,14 @@ def address_problem(address: str) -> str | None:
     if numeric.is_unspecified or numeric in (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")):
         return f"must be an address by which other hosts reach this one (got {host!r})"
     return None
+
+
+def address_on_host(host: str, head: str, own: str) -> str:
+    """Where another host of the fleet listens for what the head has at `host`: on the same where that is loopback, all,
+    or a name that each host resolves, but not the head's address in the fleet; else on its `own`.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return host if host != head and (address.is_loopback or address.is_unspecified) else own

@@ -7,6 +7,7 @@ in tests) can take the place of the local one.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from teimgr.durable_files import lock_file
-from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.errors import InvalidConfig, PortConflict, TeimgrError, Unavailable
 from teimgr.http_server import address_of, bind
 from teimgr.launch import nursery
 from teimgr.launch.control_link import ControlLink, WorkerStatus, first_status
@@ -44,11 +45,13 @@ from teimgr.launch.process_handle import (
 from teimgr.observability.logs import LogSpan, last_warning, log_size, open_log, rotate_regularly
 from teimgr.spec import LINK_LISTENER, WorkerSpec
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
+from teimgr.worker.connection_queue import RECEIVE_END, SEND_END, ConnectionQueue
 
 CANCEL_LIMIT_S = 2.0
 IDENTITY_LIMIT_S = 5.0
 LEFTOVER_GRACE_S = 5.0
 _BACKLOG = 128
+_PORT_BACKLOG = 2048  # as workers have
 _STATUS_LIMIT_S = 2.0
 _SHARE_LIMIT_S = 2.0
 _SHARE_BYTES = 4096
@@ -204,6 +207,19 @@ class LocalWorker(ProcessHandle):
         return exit
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedPort:
+    """The port of an instance in a process that is none of its workers, with the queue of connections of these."""
+
+    listener: socket.socket
+    queue: ConnectionQueue
+
+    def copies(self) -> dict[int, socket.socket]:
+        """For a worker, by the names of shared sockets; the caller closes them."""
+        port = self.listener.getsockname()[1]
+        return {name: sock.dup() for name, sock in {port: self.listener, **self.queue.ends}.items()}
+
+
 class LocalLauncher:
     """`Launcher` for this host. One per run directory, which a lock file ensures."""
 
@@ -216,6 +232,7 @@ class LocalLauncher:
         self._workers: set[LocalWorker] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._joined: dict[str, JoinedPort] = {}
         self._lock: int | None = None
         self._log_rotation: asyncio.Task[None] | None = None
 
@@ -260,9 +277,38 @@ class LocalLauncher:
                 await (await launching).stop(0)
             raise
 
+    async def join_port(self, name: str, host: str, port: int) -> JoinedPort:
+        """Listen on an instance's port in this process, as one more of its workers here: with the socket of these, or a
+        new one that later workers share, until `leave_port`. The caller decides when it accepts connections.
+
+        Raises:
+            PortConflict, InvalidConfig: the port cannot be bound.
+            LaunchFailed: no descriptors are left.
+        """
+        async with self._turns.setdefault(name, asyncio.Lock()):
+            with ExitStack() as held:
+                try:
+                    ports = await self._shared_ports(name)
+                    for sock in ports.values():
+                        held.enter_context(sock)
+                    listener = ports.get(port) or held.enter_context(bind(host, port))
+                    _listen_at(listener, port)
+                    ends = {end: ports[end].dup() for end in (RECEIVE_END, SEND_END) if end in ports}
+                    joined = JoinedPort(listener.dup(), ConnectionQueue(ends))
+                except OSError as error:
+                    raise LaunchFailed(f"port {port} cannot be listened on: {error}") from error
+            self._joined[name] = joined
+            return joined
+
+    def leave_port(self, name: str) -> None:
+        """Close what `join_port` has opened; workers that share it go on."""
+        if (joined := self._joined.pop(name, None)) is not None:
+            joined.listener.close()
+            joined.queue.close()
+
     async def _launch(self, spec: WorkerSpec) -> LocalWorker:
         async with self._turns.setdefault(spec.name, asyncio.Lock()):  # the first binds the ports, the others share
-            ports = await self._shared_ports(spec)
+            ports = await self._shared_ports(spec.name)
             with ExitStack() as held:
                 for sock in ports.values():
                     held.enter_context(sock)
@@ -272,11 +318,11 @@ class LocalLauncher:
                 except NurseryDied:  # once more, with a new incarnation, as the old fork may exist
                     return await self._fork(spec, descriptors)
 
-    async def _shared_ports(self, spec: WorkerSpec) -> dict[int, socket.socket]:
+    async def _shared_ports(self, name: str) -> dict[int, socket.socket]:
         for worker in tuple(self._workers):
-            if worker.spec.name == spec.name and (ports := await borrow_ports(worker.socket)):
+            if worker.spec.name == name and (ports := await borrow_ports(worker.socket)):
                 return ports
-        return {}
+        return self._joined[name].copies() if name in self._joined else {}
 
     async def _fork(self, spec: WorkerSpec, ports: Mapping[int, int]) -> LocalWorker:
         """Bind the control socket, and the one for other hosts, then fork in the nursery, which gets the descriptors of
@@ -474,6 +520,17 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
             sock.close()
         raise LaunchFailed("no descriptors are left for an instance's ports: raise the limit of open files")
     return dict(zip(numbers, sockets, strict=True))
+
+
+def _listen_at(sock: socket.socket, port: int) -> None:
+    """Listen on a socket that is bound to a port. Raises PortConflict: another process has begun to."""
+    try:
+        sock.listen(_PORT_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise PortConflict(port, "another process") from error
+    sock.setblocking(False)
 
 
 def _listen_for_other_hosts(address: str) -> socket.socket:

@@ -109,6 +109,12 @@ BATCH_LINES = _daemon("teimgr_batch_lines_total", "counter", "Requests of batche
 STORED_BYTES = _daemon("teimgr_stored_file_bytes", "gauge", "Bytes of the files of /v1/files, results included")
 ALARMS = _daemon("teimgr_alarms", "gauge", "Alarms that /health shows")
 DAEMON_MEMORY = _daemon("teimgr_daemon_resident_bytes", "gauge", "Resident memory of the daemon")
+FORWARDED = _daemon(
+    "teimgr_forwarded_connections",
+    "gauge",
+    "Connections to the instance's port on the head that are forwarded to workers on other hosts",
+    "instance",
+)
 WORKER_ANSWERS = _daemon(
     "teimgr_worker_answers", "gauge", "Workers that sent their metrics for this page, and those that did not", "answer"
 )

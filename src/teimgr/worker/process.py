@@ -191,7 +191,7 @@ class Worker:
 
     def _bind(self, number: int) -> socket.socket:
         """The listening socket of a port: the one that all workers of the instance share, or the first of them."""
-        sock = self._shared.get(number) or bind(self.spec.instance_host, number)
+        sock = self._shared.get(number) or bind(self.spec.port_host or self.spec.instance_host, number)
         self._links.ports[sock.getsockname()[1]] = sock
         return sock
 

@@ -1,0 +1,358 @@
+"""Instance ports on the head for replicas on other hosts: connections are forwarded, as bytes, over mutual TLS.
+
+A connection goes to the host with the fewest for each of its replicas, by its service (`host_service.py`), which
+connects to the port there; that is before a byte was sent, so a host that does not answer costs a try of the next one.
+TLS, keys and limits of the port stay with the worker, which sees a client on its own host.
+
+The head listens as one more worker of the instance would (`LocalLauncher.join_port`): it accepts while no replica is
+here, and those that start here share its socket, so no connection is lost where one takes the place of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+
+from teimgr.cluster.host_link import HostAddress, HostLink, connect
+from teimgr.cluster.relay import NearEnd, most_forwarded, reset
+from teimgr.errors import TeimgrError, Unavailable
+from teimgr.fleet_tls import FleetIdentity
+from teimgr.http_protocol import STALL_S
+from teimgr.launch.launcher import JoinedPort, LocalLauncher
+from teimgr.launch.process_handle import LaunchFailed
+from teimgr.observability import catalogue
+from teimgr.observability.exposition import Page, add
+from teimgr.routing.router import Directory
+from teimgr.spec import RouteEntry, State, WorkerSpec
+
+MOST_OF_INSTANCE = 1024
+"""The most connections to one instance; over all of them it is `most_forwarded`."""
+CONNECT_LIMIT_S = 3.0
+"""For a host to answer, and again to connect to the port there."""
+_TRIES_LIMIT_S = 10.0
+_AVOIDED_S = 5.0  # other hosts are tried before one that failed
+_ACCEPT_PAUSE_S = 0.5
+_FIRST_RETRY_S = 0.1
+_RETRY_S = 5.0
+_ENDED = (State.STOPPED, State.FAILED)
+
+log = logging.getLogger(__name__)
+
+Replicas = Mapping[str, Sequence[str]]
+"""The incarnations of an instance's replicas on each other host, by the host's name."""
+
+
+class PortForwarding:
+    """Follows the routes of `directory`, from `start` to `close`.
+
+    `node` is this host's name, `identity` the daemon's. `local` is the launcher of this host, `instance_host` where its
+    ports listen. `spec_of` has the spec of a worker by its incarnation. `hosts` are the services of the other hosts, of
+    none whose ports are those of this one. Call `hosts_changed` after each change of them.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        node: str,
+        identity: FleetIdentity,
+        local: LocalLauncher,
+        instance_host: str,
+        spec_of: Callable[[str], WorkerSpec | None],
+        hosts: Callable[[], Mapping[str, HostAddress]],
+    ) -> None:
+        self.identity = identity
+        self.local = local
+        self.instance_host = instance_host
+        self.hosts = hosts
+        self._directory = directory
+        self._node = node
+        self._spec_of = spec_of
+        self._ports: dict[str, _Port] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._unsubscribe: Callable[[], None] | None = None
+
+    @property
+    def connections(self) -> int:
+        """The number of connections under way, of all instances."""
+        return sum(port.connections for port in self._ports.values())
+
+    def start(self) -> None:
+        self._unsubscribe = self._directory.subscribe(self._follow)
+        self.hosts_changed()
+
+    def hosts_changed(self) -> None:
+        """Listen for instances whose hosts are known now; end connections to hosts that are lost."""
+        if self._unsubscribe is not None:
+            for entry in self._directory.snapshot().entries:
+                self._follow(entry.name, entry)
+
+    def leave(self) -> None:
+        """Stop listening; connections go on until their workers end them."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+        for port in self._ports.values():
+            port.follow({}, 0, has_local=False)
+
+    async def close(self) -> None:
+        """End everything."""
+        self.leave()
+        for name in tuple(self._ports):
+            self._remove(name)
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    async def page(self) -> Page:
+        """The gauge of the metrics page."""
+        page: Page = {}
+        for name, port in self._ports.items():
+            add(page, catalogue.FORWARDED, port.connections, instance=name)
+        return page
+
+    def _follow(self, name: str, entry: RouteEntry | None) -> None:
+        if entry is None:
+            self._remove(name)
+            return
+        number, replicas = 0, dict[str, list[str]]()
+        hosts = self.hosts()
+        for endpoint in entry.endpoints:
+            if endpoint.node in hosts and (spec := self._spec_of(endpoint.incarnation)) is not None:
+                number = spec.port
+                replicas.setdefault(endpoint.node, []).append(endpoint.incarnation)
+        port = self._ports.get(name)
+        if port is None:
+            if not number:
+                return
+            port = self._ports[name] = _Port(name, self)
+        port.follow(replicas, number, has_local=any(each.is_on(self._node) for each in entry.endpoints))
+        # A host that is lost ends nothing itself. While Ray is restarted none is known, and its replicas are routed.
+        alive = hosts.keys() | {each.node for each in entry.endpoints}
+        port.end_connections(set() if entry.state in _ENDED else alive)
+
+    def _remove(self, name: str) -> None:
+        if (port := self._ports.pop(name, None)) is not None:
+            for task in port.end():
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+
+class _Port:
+    """The port of one instance, and its connections."""
+
+    def __init__(self, name: str, owner: PortForwarding) -> None:
+        self._name = name
+        self._owner = owner
+        self._replicas: Replicas = {}
+        self._number = 0
+        self._has_local = False
+        self._joined: JoinedPort | None = None
+        self._is_accepting = False
+        self._pause: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._tasks: dict[asyncio.Task[None], str] = {}  # with the name of the host, empty before there is one
+        self._taken: Counter[str] = Counter()
+        self._failed_at: dict[str, float] = {}
+        self._is_full = False
+        self._joining = asyncio.create_task(self._join(), name=f"port of {name}")
+
+    @property
+    def connections(self) -> int:
+        return len(self._tasks)
+
+    def follow(self, replicas: Replicas, number: int, *, has_local: bool) -> None:
+        """Forward to these replicas from now on; to none while a replica is here, and without any stop listening."""
+        self._replicas, self._has_local = replicas, has_local
+        if number != self._number or not replicas:
+            self._leave()
+        self._number = number
+        self._accept_or_not()
+        self._changed.set()
+
+    def end_connections(self, alive: Collection[str]) -> None:
+        """End the connections to hosts that are not among these."""
+        for task, host in tuple(self._tasks.items()):
+            if host and host not in alive:
+                task.cancel()
+
+    def end(self) -> list[asyncio.Task[None]]:
+        """Stop listening, and end the connections by these tasks."""
+        self.follow({}, 0, has_local=False)
+        tasks = [self._joining, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _join(self) -> None:
+        """Listen once there is a replica elsewhere; try again while the port is another's."""
+        pause_s, problem = _FIRST_RETRY_S, ""
+        while True:
+            self._changed.clear()
+            if self._joined is None and self._replicas:
+                number = self._number
+                try:
+                    joined = await self._owner.local.join_port(self._name, self._owner.instance_host, number)
+                except (TeimgrError, LaunchFailed) as error:
+                    if str(error) != problem:
+                        problem = str(error)
+                        log.warning("the port is not forwarded", extra={"instance": self._name, "reason": problem})
+                    await _any_change(self._changed, pause_s)
+                    pause_s = min(2 * pause_s, _RETRY_S)
+                    continue
+                self._joined = joined
+                pause_s, problem = _FIRST_RETRY_S, ""
+                if number != self._number or not self._replicas:  # it was changed meanwhile
+                    self._leave()
+                    continue
+                self._accept_or_not()
+            await self._changed.wait()
+
+    def _leave(self) -> None:
+        self._stop_accepting()
+        if self._joined is not None:
+            self._joined = None
+            self._owner.local.leave_port(self._name)
+            log.info("the port is forwarded no more", extra={"instance": self._name, "port": self._number})
+
+    def _accept_or_not(self) -> None:
+        if self._joined is None or self._has_local or not self._replicas:
+            self._stop_accepting()
+        elif not self._is_accepting:
+            self._is_accepting = True
+            log.info("the port is forwarded", extra={"instance": self._name, "hosts": sorted(self._replicas)})
+            self._joined.queue.serve(self._on_passed_on)
+            self._watch(self._joined.listener)
+
+    def _stop_accepting(self) -> None:
+        if self._is_accepting and self._joined is not None:
+            self._is_accepting = False
+            if self._pause is not None:
+                self._pause.cancel()
+            asyncio.get_running_loop().remove_reader(self._joined.listener)
+            self._joined.queue.leave()
+
+    def _watch(self, listener: socket.socket) -> None:
+        # Not by a task that accepts: cancelled in the moment of a connection it would lose that.
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            client, _ = listener.accept()
+        except (BlockingIOError, InterruptedError):  # a worker that shares the socket has taken it
+            return
+        except OSError as error:  # no descriptors are left, or the client left at once
+            log.warning("a connection was not accepted", extra={"instance": self._name, "reason": str(error)})
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            self._pause = loop.call_later(_ACCEPT_PAUSE_S, self._watch, listener)
+            return
+        self._take(client)
+
+    def _on_passed_on(self, number: int, client: socket.socket) -> None:
+        """Take a connection of a worker here that ends, and has answered all its requests."""
+        if number == self._number:
+            self._take(client)
+        else:
+            client.close()
+
+    def _take(self, client: socket.socket) -> None:
+        is_full = self.connections >= MOST_OF_INSTANCE or self._owner.connections >= most_forwarded()
+        if is_full and not self._is_full:
+            numbers = {"of_instance": self.connections, "of_all": self._owner.connections}
+            log.warning("connections are refused, there are too many", extra={"instance": self._name, **numbers})
+        self._is_full = is_full
+        if is_full:
+            reset(client)
+            return
+        client.setblocking(False)
+        task = asyncio.create_task(self._forward(client))
+        self._tasks[task] = ""
+        task.add_done_callback(self._tasks.pop)
+
+    async def _forward(self, client: socket.socket) -> None:
+        try:
+            link = await self._connect()
+        except Unavailable as error:
+            log.debug("a connection was refused", extra={"instance": self._name, "reason": error.message})
+            reset(client)
+            return
+        except BaseException:
+            reset(client)
+            raise
+        try:
+            near = await NearEnd.open(STALL_S, sock=client)
+        except BaseException:
+            reset(client)
+            await link.close()
+            raise
+        try:
+            await near.relay(link, is_worker=False)
+            near.close()
+            await link.finish(STALL_S)
+        except (OSError, Unavailable) as error:
+            near.reset()
+            reason = str(error) or type(error).__name__
+            log.debug("a connection broke", extra={"instance": self._name, "node": link.host, "reason": reason})
+        except BaseException:
+            near.reset()
+            raise
+        finally:
+            await link.close()
+
+    async def _connect(self) -> HostLink:
+        """A link to a host that is connected to the port there. Raises Unavailable: there is none."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(_TRIES_LIMIT_S):
+                for host in self._by_load():
+                    self._tasks[task] = host
+                    self._taken[host] += 1
+                    try:
+                        link = await self._connect_by(host)
+                    except TeimgrError as error:
+                        self._note_failure(host, error.message)
+                        continue
+                    self._failed_at.pop(host, None)
+                    return link
+        except TimeoutError:
+            raise Unavailable(f"no host answered within {_TRIES_LIMIT_S:g} s") from None
+        raise Unavailable("no host answered")
+
+    async def _connect_by(self, host: str) -> HostLink:
+        address, workers = self._owner.hosts().get(host), self._replicas.get(host)
+        if address is None or not workers:
+            raise Unavailable(f"{host}: it has no replica any more")
+        link = await connect(address, self._owner.identity, CONNECT_LIMIT_S)
+        try:
+            await link.send(op="forward", workers=list(workers))
+            await link.receive(CONNECT_LIMIT_S)
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    def _by_load(self) -> list[str]:
+        """The hosts: those last that just failed; the fewest connections for each replica first, equal ones in turn."""
+        under_way, failed_since = Counter(self._tasks.values()), asyncio.get_running_loop().time() - _AVOIDED_S
+
+        def load(host: str) -> tuple[bool, float, int]:
+            has_failed = self._failed_at.get(host, failed_since) > failed_since
+            return has_failed, under_way[host] / len(self._replicas[host]), self._taken[host]
+
+        return sorted(self._replicas, key=load)
+
+    def _note_failure(self, host: str, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._failed_at.get(host, -_AVOIDED_S) >= _AVOIDED_S:  # else it was logged
+            self._failed_at[host] = now
+            log.warning("connections are not forwarded", extra={"instance": self._name, "node": host, "reason": reason})
+
+
+async def _any_change(changed: asyncio.Event, limit_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await changed.wait()
