@@ -15,9 +15,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from bench import progress
 from bench.encoders import Task
 from bench.load import LoadTask
 from bench.machine import busy_s
+from bench.progress import partial, say
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,29 +33,26 @@ class Child:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self._unread = 1
         loaded = self._answer()
         self.dtype: str = loaded.get("dtype", "")
 
     def ask(self, verb: str, argument: Any = None) -> dict[str, float]:
-        """Send a command and wait for its answer.
+        """Send a command and wait for its answer, after that of one that an interrupt left without a reader.
 
         Raises:
             ChildFailed: it failed; its own words are in the message.
         """
-        self.tell(verb, argument)
-        return self._answer()
-
-    def tell(self, verb: str, argument: Any = None) -> None:
-        """Send a command; `wait` has the answer."""
+        while self._unread:
+            self._answer()
+        self._unread += 1
         _pipe(self._process.stdin).write(json.dumps({verb: argument}) + "\n")
         _pipe(self._process.stdin).flush()
-
-    def wait(self) -> dict[str, float]:
-        """The answer to the command that was sent."""
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         line = _pipe(self._process.stdout).readline()
+        self._unread -= 1
         answer: dict[str, Any] = json.loads(line) if line else {"error": "the process ended"}
         if "error" in answer:
             raise ChildFailed(answer["error"])
@@ -70,7 +69,13 @@ def child(task: Task | LoadTask) -> Iterator[Child]:
     module = "bench.child" if isinstance(task, Task) else "bench.load"
     command = [sys.executable, "-m", module, json.dumps(asdict(task))]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=_ROOT
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=_ROOT,
+        start_new_session=True,  # an interrupt from the terminal is for this process, which ends the child
     ) as process:
         try:
             yield Child(process)
@@ -110,19 +115,25 @@ def compete(tasks: dict[str, Task], texts: Sequence[str], rounds: int, own_cpu: 
     """Load every task, then `rounds` times one pass of each in turn; cosines are against the first task's vectors.
 
     `own_cpu` maps a name to a function that gives the CPU seconds of its further processes (a server's), so
-    that they do not count as foreign.
+    that they do not count as foreign. An interrupt ends the rounds, where the first is complete.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "texts.json").write_text(json.dumps(list(texts)))
-        children = {name: stack.enter_context(child(task)) for name, task in tasks.items()}
+        children: dict[str, Child] = {}
+        for name, task in tasks.items():
+            say(f"loading {name}")
+            children[name] = stack.enter_context(child(task))
         rows = {name: Row(name, entrant.dtype) for name, entrant in children.items()}
-        for entrant in children.values():
-            entrant.ask("texts", str(folder / "texts.json"))
-        for number in range(rounds):
-            for name, entrant in children.items():
-                _one_pass(entrant, rows[name], own_cpu.get(name, lambda: 0.0))
-                print(f"  round {number + 1}/{rounds}  {name}: {rows[name].seconds[-1]:.2f} s", file=sys.stderr)
+        with partial():
+            for entrant in children.values():
+                entrant.ask("texts", str(folder / "texts.json"))
+            for _ in progress.rounds(rounds):
+                for name, entrant in children.items():
+                    _one_pass(entrant, rows[name], own_cpu.get(name, lambda: 0.0))
+                    say(f"  {name}: {rows[name].seconds[-1]:.2f} s")
+        if not all(row.seconds for row in rows.values()):
+            raise KeyboardInterrupt
         for name, entrant in children.items():
             rows[name].memory = entrant.ask("memory")
         _compare(children, rows, folder)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 _SEED = 20
 _LONGEST_WORDS = 450
+_SOME_WORDS = 8
 # Shares of texts by length in words: what a store of notes, passages and a few long documents looks like. With a
 # WordPiece vocabulary this mix has a mean near 77 tokens and a median near 41.
 _MIX = ((3, 9, 0.13), (10, 18, 0.20), (19, 34, 0.27), (35, 70, 0.20), (71, 140, 0.11), (141, _LONGEST_WORDS, 0.09))
@@ -46,6 +47,21 @@ def queries(count: int) -> list[str]:
     short = sorted({" ".join(text.split()) for text in _prose() if 4 <= len(text.split()) <= 14})
     chooser.shuffle(short)
     return [short[index % len(short)] for index in range(count)]
+
+
+def some(count: int) -> list[str]:
+    """`count` different texts of 8 words or more, as they come: quick, where their lengths do not matter.
+
+    Raises:
+        RuntimeError: this installation has too little prose.
+    """
+    found: dict[str, None] = {}
+    for text in _passages_of_the_installation():
+        if len(text.split()) >= _SOME_WORDS:
+            found[text] = None
+        if len(found) == count:
+            return list(found)
+    raise RuntimeError(f"this installation has only {len(found)} texts")
 
 
 def digest(texts: list[str]) -> str:

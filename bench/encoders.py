@@ -15,13 +15,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """What a child is to measure. `kind` is a name in `KINDS`; `grpc` and `instance` are for the one that calls us."""
+    """What a child is to measure. `kind` is a name in `KINDS`; `threads` are the engine's, 0 for those of all cores;
+    `grpc` and `instance` are for the one that calls us."""
 
     kind: str
     model: str = ""
     device: str = "cpu"
     dtype: str = "float32"
     batch_size: int = 32
+    threads: int = 0
     grpc: str = ""
     instance: str = ""
 
@@ -231,7 +233,7 @@ class Bare:
             model_id=Path(task.model).name,
             device=task.device,
             dtype=task.dtype,
-            threads=len(os.sched_getaffinity(0)),
+            threads=task.threads or len(os.sched_getaffinity(0)),
             max_queued_tokens=100_000_000,
         )
         self._delivered = threading.Event()
@@ -249,6 +251,10 @@ class Bare:
         if job.errors:
             raise next(iter(job.errors.values()))
         return job.vectors
+
+    def close(self) -> None:
+        """End the engine's threads."""
+        self._engine.close(grace_s=5.0)
 
 
 class Products:

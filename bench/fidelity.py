@@ -11,6 +11,7 @@ from tests.fidelity.cases import CASES, Case
 from tests.fidelity.figures import MAX_ALONE_DIFFERENCE, MAX_DIFFERENCE, MAX_SCORE_DIFFERENCE, MIN_COSINE, Figures
 
 from bench import report
+from bench.progress import partial, say
 
 HEADER = ("kind: model", "inputs", "tokens", "batches", "batching", "lowest cosine", "difference", "alone", "holds")
 
@@ -23,7 +24,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 where a case does not hold."""
-    found = [(case, _measured(case, options.texts)) for case in CASES if options.only in f"{case.row}: {case.name}"]
+    found: list[tuple[Case, Figures]] = []
+    with partial():
+        for case in (case for case in CASES if options.only in f"{case.row}: {case.name}"):
+            found.append((case, _measured(case, options.texts)))
+            say(f"{case.row}: {case.name}: {'holds' if found[-1][1].pass_ else 'DOES NOT HOLD'}")
     facts = {
         "reference": "sentence-transformers or transformers on the same files, float32",
         "difference": f"largest absolute one, of unit vectors (limit {MAX_DIFFERENCE}) or of scores (limit "

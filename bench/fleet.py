@@ -77,7 +77,9 @@ def fleet(checkout: Path | None = None) -> Iterator[Fleet]:
             command = [sys.executable, "-m", "teimgr", "serve"]
             if checkout is not None:
                 settings["PYTHONPATH"] = str(checkout / "src")
-            process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log)
+            # In a session of its own: an interrupt from the terminal is for this process, which stops the daemon.
+            environ = os.environ | settings
+            process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
             with Client(f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}", timeout_s=120) as client:
                 _await_listening(client, process, folder / "daemon.log")

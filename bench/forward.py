@@ -6,7 +6,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench import corpus, weights
+from bench.progress import partial, say
 from bench.report import publish
 from teimgr.engine.attention import Packing, packed_attention
 from teimgr.engine.backbone import Batching
@@ -25,14 +26,15 @@ from teimgr.engine.native_library import LEVELS, native_library
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 
 HEADER = ("what", "texts", "tokens", "dtype", "native ms", "own ms", "torch ms", "× own", "× torch", "lowest cosine")
+_SWITCH = "TEIMGR_NATIVE"
 _BUDGET_TOKENS = 2048
 _HEADS = ((12, 32), (12, 64))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
-    parser.add_argument("--texts", type=int, default=400, help="of mixed lengths (400)")
-    parser.add_argument("--rounds", type=int, default=7, help="passes of each way, in turn (7)")
+    parser.add_argument("--texts", type=int, default=200, help="of mixed lengths (200)")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each way, in turn (5)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,19 +45,9 @@ def run(options: argparse.Namespace) -> int:
         return 1
     threads = len(os.sched_getaffinity(0))
     rows: list[tuple[Any, ...]] = []
-    for dtype in ("bfloat16", "float32"):
-        native, own = (_load(dtype, threads, allowed) for allowed in ("", "attention"))
-        torch.set_num_threads(threads)  # loading uses one
-        for name, encoded in _texts(native.tokenizer, options.texts).items():
-            batches = _batches(encoded)
-            ways = [_forward(native.model, batches)]
-            ways += [_forward(own.model, batches, way) for way in (Batching.VARLEN, Batching.BY_RUN)]
-            lowest = _lowest_cosine(native.model, encoded)
-            rows.append((*_row(f"MiniLM, {name}", encoded, dtype, ways, options.rounds), lowest))
-            for heads, size in _HEADS:
-                ways = [_attend(batches, heads, size, getattr(torch, dtype), way) for way in (True, False)]
-                spent = _row(f"attention {heads} × {size}, {name}", encoded, dtype, ways, options.rounds)
-                rows.append((*spent[:5], "", spent[5], "", spent[6], ""))
+    with partial():
+        for dtype in ("bfloat16", "float32"):
+            rows.extend(_rows(dtype, threads, options))
     facts = {
         "library": f"{LEVELS[library.level]}, {threads} threads",
         "native": "the whole forward in one call of the C library; for attention alone: its attention",
@@ -69,19 +61,32 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def query_ratio(rounds: int) -> float:
-    """The time of the model's own forward over that of the native one: a short query, float32, one thread; a median."""
-    native, own = (_load("float32", 1, allowed) for allowed in ("", "attention"))
-    torch.set_num_threads(1)
-    query = _texts(native.tokenizer, 8)["one query"]
-    ways = [_forward(native.model, _batches(query)), _forward(own.model, _batches(query), Batching.VARLEN)]
-    ratio: float = _row("one query", query, "float32", ways, rounds)[-1]
-    return ratio
+def _rows(dtype: str, threads: int, options: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
+    native, own = (load(dtype, threads, allowed) for allowed in ("", "attention"))
+    torch.set_num_threads(threads)  # loading uses one
+    for name, encoded in _texts(native.tokenizer, options.texts).items():
+        batches = packed(encoded)
+        ways = [forward(native.model, batches)]
+        ways += [forward(own.model, batches, way) for way in (Batching.VARLEN, Batching.BY_RUN)]
+        say(f"MiniLM, {name}, {dtype}")
+        lowest = _lowest_cosine(native.model, encoded)
+        yield (*_row(f"MiniLM, {name}", encoded, dtype, ways, options.rounds), lowest)
+        for heads, size in _HEADS:
+            ways = [_attend(batches, heads, size, getattr(torch, dtype), way) for way in (True, False)]
+            spent = _row(f"attention {heads} × {size}, {name}", encoded, dtype, ways, options.rounds)
+            yield (*spent[:5], "", spent[5], "", spent[6], "")
 
 
-def _load(dtype: str, threads: int, allowed: str) -> EngineParts:
-    os.environ["TEIMGR_NATIVE"] = allowed
-    return load_parts(EngineOptions(path=weights.minilm(), model_id="minilm", dtype=dtype, threads=threads))
+def load(dtype: str, threads: int, allowed: str) -> EngineParts:
+    """MiniLM, with what TEIMGR_NATIVE allows it of the C library."""
+    former = os.environ.get(_SWITCH)
+    os.environ[_SWITCH] = allowed
+    try:
+        return load_parts(EngineOptions(path=weights.minilm(), model_id="minilm", dtype=dtype, threads=threads))
+    finally:  # daemons that this process starts later inherit it
+        os.environ.pop(_SWITCH)
+        if former is not None:
+            os.environ[_SWITCH] = former
 
 
 def _texts(tokenizer: TextTokenizer, count: int) -> dict[str, list[Encoded]]:
@@ -97,7 +102,8 @@ def _texts(tokenizer: TextTokenizer, count: int) -> dict[str, list[Encoded]]:
     }
 
 
-def _batches(encoded: Sequence[Encoded]) -> list[PackedBatch]:
+def packed(encoded: Sequence[Encoded]) -> list[PackedBatch]:
+    """Batches of 2,048 tokens, shortest texts first."""
     batches: list[list[Encoded]] = [[]]
     for each in sorted(encoded, key=lambda one: len(one.ids)):
         if sum(len(one.ids) for one in batches[-1]) + len(each.ids) > _BUDGET_TOKENS:
@@ -121,7 +127,9 @@ def _attend(
     return pass_
 
 
-def _forward(model: Model, batches: Sequence[PackedBatch], batching: Batching | None = None) -> Callable[[], None]:
+def forward(model: Model, batches: Sequence[PackedBatch], batching: Batching | None = None) -> Callable[[], None]:
+    """A pass of all batches through the model, to its vectors."""
+
     def pass_() -> None:
         if batching is not None:
             model.backbone.use(batching)
@@ -132,9 +140,9 @@ def _forward(model: Model, batches: Sequence[PackedBatch], batching: Batching | 
 
 
 def _lowest_cosine(model: Model, encoded: Sequence[Encoded]) -> float:
-    exact = _load("float32", 1, "0").model
+    exact = load("float32", 1, "0").model
     lowest = 1.0
-    for batch in _batches(encoded):
+    for batch in packed(encoded):
         ours, theirs = (each.run(batch, {Output.DENSE})[Output.DENSE].values.double() for each in (model, exact))
         lowest = min(lowest, float(torch.cosine_similarity(ours, theirs).min()))
     return lowest

@@ -20,11 +20,12 @@ from typing import Any
 import pyarrow as pa
 
 from bench import corpus, weights
-from bench.contest import Child, child
+from bench.contest import Child, ChildFailed, child
 from bench.encoders import Task
 from bench.fleet import Fleet, fleet
 from bench.load import LoadTask
 from bench.machine import busy_s, cpu_s
+from bench.progress import partial, rounds, say
 from bench.report import publish
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 
@@ -42,8 +43,8 @@ MUX_SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 8, 64, 256], help="of single texts (1 8 64 256)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of one load, after half a second of warm-up (3)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, with every load once in each (5)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one load, after half a second of warm-up (2)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, with every load once in each (3)")
     parser.add_argument("--bulk", type=int, default=60_000, help="texts of the bulk job (60,000)")
     parser.add_argument("--only", nargs="+", default=[], metavar="LOAD", help="loads with one of these in their name")
     parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout, measured in turns")
@@ -86,14 +87,15 @@ def run(options: argparse.Namespace) -> int:
             name: Target(stack, stack.enter_context(fleet(checkout)), model, texts, options.bulk, folder / name)
             for name, checkout in checkouts.items()
         }
+        # The other checkout may have no Unix sockets.
+        turns = [(name, load) for load in loads for name in targets if not load.over_tcp or name == "here"]
         passes: dict[tuple[str, Load], list[dict[str, float]]] = {}
-        for _ in range(options.rounds):
-            for load in loads:
-                for name, target in targets.items():
-                    if load.over_tcp and name != "here":
-                        continue  # the other checkout may have no Unix sockets
-                    passes.setdefault((name, load), []).append(target.measure(load, options.seconds))
-    rows = [_row(load, name, passes) for load in loads for name in targets if (name, load) in passes]
+        failures: dict[tuple[str, Load], str] = {}
+        with partial():
+            for _ in rounds(options.rounds):
+                for turn in (turn for turn in turns if turn not in failures):
+                    _measure(turn, targets, options.seconds, passes, failures)
+    rows = [_row(load, name, passes) for name, load in turns if (name, load) in passes]
     facts = {
         "model": "a table of 30,522 × 256 random numbers with MiniLM's tokenizer, one replica",
         "texts": f"{len(texts)} of 4 to 14 words (digest {corpus.digest(texts)}), one a call, or as the load names",
@@ -108,8 +110,34 @@ def run(options: argparse.Namespace) -> int:
         {"load": load.name, "callers": load.callers, "checkout": name, "passes": passes[name, load]}
         for name, load in passes
     ]
+    if failures:
+        failed = (f"{_label(*turn)} with {turn[1].callers} callers: {reason}" for turn, reason in failures.items())
+        facts["failed"] = "; ".join(failed)
     publish("front", facts, HEADER, rows, {"rows": data})
-    return 0
+    return int(bool(failures))
+
+
+def _measure(
+    turn: tuple[str, Load],
+    targets: dict[str, Target],
+    seconds: float,
+    passes: dict[tuple[str, Load], list[dict[str, float]]],
+    failures: dict[tuple[str, Load], str],
+) -> None:
+    """One load at one checkout; one that fails is not tried again."""
+    name, load = turn
+    try:
+        found = targets[name].measure(load, seconds)
+    except ChildFailed as error:
+        failures[turn] = str(error)
+        say(f"  {_label(name, load)}, {load.callers} callers: FAILED: {error}")
+        return
+    passes.setdefault(turn, []).append(found)
+    say(f"  {_label(name, load)}, {load.callers} callers: {found['calls'] / found['seconds']:,.0f} calls/s")
+
+
+def _label(name: str, load: Load) -> str:
+    return load.name if name == "here" else f"{load.name} (the other checkout)"
 
 
 class Target:
@@ -166,16 +194,21 @@ class Target:
         return answer | used | {"foreign_cores": max(0.0, foreign_s / answer["seconds"])}
 
     def _start(self, name: str) -> Child:
-        task, bodies = self._tasks[name]
+        task, _ = self._tasks[name]
         entrant = self._children[name] = self._stack.enter_context(child(task))
-        file = self._folder / f"{len(self._children)}.json"
         if isinstance(task, Task):
+            file = self._folder / "texts.json"
             file.write_text(json.dumps(self._bulk))
             entrant.ask("texts", str(file))
         else:
-            file.write_text(json.dumps([base64.b64encode(body).decode() for body in bodies]))
-            entrant.ask("requests", str(file))
+            entrant.ask("requests", str(self.requests(name)))
         return entrant
+
+    def requests(self, name: str) -> Path:
+        """A file with the bodies of a load, for `bench.load`."""
+        file = self._folder / f"{len(list(self._folder.iterdir()))}.json"
+        file.write_text(json.dumps([base64.b64encode(body).decode() for body in self._tasks[name][1]]))
+        return file
 
 
 def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, float]]]) -> list[Any]:
@@ -189,18 +222,17 @@ def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, fl
         return statistics.median(each[of] / each["all_calls"] * 1e6 for each in own)
 
     rates = [each["calls"] / each["seconds"] for each in own]
-    label = load.name if name == "here" else f"{load.name} (the other checkout)"
     factors: list[float | None] = [None, None, None, None]
     to_port = Load(load.over_tcp, load.callers)
     if other := passes.get(("here", to_port) if load.over_tcp else ("against", load)) if name == "here" else None:
         theirs = [each["calls"] / each["seconds"] for each in other]
-        paired = [here / there for here, there in zip(rates, theirs, strict=True)]
-        less = [_server_cpu_s(there) / _server_cpu_s(here) for here, there in zip(own, other, strict=True)]
+        paired = [here / there for here, there in zip(rates, theirs, strict=False)]  # of whole rounds
+        less = [_server_cpu_s(there) / _server_cpu_s(here) for here, there in zip(own, other, strict=False)]
         factors = [statistics.median(paired), min(paired), max(paired), statistics.median(less)]
     times = [median("p50_ms"), median("p99_ms"), median("max_ms")]
     costs = [cost_us(f"{process}_cpu_s") for process in ("daemon", "mux", "worker")]
     return [
-        *(label, load.callers, statistics.median(rates), *factors, *times),
+        *(_label(name, load), load.callers, statistics.median(rates), *factors, *times),
         *(*costs, cost_us("cpu_seconds"), median("foreign_cores")),
     ]
 

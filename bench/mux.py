@@ -17,6 +17,7 @@ from bench import corpus, weights
 from bench.contest import Child, child
 from bench.encoders import Task
 from bench.fleet import fleet
+from bench.progress import partial, say
 from bench.report import publish
 from teimgr.client import AsyncClient
 
@@ -28,7 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
     parser.add_argument("--queries", type=int, default=500, help="queries of a row (500)")
     parser.add_argument("--bulk", type=int, default=1500, help="texts of the bulk job (1500)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 64], help="calls in flight (8 64)")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[2, 8, 64, 256], help="calls in flight (2 8 64 256)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,9 +43,10 @@ def run(options: argparse.Namespace) -> int:
         dtype = running.client.info(instance=_INSTANCE).dtype
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(corpus.corpus(options.bulk)))
-        with child(Task("served", grpc=running.grpc, instance=_INSTANCE)) as bulk:
+        records: list[dict[str, Any]] = []
+        with child(Task("served", grpc=running.grpc, instance=_INSTANCE)) as bulk, partial():
             bulk.ask("texts", str(file))
-            records = asyncio.run(_measure(running.grpc, bulk, options))
+            asyncio.run(_measure(running.grpc, bulk, options, records))
     texts = corpus.queries(options.queries)
     facts = {
         "model": f"all-MiniLM-L6-v2, {dtype}",
@@ -54,19 +58,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _measure(grpc: str, bulk: Child, options: argparse.Namespace) -> list[dict[str, Any]]:
+async def _measure(grpc: str, bulk: Child, options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Adds one record after the other."""
     texts = corpus.queries(options.queries)
     async with AsyncClient(grpc=grpc) as client:
         await client.embed(texts[:50], instance=_INSTANCE)  # warm
         alone_s = (await asyncio.to_thread(bulk.ask, "pass"))["seconds"]
-        records = [_record("bulk alone", [], 0.0, options.bulk / alone_s)]
+        say("bulk alone, done; queries one at a time")
+        records.append(_record("bulk alone", [], 0.0, options.bulk / alone_s))
         samples, elapsed_s = await _queries(client, texts, 1, lambda: False)
         records.append(_record("one at a time, idle", samples, elapsed_s))
+        say("queries beside bulk")
         records.append(await _beside(client, texts, bulk, options.bulk))
         for concurrency in options.concurrency:
+            say(f"{concurrency} queries in flight")
             samples, elapsed_s = await _queries(client, texts, concurrency, lambda: False)
             records.append(_record(f"{concurrency} in flight, idle", samples, elapsed_s))
-    return records
 
 
 async def _beside(client: AsyncClient, texts: list[str], bulk: Child, bulk_texts: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from bench import corpus, weights
 from bench.contest import Child, child
 from bench.encoders import Task
 from bench.fleet import Fleet, fleet
+from bench.progress import partial, rounds, say
 from bench.report import publish
 
 HEADER = ("checkout", "beside", "texts/s", "least", "most", "of alone")
@@ -25,7 +26,7 @@ _ALONE, _IDLE, _BUSY = "no other instance", "an idle instance", "an instance wit
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
-    parser.add_argument("--texts", type=int, default=800, help="texts of a pass (800)")
+    parser.add_argument("--texts", type=int, default=500, help="texts of a pass (500)")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each kind, taking turns (5)")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in the same run")
 
@@ -38,11 +39,13 @@ def run(options: argparse.Namespace) -> int:
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(corpus.corpus(options.texts)))
         parts = {name: open_.enter_context(_served(path, file)) for name, path in checkouts.items()}
-        for _ in range(options.rounds):
-            for name, (running, measured, neighbour) in parts.items():
-                for beside in (_ALONE, _IDLE, _BUSY):
-                    rate = options.texts / _pass(running, measured, neighbour, beside)
-                    rates.setdefault((name, beside), []).append(rate)
+        with partial():
+            for _ in rounds(options.rounds):
+                for name, (running, measured, neighbour) in parts.items():
+                    for beside in (_ALONE, _IDLE, _BUSY):
+                        rate = options.texts / _pass(running, measured, neighbour, beside)
+                        rates.setdefault((name, beside), []).append(rate)
+                        say(f"  {name}, {beside}: {rate:.1f} texts/s")
     rows = [_row(name, beside, values, rates[name, _ALONE]) for (name, beside), values in rates.items()]
     facts = {
         "models": "all-MiniLM-L6-v2 twice, by EmbedArrow, a process of its own for each",
@@ -94,5 +97,5 @@ def _row(name: str, beside: str, values: list[float], alone: list[float]) -> dic
         "texts_per_s": median(values),
         "least": min(values),
         "most": max(values),
-        "of_alone": median(values) / median(alone),
+        "of_alone": median(value / whole for value, whole in zip(values, alone, strict=False)),  # of whole rounds
     }

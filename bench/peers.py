@@ -12,6 +12,7 @@ from typing import Any
 from bench import corpus, weights
 from bench.contest import Row, compete
 from bench.encoders import Task
+from bench.progress import incomplete, partial, say
 from bench.report import publish
 from bench.table import ratios
 
@@ -41,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="passes of each path, in turn (5)")
     parser.add_argument(
-        "--shape", choices=("minilm", *weights.SHAPES), default="minilm", help="BERT-base or -large with random weights"
+        "--shape", choices=tuple(_MODELS), default="minilm", help="BERT-base or -large with random weights"
     )
 
 
@@ -76,14 +77,16 @@ def _contest(directory: Path, options: argparse.Namespace) -> None:
         tasks = {name: task for name, task in tasks.items() if name.startswith((BASELINE, *options.only))}
     lines: list[list[Any]] = []
     counts = {}
-    for corpus_name, texts in _corpora(options.texts).items():
-        if corpus_name not in options.corpora:
-            continue
-        tokens = weights.count_tokens(directory, texts)
-        counts[corpus_name] = f"{len(texts)} texts, {tokens} tokens, digest {corpus.digest(texts)}"
-        rows = compete(tasks, texts, options.rounds, {})
-        limits = {row.dtype: row for row in rows if row.name.startswith(LIMIT)}
-        lines += [[corpus_name, *_line(row, rows[0], limits, tokens)] for row in rows]
+    with partial():
+        for corpus_name, texts in _corpora(options.texts).items():
+            if corpus_name not in options.corpora or incomplete():
+                continue
+            say(f"{corpus_name} texts")
+            tokens = weights.count_tokens(directory, texts)
+            rows = compete(tasks, texts, options.rounds, {})
+            counts[corpus_name] = f"{len(texts)} texts, {tokens} tokens, digest {corpus.digest(texts)}"
+            limits = {row.dtype: row for row in rows if row.name.startswith(LIMIT)}
+            lines += [[corpus_name, *_line(row, rows[0], limits, tokens)] for row in rows]
     facts = {
         **counts,
         "model": _MODELS[options.shape],

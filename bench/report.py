@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe
+from bench.progress import incomplete
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -16,13 +17,18 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def publish(
     scenario: str, facts: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[Any]], data: dict[str, Any]
 ) -> None:
-    """Print the table and write `results/SCENARIO-DATE.{md,json}`; a second run of a day replaces the first."""
+    """Print the table and write `results/SCENARIO-DATE.{md,json}`; a second run of a day replaces the first.
+
+    A run that ended early is `partial-SCENARIO-DATE`, and says so: it replaces no whole one.
+    """
+    if reason := incomplete():
+        facts = {"incomplete": f"ended by {reason}"} | facts
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     table = markdown_table(header, rows)
     machine = describe()
     document = {"scenario": scenario, "date": today, "machine": machine, "facts": facts, **data}
     RESULTS.mkdir(exist_ok=True)
-    stem = RESULTS / f"{scenario}-{today}"
+    stem = RESULTS / f"{'partial-' if reason else ''}{scenario}-{today}"
     stem.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
     lines = [f"# bench {scenario}, {today}", "", *_facts(facts), "", table, "", *machine_lines(machine), ""]
     stem.with_suffix(".md").write_text("\n".join(lines))

@@ -11,6 +11,7 @@ from typing import Any
 from bench import weights
 from bench.fleet import Fleet, fleet
 from bench.machine import peak_rss_mib, unique_mib
+from bench.progress import partial, say
 from bench.report import publish
 from teimgr.client import Instance
 from teimgr.spec import State
@@ -22,7 +23,7 @@ _LOOK_S = 0.005
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
-    parser.add_argument("--workers", type=int, default=3, help="instances, created one after the other (3)")
+    parser.add_argument("--workers", type=int, default=5, help="instances, created one after the other (5)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,12 +32,16 @@ def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     with fleet() as running:
         listening_s = time.perf_counter() - began
-        names = [f"worker-{number + 1}" for number in range(options.workers)]
-        records = [_create(running, name, model) for name in names]
-        for record in records:
-            record["restart_s"] = _restart(running, record["name"])
-        for record in records:
-            record |= _memory(running, record["name"])
+        records: list[dict[str, Any]] = []
+        with partial():
+            for name in (f"worker-{number + 1}" for number in range(options.workers)):
+                records.append(_create(running, name, model))
+                say(f"{name}: {records[-1]['running_s']:.2f} s to running")
+            for record in records:
+                record["restart_s"] = _restart(running, record["name"])
+                say(f"{record['name']}: {record['restart_s']:.2f} s after its kill")
+            for record in records:
+                record |= _memory(running, record["name"])
     facts = {
         "model": "all-MiniLM-L6-v2, dtype auto, all workers alive at the end",
         "daemon listens after": f"{listening_s:.2f} s",
@@ -45,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         "USS": "memory that comes back when the worker ends; after one text, all workers alive",
     }
     keys = ("name", "running_s", "first_text_s", "restart_s", "unique_mib", "peak_rss_mib")
-    publish("start", facts, HEADER, [[record[key] for key in keys] for record in records], {"workers": records})
+    publish("start", facts, HEADER, [[record.get(key) for key in keys] for record in records], {"workers": records})
     return 0
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from teimgr.hub import find_packaged
 
-SHAPES = {"base": (768, 12), "large": (1024, 24)}
-"""Hidden size and number of layers of BERT's published shapes, which bge-base and bge-large have too."""
+SHAPES = {"base": (768, 12), "large": (1024, 24), "mini": (384, 6)}
+"""Hidden size and number of layers of BERT's published shapes, which bge-base and bge-large have too, and MiniLM's."""
 
 
 def minilm() -> Path:
@@ -24,8 +24,8 @@ def minilm() -> Path:
     return found.path
 
 
-def random_bert(folder: Path, like: Path, shape: str) -> Path:
-    """A BERT of one of `SHAPES` with 512 tokens in `folder`, with the tokenizer and head of `like`.
+def random_bert(folder: Path, like: Path, shape: str, longest: int = 512) -> Path:
+    """A BERT of one of `SHAPES` that takes `longest` tokens in `folder`, with the tokenizer and head of `like`.
 
     Its weights are random: it measures speed and memory, never quality.
     """
@@ -38,13 +38,13 @@ def random_bert(folder: Path, like: Path, shape: str) -> Path:
     sizes = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
+        "num_attention_heads": 12 if shape == "mini" else hidden // 64,
         "intermediate_size": 4 * hidden,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": longest,
     }
     config = BertConfig(**json.loads((like / "config.json").read_text()) | sizes)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest, "do_lower_case": False}))
     pooling = folder / "1_Pooling" / "config.json"
     pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"word_embedding_dimension": hidden}))
     return folder
