@@ -6,7 +6,7 @@
     python3.11 dev.py check    format, lint, types, import layers, freshness of generated code
     python3.11 dev.py fix      format and safe fixes
     python3.11 dev.py proto    regenerate src/teimgr/pb
-    python3.11 dev.py bench X  run the benchmark X
+    python3.11 dev.py bench X  run the benchmark X; `bench guard` is that of the gate, `bench all` makes the report
     python3.11 dev.py gpu      all about a card in ten minutes (bench/card.py), with torch's own interpreter where this
                                is one; `gpu --carry DIR` makes what a machine without a network lacks
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)

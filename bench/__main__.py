@@ -13,8 +13,8 @@ from bench import LIMITS_S, SCENARIOS, progress
 
 # What `all` runs, each with its defaults, on two cores with nothing else running.
 _ALL = (
-    *("engine", "peers", "forward", "start", "mux", "bimodal", "neighbours", "front", "growth", "fidelity", "guard"),
-    "html",
+    *("engine", "peers", "forward", "stages", "start", "mux", "bimodal", "neighbours", "front", "growth", "fidelity"),
+    *("guard", "html"),
 )
 _INTERRUPTED = 130
 _END_S = 300.0  # beyond its limit a scenario writes what it has and stops its servers

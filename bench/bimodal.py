@@ -70,12 +70,12 @@ def run(options: argparse.Namespace) -> int:
     records = [_record(name, each, tokens) for name, each in found.items() if each.beside]
     facts = {
         "model": "all-MiniLM-L6-v2, one instance",
-        "queries": f"{options.rate:g} a second, one unary Embed each, of 4 to 14 words (digest {corpus.digest(queries)}); a "
-        "latency begins at the moment that the schedule names, whether or not earlier ones are answered",
+        "queries": f"{options.rate:g} a second, one unary Embed each, of 4 to 14 words "
+        f"(digest {corpus.digest(queries)}); a latency begins when the schedule names it, answered earlier ones or not",
         "bulk": f"{options.texts} texts of mixed length by EmbedArrow from another process, two batches in flight, "
         f"{tokens:.0f} tokens each",
         "method": f"{options.rounds} rounds of three phases: queries for {options.idle:g} s, bulk alone, both; the "
-        "rate lost is that of a round: median, least, most; latencies are of all rounds, without the first second of each",
+        "rate lost is that of a round: median, least, most; latencies are of all rounds, less a phase's first second",
         "target": "the p99 beside bulk is at most 2 × the idle p99 + one batch, and bulk loses less than 5 %; the last "
         "column is the part of p99 above 2 × idle, as the bulk tokens that are computed in that time",
     }

@@ -242,10 +242,17 @@ class Bare:
 
     def encode(self, texts: list[str]) -> Any:
         """All texts as one bulk job."""
+        return self._job(texts, is_bulk=True)
+
+    def query(self, text: str) -> Any:
+        """One text as an interactive job."""
+        return self._job([text], is_bulk=False)
+
+    def _job(self, texts: list[str], is_bulk: bool) -> Any:
         from teimgr.engine.job import InferOptions, Job, Lane
 
         self._delivered.clear()
-        job = Job(texts, InferOptions(), Lane.BULK)
+        job = Job(texts, InferOptions(), Lane.BULK if is_bulk else Lane.INTERACTIVE)
         self._engine.submit(job)
         self._delivered.wait()
         if job.errors:

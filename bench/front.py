@@ -183,13 +183,13 @@ class Target:
     def measure(self, load: Load, seconds: float) -> dict[str, float]:
         """One load: its figures, and CPU seconds of every process."""
         entrant = self._children.get(load.name) or self._start(load.name)
-        before, busy = {name: cpu_s(pid) for name, pid in self._pids.items()}, busy_s()
+        before, busy = self.cpu_s(), busy_s()
         if isinstance(self._tasks[load.name][0], Task):
             answer = entrant.ask("pass")
             answer["calls"] = answer["all_calls"] = load.texts
         else:
             answer = entrant.ask("run", {"callers": load.callers, "seconds": seconds})
-        used = {f"{name}_cpu_s": cpu_s(pid) - before[name] for name, pid in self._pids.items()}
+        used = {f"{name}_cpu_s": now_s - before[name] for name, now_s in self.cpu_s().items()}
         foreign_s = busy_s() - busy - sum(used.values()) - answer["cpu_seconds"]
         return answer | used | {"foreign_cores": max(0.0, foreign_s / answer["seconds"])}
 
@@ -197,17 +197,23 @@ class Target:
         task, _ = self._tasks[name]
         entrant = self._children[name] = self._stack.enter_context(child(task))
         if isinstance(task, Task):
-            file = self._folder / "texts.json"
-            file.write_text(json.dumps(self._bulk))
-            entrant.ask("texts", str(file))
+            entrant.ask("texts", str(self.texts(self._bulk)))
         else:
             entrant.ask("requests", str(self.requests(name)))
         return entrant
 
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of every process."""
+        return {name: cpu_s(pid) for name, pid in self._pids.items()}
+
     def requests(self, name: str) -> Path:
         """A file with the bodies of a load, for `bench.load`."""
+        return self.texts([base64.b64encode(body).decode() for body in self._tasks[name][1]])
+
+    def texts(self, texts: Sequence[str]) -> Path:
+        """A file with these, for a child."""
         file = self._folder / f"{len(list(self._folder.iterdir()))}.json"
-        file.write_text(json.dumps([base64.b64encode(body).decode() for body in self._tasks[name][1]]))
+        file.write_text(json.dumps(list(texts)))
         return file
 
 

@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
         "median of three up to 100,000 texts",
         "tokens": f"texts of exactly so many tokens, to a BERT of MiniLM's size with {_LONGEST:,} positions and random "
         f"weights: one alone by Embed, then {_TOKENS_OF_A_PASS:,} tokens at least by EmbedArrow",
-        "instances": f"so many instances of MiniLM: {_QUERIES} single queries, to each in turn, then bulk to all at once; create "
-        "to running is the mean of those added since the row before, worker memory that of the last",
+        "instances": f"so many instances of MiniLM: {_QUERIES} queries, to each in turn, then bulk to all at once; "
+        "create to running is the mean of those added since the row before, worker memory that of the last",
         "models": "one model after the other in one daemon, all stay: the memory of its worker, and one query",
         "memory": "USS is what comes back when the process ends, after the work of the row",
     }

@@ -68,8 +68,7 @@ def partial() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        at_limit = time.monotonic() - _began >= _limit_s
-        _reason = f"the limit of {_limit_s:g} s" if at_limit else "an interrupt"
+        _reason = f"the limit of {_limit_s:g} s" if limit_passed() else "an interrupt"
         _reason += f", {time.monotonic() - _began:.0f} s after its begin"
         say(f"ended by {_reason}; what was measured is written")
 
@@ -77,6 +76,11 @@ def partial() -> Iterator[None]:
 def incomplete() -> str:
     """What ended the run early; empty where nothing did."""
     return _reason
+
+
+def limit_passed() -> bool:
+    """Whether an interrupt is that of the limit."""
+    return time.monotonic() - _began >= _limit_s
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

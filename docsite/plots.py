@@ -1,8 +1,9 @@
-"""Plots of committed benchmark results as SVG: horizontal bars, without a library, legible in light and dark."""
+"""Plots of committed benchmark results as SVG: bars and lines, without a library, legible in light and dark."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,9 @@ from xml.sax.saxutils import escape
 
 _RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 _WIDTH, _LABEL, _BAR, _GAP, _HEAD, _FOOT, _VALUE = 760, 300, 18, 10, 46, 30, 90
+_LEFT, _CURVES_HEIGHT = 70, 300
+_GRID = ".g{stroke:#8884;stroke-width:1}"
+_COLOURS = ("#3f6fd1", "#d1783f", "#4a9a5a", "#b04a8f", "#8a7a2c", "#4a9aa8")
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#333}.t{font-weight:600;font-size:15px}.n{font-size:11px;fill:#666}"
     ".o{fill:#7f8c9b}.b{fill:#3f6fd1}"
@@ -60,12 +64,62 @@ def bars(title: str, unit: str, source: str, values: Sequence[Bar], number: str 
     return "\n".join(lines) + "\n"
 
 
+def curves(title: str, axes: tuple[str, str], source: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """An SVG document of lines through points above 0, both axes logarithmic; `axes` are what x and y are."""
+    points = [point for line in series.values() for point in line]
+    places = [_scale([point[axis] for point in points]) for axis in (0, 1)]
+    height = _HEAD + _CURVES_HEIGHT + 2 * _FOOT + 18 * len(series)
+    width = _WIDTH - _LEFT - 20
+    bottom = _HEAD + _CURVES_HEIGHT
+    described = "; ".join(f"{name}: " + ", ".join(f"{x:.4g} {y:.4g}" for x, y in line) for name, line in series.items())
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        f"<title>{escape(title)}</title><desc>{escape(described)}</desc><style>{_STYLE}{_GRID}</style>",
+        f'<text class="t" x="0" y="20">{escape(title)}: {escape(axes[1])} by {escape(axes[0])}</text>',
+    ]
+    for tick, part in places[0][1]:
+        x = _LEFT + part * width
+        lines.append(f'<line class="g" x1="{x:.1f}" x2="{x:.1f}" y1="{_HEAD}" y2="{bottom}"/>')
+        lines.append(f'<text class="n" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:,g}</text>')
+    for tick, part in places[1][1]:
+        y = bottom - part * _CURVES_HEIGHT
+        lines.append(f'<line class="g" x1="{_LEFT}" x2="{_LEFT + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(f'<text class="n" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+    for index, (name, line) in enumerate(series.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        dash = ' stroke-dasharray="5 4"' if index >= len(_COLOURS) else ""
+        drawn = [(_LEFT + places[0][0](x) * width, bottom - places[1][0](y) * _CURVES_HEIGHT) for x, y in line]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in drawn]
+        y = bottom + _FOOT + 18 * index + 8
+        lines.append(f'<line x1="0" x2="24" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="3"{dash}/>')
+        lines.append(f'<text x="32" y="{y}">{escape(name)}</text>')
+    lines.append(f'<text class="n" x="0" y="{height - 8}">{escape(source)}</text></svg>')
+    return "\n".join(lines) + "\n"
+
+
+def _scale(values: Sequence[float]) -> tuple[Callable[[float], float], list[tuple[float, float]]]:
+    """Where a value lies between 0 and 1, logarithmic, and ticks with their places."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    if high - low < 0.3:
+        low, high = low - 0.15, high + 0.15
+
+    def place(value: float) -> float:
+        return (math.log10(value) - low) / (high - low)
+
+    steps = (1,) if high - low > 3 else (1, 2, 5)
+    every = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
+    return place, [(tick, place(tick)) for tick in every if -0.001 <= place(tick) <= 1.001]
+
+
 def _path(row: Mapping[str, Any]) -> str:
     """The measured way with its type of numbers."""
     return row["path"] if row["dtype"] in row["path"] else f"{row['path']} ({row['dtype']})"
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
+    """The line below a plot: the result file and its machine."""
     machine = load(name)["machine"]
     return f"bench/results/{name}.json: {machine['cores']} cores, {machine['cpu']}"
 
@@ -76,7 +130,7 @@ def engine() -> str:
     values = [
         Bar(_path(row), row["texts_per_s"]["median"], row["path"].startswith("teimgr")) for row in load(name)["rows"]
     ]
-    return bars("all-MiniLM-L6-v2, 1,000 texts, median", "texts/s", _source(name), values)
+    return bars("all-MiniLM-L6-v2, 1,000 texts, median", "texts/s", source(name), values)
 
 
 def peers(texts: str) -> str:
@@ -87,7 +141,7 @@ def peers(texts: str) -> str:
         for row in load(name)["rows"]
         if row["texts"] == texts
     ]
-    return bars(f"all-MiniLM-L6-v2, {texts} texts, median", "tokens/s", _source(name), values)
+    return bars(f"all-MiniLM-L6-v2, {texts} texts, median", "tokens/s", source(name), values)
 
 
 def start() -> str:
@@ -99,7 +153,7 @@ def start() -> str:
             Bar(f"{worker['name']}: create to running", worker["running_s"]),
             Bar(f"{worker['name']}: kill -9 to running", worker["restart_s"]),
         ]
-    return bars("Starts and restarts of all-MiniLM-L6-v2", "s", _source(name), values, ".2f")
+    return bars("Starts and restarts of all-MiniLM-L6-v2", "s", source(name), values, ".2f")
 
 
 def latency() -> str:
@@ -111,7 +165,7 @@ def latency() -> str:
         if row["p50"] is not None
         for point in ("p50", "p99")
     ]
-    return bars("Latency of one Embed over gRPC", "ms", _source(name), values, ".1f")
+    return bars("Latency of one Embed over gRPC", "ms", source(name), values, ".1f")
 
 
 PLOTS: Mapping[str, Callable[[], str]] = {

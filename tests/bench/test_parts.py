@@ -7,13 +7,35 @@ import json
 import os
 import platform
 import re
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from bench import SCENARIOS, card, card_steps, corpus, html, machine
+from bench import LIMITS_S, SCENARIOS, card, card_steps, corpus, guard, html, machine, progress
 from bench.contest import Row
 from bench.report import RESULTS, markdown_table
 from bench.table import ratios
+from docsite.plots import curves
+
+_ROOT = Path(__file__).resolve().parents[2]
+# A scenario that measures something, says so, and then waits for what does not come.
+_INTERRUPTED = """
+import sys
+from pathlib import Path
+from bench import progress, report
+report.RESULTS = Path(sys.argv[1])
+rows = []
+with progress.limited(float(sys.argv[2])):
+    with progress.partial():
+        for number in progress.rounds(2):
+            rows.append([number, 1.5])
+            print("measured", flush=True)
+            sys.stdin.read()
+    report.publish("some", {}, ("round", "s"), rows, {"rows": rows})
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +62,70 @@ def test_ratios_are_paired_by_round() -> None:
     baseline = Row("theirs", seconds=[10.0, 30.0, 10.0])
     row = Row("ours", seconds=[5.0, 10.0, 5.0])
     assert ratios(row, baseline) == {"best": 2.0, "median": 2.0}
+
+
+def test_ratios_of_an_unfinished_round_are_those_of_the_rounds_before() -> None:
+    assert ratios(Row("ours", seconds=[5.0]), Row("theirs", seconds=[10.0, 30.0]))["median"] == 2.0
+
+
+def _started(folder: Path, limit_s: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _INTERRUPTED, str(folder), str(limit_s)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=_ROOT, text=True, **pipes)
+
+
+@pytest.mark.parametrize(("number", "limit_s"), [(signal.SIGTERM, 600.0), (signal.SIGINT, 600.0), (None, 1.0)])
+def test_what_was_measured_before_an_interrupt_or_the_limit_is_written(
+    tmp_path: Path, number: signal.Signals | None, limit_s: float
+) -> None:
+    with _started(tmp_path, limit_s) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "measured\n"
+        if number is not None:
+            process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 0, stderr
+    (found,) = tmp_path.glob("*.json")
+    assert found.name.startswith("partial-some-")
+    document = json.loads(found.read_text())
+    assert document["rows"] == [[1, 1.5]]
+    reason = "an interrupt" if number is not None else "the limit of 1 s"
+    assert reason in document["facts"]["incomplete"]
+    assert "round 1 of 2" in stderr
+
+
+def test_no_round_begins_that_would_not_end_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_limit_s", 0.0)
+    monkeypatch.setattr(progress, "_reason", "")
+
+    assert list(progress.rounds(3)) == []
+    assert "0 of 3 rounds" in progress.incomplete()
+
+
+def test_every_scenario_has_a_limit() -> None:
+    assert LIMITS_S.keys() == SCENARIOS.keys() - {"card"}
+
+
+def test_the_guard_names_what_is_below_its_bound_and_counts_the_cheapest_pass() -> None:
+    assert guard.below({"a": 1.0, "b": 0.99, "c": 5.0}, {"a": 1.0, "b": 1.0, "c": 1.0, "not here": 2.0}) == ["b"]
+
+    calls: list[str] = []
+    spent = guard.cheapest_s({"one": lambda: calls.append("one"), "other": lambda: sum(range(200_000))}, 2)
+
+    assert calls == ["one"] * 3
+    assert 0 <= spent["one"] < spent["other"]
+
+
+def test_curves_are_a_picture_with_every_point_within_it() -> None:
+    lines = {"a < b": [(1.0, 2.0), (10.0, 3.0), (1000.0, 40.0)], "flat": [(5.0, 7.0), (50.0, 7.0)]}
+
+    root = ElementTree.fromstring(curves("title", ("calls", "ms"), "bench/results/x.json", lines))
+
+    circles = [element for element in root if element.tag.endswith("circle")]
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    assert len(circles) == 5
+    assert all(0 <= float(each.attrib["cx"]) <= width and 0 <= float(each.attrib["cy"]) <= height for each in circles)
 
 
 def test_a_table_is_aligned_and_says_nothing_for_what_is_missing() -> None:
