@@ -21,7 +21,7 @@ SCENARIOS = {
 
 LIMITS_S: dict[str, float] = {
     "engine": 300,
-    "peers": 600,
+    "peers": 900,
     "forward": 300,
     "start": 180,
     "mux": 180,

@@ -11,11 +11,23 @@ import time
 
 from bench import LIMITS_S, SCENARIOS, progress
 
-# What `all` runs, each with its defaults, on two cores with nothing else running.
-_ALL = (
-    *("engine", "peers", "forward", "stages", "start", "mux", "bimodal", "neighbours", "front", "growth", "fidelity"),
-    *("guard", "html"),
-)
+# What `all` runs: scenarios with their options.
+_ALL: dict[str, tuple[str, ...]] = {
+    "engine": (),
+    "peers": (),
+    "peers-base": ("--shape", "base"),
+    "forward": (),
+    "stages": (),
+    "start": (),
+    "mux": (),
+    "bimodal": (),
+    "neighbours": (),
+    "front": (),
+    "growth": (),
+    "fidelity": (),
+    "guard": (),
+    "html": (),
+}
 _INTERRUPTED = 130
 _END_S = 300.0  # beyond its limit a scenario writes what it has and stops its servers
 
@@ -60,14 +72,14 @@ def _run(name: str, options: list[str]) -> int:
 def _all(options: list[str]) -> int:
     """Every scenario in a process of its own, so that one that fails, or changes its process, changes no other."""
     command = argparse.ArgumentParser(prog="python -m bench all", description="All scenarios that need no card.")
-    command.add_argument("--only", nargs="+", choices=_ALL, default=_ALL, help="these of them")
-    command.add_argument("--skip", nargs="+", choices=_ALL, default=[], help="not these")
+    command.add_argument("--only", nargs="+", choices=tuple(_ALL), default=tuple(_ALL), help="these of them")
+    command.add_argument("--skip", nargs="+", choices=tuple(_ALL), default=[], help="not these")
     parsed = command.parse_args(options)
     statuses: dict[str, int] = {}
     interrupts: list[int] = []
     for name in (name for name in _ALL if name in parsed.only and name not in parsed.skip):
         began = time.monotonic()
-        progress.say(f"{name}, at most {LIMITS_S[name]:g} s")
+        progress.say(f"{name}, at most {_limit_s(name):g} s")
         statuses[name] = _in_own_process(name, interrupts)
         progress.say(f"{name} ended with status {statuses[name]} after {time.monotonic() - began:.0f} s")
         if interrupts:
@@ -78,7 +90,8 @@ def _all(options: list[str]) -> int:
 
 def _in_own_process(name: str, interrupts: list[int]) -> int:
     """Its status; signals are added to `interrupts` and end the scenario, which writes what it has."""
-    with subprocess.Popen([sys.executable, "-m", "bench", name], start_new_session=True) as process:
+    command = [sys.executable, "-m", "bench", name.partition("-")[0], *_ALL[name]]
+    with subprocess.Popen(command, start_new_session=True) as process:
 
         def pass_on(number: int, frame: object) -> None:
             interrupts.append(number)
@@ -86,13 +99,17 @@ def _in_own_process(name: str, interrupts: list[int]) -> int:
 
         former = [(number, signal.signal(number, pass_on)) for number in (signal.SIGINT, signal.SIGTERM)]
         try:
-            return process.wait(LIMITS_S[name] + _END_S)
+            return process.wait(_limit_s(name) + _END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             return 1
         finally:
             for number, handler in former:
                 signal.signal(number, handler)
+
+
+def _limit_s(name: str) -> float:
+    return LIMITS_S[name.partition("-")[0]]
 
 
 if __name__ == "__main__":

@@ -111,19 +111,26 @@ class Row:
         return statistics.median(self.seconds)
 
 
-def compete(tasks: dict[str, Task], texts: Sequence[str], rounds: int, own_cpu: dict[str, Any]) -> list[Row]:
-    """Load every task, then `rounds` times one pass of each in turn; cosines are against the first task's vectors.
-
-    `own_cpu` maps a name to a function that gives the CPU seconds of its further processes (a server's), so
-    that they do not count as foreign. An interrupt ends the rounds, where the first is complete.
-    """
+@contextmanager
+def entrants(tasks: dict[str, Task]) -> Iterator[dict[str, Child]]:
+    """A child for every task, loaded, by its name."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "texts.json").write_text(json.dumps(list(texts)))
         children: dict[str, Child] = {}
         for name, task in tasks.items():
             say(f"loading {name}")
             children[name] = stack.enter_context(child(task))
+        yield children
+
+
+def compete(children: dict[str, Child], texts: Sequence[str], rounds: int, own_cpu: dict[str, Any]) -> list[Row]:
+    """`rounds` times one pass of each in turn; cosines are against the first one's vectors.
+
+    `own_cpu` maps a name to a function that gives the CPU seconds of its further processes (a server's), so
+    that they do not count as foreign. An interrupt ends the rounds, where the first is complete.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "texts.json").write_text(json.dumps(list(texts)))
         rows = {name: Row(name, entrant.dtype) for name, entrant in children.items()}
         with partial():
             for entrant in children.values():

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from bench import corpus, weights
-from bench.contest import Row, compete
+from bench.contest import Row, compete, entrants
 from bench.encoders import Task
 from bench.fleet import Fleet, fleet
 from bench.machine import peak_rss_mib, unique_mib
@@ -21,7 +21,7 @@ SERVED = "teimgr daemon, EmbedArrow"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
-    parser.add_argument("--texts", type=int, default=1000, help="texts of the corpus (1000)")
+    parser.add_argument("--texts", type=int, default=600, help="texts of the corpus (600)")
     parser.add_argument("--rounds", type=int, default=3, help="passes of each path, in turn (3)")
 
 
@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
             BARE: Task("engine", str(model), dtype=auto),
             SERVED: Task("served", grpc=running.grpc, instance="bench"),
         }
-        rows = compete(tasks, texts, options.rounds, {SERVED: running.cpu_s})
+        with entrants(tasks) as children:
+            rows = compete(children, texts, options.rounds, {SERVED: running.cpu_s})
         served = next(row for row in rows if row.name == SERVED)
         served.memory = _worker_memory(running, worker.pid)
     _publish(rows, texts, tokens, options.rounds, worker)

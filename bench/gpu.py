@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import corpus, weights
-from bench.contest import compete
+from bench.contest import compete, entrants
 from bench.encoders import Task
 from bench.report import publish
 from bench.table import HEADER, line, record
@@ -52,7 +52,8 @@ def _contest(device: str, model: Path, options: argparse.Namespace) -> None:
     texts = corpus.corpus(options.texts)
     tokens = weights.count_tokens(model, texts)
     tasks = _tasks(str(model))
-    rows = compete(tasks, texts, options.rounds, {})
+    with entrants(tasks) as children:
+        rows = compete(children, texts, options.rounds, {})
     facts = {
         "device": device,
         "texts": f"{len(texts)} of mixed length (digest {corpus.digest(texts)}), {tokens} real tokens",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import corpus, weights
-from bench.contest import Row, compete
+from bench.contest import Row, compete, entrants
 from bench.encoders import Task
 from bench.progress import incomplete, partial, say
 from bench.report import publish
@@ -30,17 +30,18 @@ _MODELS = {
     "base": "BERT-base (12 × 768), random weights, 512 tokens at most",
     "large": "BERT-large (24 × 1,024), random weights, 512 tokens at most",
 }
+_TEXTS = {"minilm": 240, "base": 80, "large": 30}
 _CORPORA = ("mixed", "short", "long")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
-    parser.add_argument("--texts", type=int, default=450, help="of mixed lengths (450)")
+    parser.add_argument("--texts", type=int, help="of mixed lengths (240; of BERT-base 80, of BERT-large 30)")
     parser.add_argument("--corpora", nargs="+", choices=_CORPORA, default=_CORPORA, help="which texts (all)")
     parser.add_argument(
         "--only", nargs="+", metavar="PATH", help="measure only paths whose name begins with one of these"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="passes of each path, in turn (5)")
+    parser.add_argument("--rounds", type=int, default=3, help="passes of each path, in turn (3)")
     parser.add_argument(
         "--shape", choices=tuple(_MODELS), default="minilm", help="BERT-base or -large with random weights"
     )
@@ -77,13 +78,13 @@ def _contest(directory: Path, options: argparse.Namespace) -> None:
         tasks = {name: task for name, task in tasks.items() if name.startswith((BASELINE, *options.only))}
     lines: list[list[Any]] = []
     counts = {}
-    with partial():
-        for corpus_name, texts in _corpora(options.texts).items():
+    with entrants(tasks) as children, partial():
+        for corpus_name, texts in _corpora(options.texts or _TEXTS[options.shape]).items():
             if corpus_name not in options.corpora or incomplete():
                 continue
             say(f"{corpus_name} texts")
             tokens = weights.count_tokens(directory, texts)
-            rows = compete(tasks, texts, options.rounds, {})
+            rows = compete(children, texts, options.rounds, {})
             counts[corpus_name] = f"{len(texts)} texts, {tokens} tokens, digest {corpus.digest(texts)}"
             limits = {row.dtype: row for row in rows if row.name.startswith(LIMIT)}
             lines += [[corpus_name, *_line(row, rows[0], limits, tokens)] for row in rows]

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     found = {name: each[1:] or each for name, each in spent.items()}  # the first round warms up
     facts = {
         "model": f"all-MiniLM-L6-v2, {dtype}, {len(os.sched_getaffinity(0))} threads",
-        "one query": f"wall time, one caller, back to back; {len(queries)} queries, {query_tokens:.1f} tokens in the mean",
+        "one query": f"wall time, one caller at a time; {len(queries)} queries, {query_tokens:.1f} tokens in the mean",
         "one bulk text": f"a pass of {options.texts} texts of {tokens:.1f} tokens in the mean, over their number; "
         "CPU rows are processor time of a process or thread, of which several work at once",
         "stages": "tokenize, forward and engine are measured in this process; what an interface adds is its round trip "
