@@ -17,6 +17,7 @@ _ALL: dict[str, tuple[str, ...]] = {
     "peers": (),
     "peers-base": ("--shape", "base"),
     "forward": (),
+    "rerank": (),
     "stages": (),
     "start": (),
     "mux": (),

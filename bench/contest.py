@@ -112,13 +112,23 @@ class Row:
 
 
 @contextmanager
-def entrants(tasks: dict[str, Task]) -> Iterator[dict[str, Child]]:
-    """A child for every task, loaded, by its name."""
+def entrants(tasks: dict[str, Task], skip_failing: bool = False) -> Iterator[dict[str, Child]]:
+    """A child for every task, loaded, by its name; with `skip_failing` without those that could not load, but for the
+    first, which the others are compared with.
+
+    Raises:
+        ChildFailed: one could not load.
+    """
     with ExitStack() as stack:
         children: dict[str, Child] = {}
         for name, task in tasks.items():
             say(f"loading {name}")
-            children[name] = stack.enter_context(child(task))
+            try:
+                children[name] = stack.enter_context(child(task))
+            except ChildFailed as error:
+                if not (skip_failing and children):
+                    raise
+                say(f"LEFT OUT, {name}: {error}")
         yield children
 
 

@@ -316,6 +316,43 @@ class Served:
         return self._client.embed_arrow(texts, instance=self._instance).checked()
 
 
+class Streamed(Served):
+    """teimgr's daemon through `EmbedStream`, by teimgr's own client."""
+
+    def encode(self, texts: list[str]) -> Any:
+        """A message for each text."""
+        return np.stack(list(self._client.embed_stream(texts, instance=self._instance)))
+
+
+class CrossEncoder:
+    """sentence-transformers' `CrossEncoder`: how well each text answers the first one."""
+
+    def __init__(self, task: Task) -> None:
+        import torch
+        from sentence_transformers import CrossEncoder
+
+        self.dtype = task.dtype
+        kinds = {"torch_dtype": getattr(torch, task.dtype)}
+        self._model = CrossEncoder(task.model, device=task.device, max_length=512, model_kwargs=kinds)
+        self._batch_size = task.batch_size
+
+    def encode(self, texts: list[str]) -> Any:
+        """Scores [texts - 1, 1]."""
+        pairs = [(texts[0], text) for text in texts[1:]]
+        scores = self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False)
+        return np.asarray(scores, np.float32).reshape(-1, 1)
+
+
+class Reranked(Served):
+    """teimgr's daemon through `Rerank`: one call."""
+
+    def encode(self, texts: list[str]) -> Any:
+        """Scores [texts - 1, 1]."""
+        ranks = self._client.rerank(texts[0], texts[1:], instance=self._instance)
+        scores = {rank.index: rank.score for rank in ranks}
+        return np.array([[scores[index]] for index in range(len(texts) - 1)], np.float32)
+
+
 KINDS: dict[str, type[Any]] = {
     "sentence-transformers": SentenceTransformers,
     "padded": Padded,
@@ -325,6 +362,9 @@ KINDS: dict[str, type[Any]] = {
     "engine": Bare,
     "products": Products,
     "served": Served,
+    "streamed": Streamed,
+    "cross-encoder": CrossEncoder,
+    "reranked": Reranked,
 }
 
 

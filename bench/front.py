@@ -36,6 +36,7 @@ HEADER = (
 INSTANCE = "bench"
 _BATCH_TEXTS = 64
 _BATCH_CALLERS = 8
+_STREAMED_PART = 10  # of the bulk job: a message for each text takes longer
 _AT_SOCKET = ", Unix socket"
 MUX_SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 
@@ -72,9 +73,11 @@ def run(options: argparse.Namespace) -> int:
             for callers in options.callers
             for load in (Load(name, callers), Load(f"{name}{_AT_SOCKET}", callers, over_tcp=name))
         ),
+        Load("/v1/embeddings float × 64", _BATCH_CALLERS, _BATCH_TEXTS),
         Load("/v1/embeddings base64 × 64", _BATCH_CALLERS, _BATCH_TEXTS),
         Load("mux EmbedArrow × 64", _BATCH_CALLERS, _BATCH_TEXTS),
         Load("EmbedArrow by the client", 1, options.bulk),
+        Load("EmbedStream by the client", 1, options.bulk // _STREAMED_PART),
     ]
     loads = [load for load in every if not options.only or any(part in load.name for part in options.only)]
     wanted = {(load.over_tcp, load.callers) for load in loads}
@@ -154,7 +157,8 @@ class Target:
         self._stack, self._folder = stack, folder
         batches = [texts[start : start + _BATCH_TEXTS] for start in range(0, len(texts), _BATCH_TEXTS)]
         openai = LoadTask("http", running.api_port, "/v1/embeddings")
-        in_base64 = {"model": INSTANCE, "encoding_format": "base64"}
+        in_float: dict[str, Any] = {"model": INSTANCE}
+        in_base64 = in_float | {"encoding_format": "base64"}
         self._tasks: dict[str, tuple[LoadTask | Task, list[bytes]]] = {
             "/embed": (LoadTask("http", port, "/embed"), [_json({"inputs": text}) for text in texts]),
             "/v1/embeddings": (openai, [_json({"model": INSTANCE, "input": text}) for text in texts]),
@@ -170,12 +174,14 @@ class Target:
                 LoadTask("http", 0, "/v1/embeddings", str(running.api_socket)),
                 [_json({"model": INSTANCE, "input": text}) for text in texts],
             ),
+            "/v1/embeddings float × 64": (openai, [_json({"input": batch} | in_float) for batch in batches]),
             "/v1/embeddings base64 × 64": (openai, [_json({"input": batch} | in_base64) for batch in batches]),
             "mux EmbedArrow × 64": (
                 LoadTask("grpc", running.grpc_port, f"{MUX_SERVICE}EmbedArrow"),
                 [arrow_request(batch) for batch in batches],
             ),
             "EmbedArrow by the client": (Task("served", grpc=running.grpc, instance=INSTANCE), []),
+            "EmbedStream by the client": (Task("streamed", grpc=running.grpc, instance=INSTANCE), []),
         }
         self._children: dict[str, Child] = {}
         self._bulk = [texts[index % len(texts)] for index in range(bulk)]
@@ -197,7 +203,8 @@ class Target:
         task, _ = self._tasks[name]
         entrant = self._children[name] = self._stack.enter_context(child(task))
         if isinstance(task, Task):
-            entrant.ask("texts", str(self.texts(self._bulk)))
+            part = _STREAMED_PART if task.kind == "streamed" else 1
+            entrant.ask("texts", str(self.texts(self._bulk[: len(self._bulk) // part])))
         else:
             entrant.ask("requests", str(self.requests(name)))
         return entrant

@@ -78,7 +78,8 @@ def _contest(directory: Path, options: argparse.Namespace) -> None:
         tasks = {name: task for name, task in tasks.items() if name.startswith((BASELINE, *options.only))}
     lines: list[list[Any]] = []
     counts = {}
-    with entrants(tasks) as children, partial():
+    with entrants(tasks, skip_failing=True) as children, partial():
+        failed = ", ".join(tasks.keys() - children.keys())
         for corpus_name, texts in _corpora(options.texts or _TEXTS[options.shape]).items():
             if corpus_name not in options.corpora or incomplete():
                 continue
@@ -97,6 +98,7 @@ def _contest(directory: Path, options: argparse.Namespace) -> None:
         "of limit": "the time of the linear layers' matrix products alone in the same type, by oneDNN, over a path's; "
         "attention, norms, activations and tokenization come on top of them",
         "not installed": ", ".join(sorted(missing)) or "none",
+        "could not load": failed or "none",
     }
     name = "peers" if options.shape == "minilm" else f"peers-{options.shape}"
     publish(name, facts, HEADER, lines, {"rows": [dict(zip(KEYS, line, strict=True)) for line in lines]})

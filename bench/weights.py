@@ -50,6 +50,33 @@ def random_bert(folder: Path, like: Path, shape: str, longest: int = 512) -> Pat
     return folder
 
 
+def random_reranker(folder: Path, like: Path, shape: str) -> Path:
+    """A BERT of one of `SHAPES` that scores pairs of up to 512 tokens in `folder`, with the tokenizer of `like`.
+
+    Its weights are random.
+    """
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        if (like / name).exists():
+            shutil.copy(like / name, folder)
+    torch.manual_seed(0)
+    hidden, layers = SHAPES[shape]
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 12 if shape == "mini" else hidden // 64,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 512,
+        "num_labels": 1,
+    }
+    config = BertConfig(**json.loads((like / "config.json").read_text()) | sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
 def random_static(folder: Path, like: Path, width: int = 256) -> Path:
     """A static embedding model (StaticEmbedding) of potion-base-8M's width in `folder`, with the tokenizer of `like`.
 
