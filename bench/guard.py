@@ -97,7 +97,10 @@ def _engine(texts: Sequence[str], rounds: int) -> dict[str, float]:
     """The engine in this process against sentence-transformers, and its native parts against what they replace."""
     say("the engine")
     model, bulk, queries = str(weights.minilm()), list(texts[:_TEXTS]), [_query(text) for text in texts]
-    bare, peer = Bare(Task("engine", model, threads=1)), SentenceTransformers(Task("sentence-transformers", model))
+    bare, peer = (
+        Bare(Task("engine", model, threads=1)),
+        SentenceTransformers(Task("sentence-transformers", model, batch_size=8)),
+    )
     torch.set_num_threads(1)
     ways: dict[str, Callable[[], object]] = {"engine": lambda: bare.encode(bulk), "peer": lambda: peer.encode(bulk)}
     pairs = {"engine against sentence-transformers, bulk": ("engine", "peer")}
