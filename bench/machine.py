@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,13 @@ def busy_s() -> float:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of one process with all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of one process with all its threads, past ones too.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    # What clock_getcpuclockid(3) gives: to the nanosecond, where /proc/PID/stat counts ticks of 10 ms.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def _processor() -> dict[str, str]:
