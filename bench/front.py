@@ -11,6 +11,7 @@ import base64
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ class Target:
     def measure(self, load: Load, seconds: float) -> dict[str, float]:
         """One load: its figures, and CPU seconds of every process."""
         entrant = self._children.get(load.name) or self._start(load.name)
-        before, busy = self.cpu_s(), busy_s()
+        before, busy, began = self.cpu_s(), busy_s(), time.perf_counter()
         if isinstance(self._tasks[load.name][0], Task):
             answer = entrant.ask("pass")
             answer["calls"] = answer["all_calls"] = load.texts
@@ -197,7 +198,7 @@ class Target:
             answer = entrant.ask("run", {"callers": load.callers, "seconds": seconds})
         used = {f"{name}_cpu_s": now_s - before[name] for name, now_s in self.cpu_s().items()}
         foreign_s = busy_s() - busy - sum(used.values()) - answer["cpu_seconds"]
-        return answer | used | {"foreign_cores": max(0.0, foreign_s / answer["seconds"])}
+        return answer | used | {"foreign_cores": max(0.0, foreign_s / (time.perf_counter() - began))}
 
     def _start(self, name: str) -> Child:
         task, _ = self._tasks[name]
