@@ -30,13 +30,13 @@ _MODELS = {
     "base": "BERT-base (12 × 768), random weights, 512 tokens at most",
     "large": "BERT-large (24 × 1,024), random weights, 512 tokens at most",
 }
-_TEXTS = {"minilm": 240, "base": 80, "large": 30}
+_TEXTS = {"minilm": 240, "base": 50, "large": 20}
 _CORPORA = ("mixed", "short", "long")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
-    parser.add_argument("--texts", type=int, help="of mixed lengths (240; of BERT-base 80, of BERT-large 30)")
+    parser.add_argument("--texts", type=int, help="of mixed lengths (240; of BERT-base 50, of BERT-large 20)")
     parser.add_argument("--corpora", nargs="+", choices=_CORPORA, default=_CORPORA, help="which texts (all)")
     parser.add_argument(
         "--only", nargs="+", metavar="PATH", help="measure only paths whose name begins with one of these"
