@@ -8,13 +8,14 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
 from teimgr.cluster import node_identity
-from teimgr.cluster.authority import new_request
+from teimgr.cluster.authority import new_request, utc_now
 from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.messages import Versions
 from teimgr.cluster.node_identity import renew, seconds_to_renewal
@@ -183,6 +184,25 @@ def peer_in(identity: FleetIdentity) -> Peer:
     certificate = x509.load_pem_x509_certificate((identity.folder / "identity.pem").read_bytes())
     issued_at = certificate.not_valid_before_utc.timestamp() + CLOCKS_APART_S
     return Peer(FleetName(identity.node), 3600.0, issued_at)
+
+
+async def test_a_node_whose_clock_is_days_ahead_renews_no_more_than_once_a_minute(
+    server: EnrolmentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, pauses = await joined(server, tmp_path / "node"), list[float]()
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 2:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(node_identity, "utc_now", lambda: utc_now() + timedelta(hours=48))
+    monkeypatch.setattr(node_identity.asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await node_identity.keep_renewed(*server.address, identity)
+
+    assert seconds_to_renewal(identity.folder) < 0  # the new certificate looks old too
+    assert pauses == [60.0, 60.0]
 
 
 async def test_renewal_without_a_certificate_is_refused(server: EnrolmentServer) -> None:

@@ -20,6 +20,7 @@ from tests.support.polling import eventually
 
 from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.inventory import ClusterInventory
+from teimgr.cluster.messages import HeldWorker
 from teimgr.cluster.ray_launcher import RayLauncher
 from teimgr.errors import Code, NoHost, Unavailable
 from teimgr.launch.control_link import identify
@@ -180,6 +181,21 @@ async def test_the_inventory_has_the_host_with_cores_memory_and_versions(
     assert host.memory_total_bytes > host.memory_free_bytes > 0
     assert set(host.versions) == {"teimgr", "ray", "python", "torch"}
     assert inventory.reason == "one: none in this test"
+
+
+async def test_a_start_is_by_the_clock_of_the_daemon_and_not_by_that_of_the_host(one_host: OneHost) -> None:
+    head, _ = one_host.launcher()
+    late = Member(name="two", ray_id="f" * 56, address="10.9.9.9", clock_ahead_s=-7200.0)
+    head.members = {"two": late, "three": replace(late, name="three", clock_ahead_s=None)}
+    held = HeldWorker(
+        spec="", incarnation="i", pid=1, start_time=2, socket="", run_dir="", log_path="", started_at=1000.0
+    )
+
+    assert [head.by_own_clock(host, held).started_at for host in ("two", "three", "unknown")] == [
+        8200.0,
+        1000.0,
+        1000.0,
+    ]
 
 
 async def test_a_killed_ray_is_started_again_without_what_it_left(one_host: OneHost) -> None:

@@ -51,6 +51,17 @@ def busy(path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def test_its_file_has_its_place_on_the_disk_before_it_is_mapped(path: Path) -> None:
+    """A page without one would be the end of a worker by SIGBUS once the disk is full."""
+    with path.open("wb") as sparse:
+        sparse.truncate(core_load._BYTES)  # as an earlier version left it
+    assert path.stat().st_blocks == 0
+
+    CoreLoad(path).close()
+
+    assert path.stat().st_blocks * 512 >= core_load._BYTES
+
+
 def test_a_worker_beside_idle_ones_has_all_cores(path: Path) -> None:
     mine, _, _ = (CoreLoad(path) for _ in range(3))
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -75,8 +76,17 @@ class DaemonProcess:
     # Life.
 
     def start(self, environ: Mapping[str, str] | None = None) -> Self:
-        """Launch it and return once REST answers."""
+        """Launch it and return once REST answers; of one that does not, nothing but its files is left."""
         _open.add(self)
+        try:
+            self._launch(environ)
+            self._await_listening()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _launch(self, environ: Mapping[str, str] | None) -> None:
         config = self.folder / "teimgr.toml"
         config.write_text(toml(self.settings))
         with (self.folder / "daemon.log").open("ab") as output:
@@ -88,8 +98,6 @@ class DaemonProcess:
                 env=os.environ | {"HF_HUB_OFFLINE": "1"} | dict(environ or {}),
                 start_new_session=True,
             )
-        self._await_listening()
-        return self
 
     @property
     def is_running(self) -> bool:
@@ -109,6 +117,11 @@ class DaemonProcess:
 
     def close(self) -> None:
         """Stop it, kill whatever of it is left, remove its folder."""
+        self._end()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        _open.discard(self)
+
+    def _end(self) -> None:
         if self.is_running:
             try:
                 self.stop()
@@ -116,9 +129,8 @@ class DaemonProcess:
                 self.process.kill()
         kill_ray(self.folder / "run")
         for process in self.processes():
-            process.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        _open.discard(self)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -209,7 +221,11 @@ class WarmDaemonProcess(DaemonProcess):
         from tests.support.warm_daemon import SERVICE
 
         super().start({SERVICE: nursery_service()} | dict(environ or {}))
-        self.await_grpc()
+        try:
+            self.await_grpc()
+        except BaseException:
+            self._end()
+            raise
         return self
 
 

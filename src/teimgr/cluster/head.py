@@ -21,7 +21,7 @@ from teimgr.cluster.host_link import HostAddress
 from teimgr.cluster.host_logs import RemoteLogs
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.listen_address import UNRESTRICTED, library
-from teimgr.cluster.messages import NodeFacts
+from teimgr.cluster.messages import HeldWorker, NodeFacts
 from teimgr.cluster.ray_process import RayHost, RayProcess, ensure_token, ray_folder
 from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
@@ -68,7 +68,7 @@ class ClusterHead:
         """The services of the other hosts, by name, except those that have one instance port with this one."""
         self.on_services_changed: Callable[[], None] = lambda: None
         self.address = cluster.host
-        self.host = HostDescription(cluster.node, cluster.labels, cards)
+        self.host = HostDescription(cluster.node, cluster.labels, cards, (settings.run_dir, settings.log_dir))
         self._settings = settings
         self._launcher = launcher
         token_file = cluster.token_file or settings.state_file.parent / "ray-token"
@@ -106,13 +106,14 @@ class ClusterHead:
         run_dir = settings.run_dir.absolute()
         store_dir = settings.state_file.absolute().parent / "ray-store"
         command = host.head_command(cluster, store_dir)
-        self._ray = RayProcess(command, host.environ(), run_dir, host.ray_dir, run_dir / "ray.log")
+        log_path = run_dir / "ray.log"
+        self._ray = RayProcess(command, host.environ(), run_dir, host.ray_dir, log_path, cluster.address)
         try:
             await self.agent.start()
             await self.enrolment.start(cluster.host, cluster.enrolment)
             self._listener = HostListener(self._service, self.enrolment.node_identity, cluster.host)
             self._listener.start()
-            self._ray.start()
+            await self._ray.start()
         except (OSError, LaunchFailed, Unavailable) as error:
             raise InvalidConfig(f"cluster: {error}") from error
         self.bridge.start()
@@ -216,6 +217,12 @@ class ClusterHead:
                 await self.refresh()
             await asyncio.sleep(WATCH_INTERVAL_S)
 
+    def by_own_clock(self, host: str, held: HeldWorker) -> HeldWorker:
+        """A process of a host with the time of its start by the clock of this host, as far as the other is known."""
+        member = self.members.get(host)
+        ahead_s = member.clock_ahead_s if member else None
+        return replace(held, started_at=held.started_at - ahead_s) if ahead_s else held
+
     async def own_facts(self) -> NodeFacts:
         return await self.host.facts(
             self.agent.workers, draining=False, service=self._listener.address if self._listener else ""
@@ -273,6 +280,4 @@ def _problem(facts: NodeFacts) -> str:
     """Why a host takes no workers; empty where it does."""
     if different := facts.versions.differences(own_versions()):
         return f"versions differ: {different}"
-    if facts.draining:
-        return "it is leaving"
-    return ""
+    return "it is leaving" if facts.draining else facts.problem

@@ -7,7 +7,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,14 +20,18 @@ from teimgr.fleet_tls import check_node_name
 from teimgr.placement.planner import GpuInventory, free_memory_bytes, host_memory, usable_cores
 
 
+LEAST_FREE_BYTES = 4 << 20
+"""Of a folder where a worker has its socket, run file and log. With less on its disk a host starts none."""
+
+
 class HostDescription:
-    """Describes this host. `name` is its name in the fleet, or empty for its host name.
+    """Describes this host. `name` is its name in the fleet, or empty for its host name; `folders` those of workers.
 
     Raises:
         InvalidConfig: the name is no node name, as `fleet_tls` has them.
     """
 
-    def __init__(self, name: str, labels: Mapping[str, str], cards: GpuInventory) -> None:
+    def __init__(self, name: str, labels: Mapping[str, str], cards: GpuInventory, folders: Sequence[Path] = ()) -> None:
         self.name = name or socket.gethostname().lower()
         try:
             check_node_name(self.name)
@@ -35,6 +39,7 @@ class HostDescription:
             raise InvalidConfig(f"cluster.node: {error.message}") from error
         self._labels = labels
         self._cards = cards
+        self._folders = folders
 
     async def facts(self, workers: int, *, draining: bool, service: str = "") -> NodeFacts:
         """The host as it is now; `service` as in `NodeFacts`."""
@@ -55,16 +60,31 @@ class HostDescription:
             service=service,
             disk_free_bytes=await asyncio.to_thread(_free_for_models),
             clock=time.time(),
+            problem=await asyncio.to_thread(disk_problem, self._folders),
         )
+
+
+def disk_problem(folders: Sequence[Path]) -> str:
+    """Which of the folders lies on a full disk, with how much is free there; empty where none does. Blocking."""
+    for folder in folders:
+        free = _free_bytes(folder)
+        if free is not None and free < LEAST_FREE_BYTES:
+            return f"its disk is full: {free >> 10} KiB are free in {folder}, {LEAST_FREE_BYTES >> 10} are needed"
+    return ""
 
 
 def _free_for_models() -> int | None:
     """Bytes that are free in the hub's cache; None where the file system cannot be read."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    folder = Path(HF_HUB_CACHE).absolute()
+    return _free_bytes(Path(HF_HUB_CACHE))
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Bytes that are free where a folder is, or will be; None where the file system cannot be read."""
+    path = folder.absolute()
     try:
-        return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+        return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
     except OSError:
         return None
 

@@ -100,7 +100,7 @@ class NodeFacts:
 
     `draining` is set where the host is about to leave, `workers` counts its live workers. `service` is the address
     (`host:port`) of its service for other hosts. `disk_free_bytes` are free in its folder for models; `clock` is its
-    own, in seconds since the epoch.
+    own, in seconds since the epoch. `problem` is why it can start no workers, empty where it can.
     """
 
     name: str
@@ -116,6 +116,7 @@ class NodeFacts:
     service: str = ""
     disk_free_bytes: int | None = None
     clock: float = 0.0
+    problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

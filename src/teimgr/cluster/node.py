@@ -105,7 +105,8 @@ class Node:
         run_dir, state_dir = options.run_dir, options.state_dir.absolute()
         self._node_ip = options.address or _address_towards(options.head)
         self._local = LocalLauncher(LocalOptions(run_dir=run_dir, log_dir=state_dir / "logs"))
-        self._host = HostDescription(options.name, options.labels, GpuInventory())
+        folders = (run_dir, state_dir / "logs")
+        self._host = HostDescription(options.name, options.labels, GpuInventory(), folders)
         self._identity = FleetIdentity(state_dir / "identity", self._host.name)
         self._token_file = state_dir / "ray-token"
         self._listener: HostListener | None = None
@@ -144,9 +145,9 @@ class Node:
             self._listener.start()
             await self._agent.start()
             command = host.node_command(options.head, options.object_store_mb)
-            ray = RayProcess(command, host.environ(), run_dir, host.ray_dir, run_dir / "ray.log")
+            ray = RayProcess(command, host.environ(), run_dir, host.ray_dir, run_dir / "ray.log", options.head)
             try:
-                ray.start()
+                await ray.start()
                 log.info("host joins", extra={"node": self._host.name, "head": options.head, "address": host.node_ip})
                 await self._until_left()
             except LaunchFailed as error:

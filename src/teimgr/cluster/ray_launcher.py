@@ -64,7 +64,7 @@ class RayLauncher:
         replica = f"{_PREFIX}{spec.name}/{spec.replica}"
         name = await place(self._head, replica, spec.host, self._placement_limit_s)
         held = await launch(self._head, name, spec.host, [spec.to_json()], IMPORT_LIMIT_S + FORK_LIMIT_S)
-        return self._worker(name, held)
+        return self._worker(name, self._head.by_own_clock(spec.host, held))
 
     async def find(self) -> FoundWorkers:
         """As the protocol; waits until Ray answers.
@@ -85,6 +85,7 @@ class RayLauncher:
             if held is None:
                 continue
             spec = _spec_of(held)
+            held = self._head.by_own_clock(spec.host, held)
             if answer["exit"] is None:
                 alive.append(self._worker(name, held))
             else:

@@ -87,7 +87,8 @@ class RayMuxLauncher:
         """Its host's agent removes the files."""
 
     def _mux(self, name: str, held: HeldWorker, *, is_current: bool) -> RayMux:
-        return RayMux(self._head, name, self.host, held, is_current=is_current)
+        own = self._head.by_own_clock(self.host, held)
+        return RayMux(self._head, name, self.host, own, is_current=is_current)
 
 
 class RayMuxHosts:

@@ -115,13 +115,29 @@ class RayHost:
         return [*servers, f"--min-worker-port={self.ports[len(_SERVERS)]}", f"--max-worker-port={self.ports[-1]}"]
 
 
+@dataclass(frozen=True, slots=True)
+class RayRunFile(RunFile):
+    """The run file of Ray's process. `head` is the address of the head that it belongs to."""
+
+    head: str = ""
+
+
 class RayProcess:
-    """Keeps `command` running from `start` to `stop`. `environ` is its environment, `ray_dir` Ray's folder."""
+    """Keeps `command` running from `start` to `stop`. `environ` is its environment, `ray_dir` Ray's folder, `head` the
+    address of the head that the command starts or joins.
+    """
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path, ray_dir: Path, log_path: Path
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        run_dir: Path,
+        ray_dir: Path,
+        log_path: Path,
+        head: str,
     ) -> None:
         self._command = command
+        self._head = head
         # The address of the last head here. Ray would look for it in the command lines of all processes of the machine,
         # find those of other hosts that run on it for a trial, and not start.
         self._last_address = ray_dir / "ray_current_cluster"
@@ -137,14 +153,20 @@ class RayProcess:
     def pid(self) -> int | None:
         return self._handle.pid if self._handle else None
 
-    def start(self) -> None:
-        """Adopt the process of an earlier daemon, or start one; later, start another whenever it ends.
+    async def start(self) -> None:
+        """Adopt the process of an earlier daemon or node agent, or start one; later, start another whenever it ends.
+
+        One of another head, which may be lost, is ended first.
 
         Raises:
-            LaunchFailed: it cannot be started.
+            LaunchFailed: it cannot be started, or the one of another head does not die.
         """
-        found = RunFile.read(self._run_file)
+        found = RayRunFile.read(self._run_file)
         adopted = ProcessHandle.adopt(found) if found else None
+        if adopted is not None and found is not None and found.head not in ("", self._head):
+            log.warning("Ray of another head is ended", extra={"head": found.head, "pid": found.pid})
+            await adopted.stop(_END_GRACE_S)
+            adopted = None
         self._handle = adopted or self._spawn()
         self._task = asyncio.create_task(self._keep_running(self._handle), name="Ray")
 
@@ -194,7 +216,7 @@ class RayProcess:
                 handle = ProcessHandle.spawn(self._command, output, self._environ)
             finally:
                 os.close(output)
-            if run_file := RunFile.of(handle.pid):
+            if run_file := RayRunFile.of(handle.pid, head=self._head):
                 run_file.write(self._run_file)
         except OSError as error:
             raise LaunchFailed(f"Ray cannot be started: {error}") from error

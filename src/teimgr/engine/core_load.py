@@ -42,8 +42,7 @@ class CoreLoad:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(self._file).st_size < _BYTES:
-                os.ftruncate(self._file, _BYTES)
+            os.posix_fallocate(self._file, 0, _BYTES)  # on a full disk an error here, and no SIGBUS at the first write
             self._memory = mmap.mmap(self._file, _BYTES)
         except BaseException:
             os.close(self._file)
