@@ -70,7 +70,8 @@ async def test_a_run_file_of_an_earlier_version_without_a_head_is_adopted(first:
 async def test_it_is_started_again_when_it_ends(tmp_path: Path) -> None:
     ray = keeper(tmp_path)
     await ray.start()
-    assert (before := ray.pid) is not None
+    before = ray.pid
+    assert before is not None
 
     os.kill(before, 9)
 

@@ -19,7 +19,6 @@ from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.fleet_tls import check_node_name
 from teimgr.placement.planner import GpuInventory, free_memory_bytes, host_memory, usable_cores
 
-
 LEAST_FREE_BYTES = 4 << 20
 """Of a folder where a worker has its socket, run file and log. With less on its disk a host starts none."""
 
