@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -107,6 +108,7 @@ class Daemon:
         self.manager.routes_confirmed = self.muxes.routes_confirmed
         if self.cluster is not None:
             self.cluster.head.on_draining = self.manager.leave_host
+            self.cluster.head.on_removed = partial(self.manager.leave_host, was_removed=True)
         self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         # HTTP

@@ -32,7 +32,7 @@ _MAX_QUEUE_WAIT_SECS = 60
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
-    *("crashed", "over_memory", "updated", "deleted"),
+    *("crashed", "over_memory", "no_host", "updated", "deleted"),
 )
 
 _ROUTES = {"actions"}

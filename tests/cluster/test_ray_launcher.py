@@ -170,6 +170,24 @@ async def test_the_next_daemon_takes_over_what_lives_and_learns_what_ended(one_h
     await after.release()
 
 
+async def test_the_next_agent_takes_over_the_workers_of_one_that_ended(one_host: OneHost) -> None:
+    head, launcher = one_host.launcher()
+    await launcher.start()
+    await launcher.find()
+    lives, ends = await launcher.launch(spec()), await launcher.launch(spec(name="b"))
+    await head.agent.close()
+    assert await identify(lives.socket, LIMIT_S)  # it serves without an agent
+    os.kill(ends.pid, signal.SIGKILL)
+
+    await head.agent.start()
+
+    assert (await ends.wait()).status in (None, -signal.SIGKILL)
+    await eventually(lambda: head.agent.workers == 1)
+    assert look_up(lives.pid)
+    await lives.stop(0)
+    await launcher.release()
+
+
 async def test_the_inventory_has_the_host_with_cores_memory_and_versions(
     daemon: tuple[ClusterHead, RayLauncher],
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.models import build
 from tests.support.polling import until
 
 from teimgr.client import Client
-from teimgr.errors import NoHost
+from teimgr.errors import NoHost, ValidationError
 
 LIMIT_S = 60.0
 pytestmark = [needs_ray, pytest.mark.long, pytest.mark.timeout(300)]
@@ -162,6 +162,20 @@ def test_a_worker_of_another_host_that_is_over_its_memory_is_replaced(
 
         until(lambda: "over_memory" in told(), "the event")
         client.delete("large")
+
+
+def test_a_trial_of_a_model_runs_on_the_daemons_host_and_no_other_can_be_asked_for(
+    daemon: DaemonProcess, node: NodeProcess, model: str
+) -> None:
+    with daemon.client() as client:
+        client.add_model(model)
+
+        found = client.try_model(model, dtype="float32")
+
+        assert (found["status"], found["verification"]["dimension"]) == ("verified", 32)
+        assert {name: each["workers"] for name, each in hosts(client).items()} == {"one": 0, "two": 0}
+        with pytest.raises(ValidationError, match="node"):
+            client.try_model(model, node="two")  # type: ignore[call-arg]
 
 
 def test_the_doctor_reports_on_all_hosts_and_on_a_joined_one(daemon: DaemonProcess, node: NodeProcess) -> None:

@@ -22,6 +22,7 @@ from tests.support.network_namespace import NetworkNamespace, reason_for_none
 from tests.support.polling import until
 
 from teimgr.client import Client
+from teimgr.errors import TeimgrError
 from teimgr.launch.process_handle import look_up
 
 LIMIT_S = 90.0
@@ -242,11 +243,23 @@ def test_a_removed_host_loses_its_workers_and_is_not_admitted_again(
         client.wait_until_running("moved", deadline_s=LIMIT_S)
         until(lambda: placed(client, "moved") == ["one", "two"], "a replica on each", LIMIT_S)
 
+        client.create("pinned", model, node="two", dtype="float32")
+        client.wait_until_running("pinned", deadline_s=LIMIT_S)
+        client.embed("answered", instance="pinned")
+        _, pinned = worker(client, "pinned")
+
         client.remove_host("two")
 
         until(lambda: placed(client, "moved") == ["one", "one"], "both on the first host", LIMIT_S)
         assert hosts(client)["two"] == "it was removed from the fleet"
         client.embed("answered", instance="moved")
+        until(lambda: not look_up(pinned), "the end of the worker that cannot run elsewhere", LIMIT_S)
+        until(lambda: "it was removed from the fleet" in str(client.get("pinned").reason), "the reason", LIMIT_S)
+        with pytest.raises(TeimgrError, match=r"no host for 'pinned' .*two: it was removed from the fleet"):
+            client.embed("to a host that does not count any more", instance="pinned")
+        *_, last = client.events(["pinned"], ["no_host"], last=1, follow=False)
+        assert (last.event, last.nodes) == ("no_host", ["two"])
+        client.delete("pinned")
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 0
 

@@ -21,6 +21,10 @@ _SILENCE_S = CALL_LIMIT_S + 10.0
 # Less than half of two cores: beyond that the time of a recovery is that of the queue for a processor.
 _PAUSE_S = (0.05, 0.5)
 
+SURFACES = ("grpc", "stream", "arrow", "port", "openai")
+CLUSTER_SURFACES = ("grpc", "stream", "arrow", "tei", "openai")
+"""Those of the head: the port of an instance is on the hosts of its workers."""
+
 Ask = Callable[[str, Sequence[str]], Awaitable[Any]]
 
 
@@ -31,19 +35,39 @@ class Refusal(Exception):
 class Callers:
     """One caller for each surface and instance.
 
-    `replies` counts right replies by instance and surface, `failures` the other outcomes.
+    `replies` counts right replies by instance and surface, `failures` the other outcomes. `longest_gap_s` is, by
+    instance, the longest time without a right reply on any surface since `begin_gaps`.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, surfaces: Sequence[str] = SURFACES) -> None:
         self.replies: Counter[tuple[str, str]] = Counter()
         self.texts = 0
         self.failures: Counter[tuple[str, str, str]] = Counter()
+        self.longest_gap_s: dict[str, float] = {}
+        self._answered_at: dict[str, float] = {}
+        self._surfaces = surfaces
         self._world = world
         self._stopping = asyncio.Event()
 
     def failures_of(self, name: str) -> Counter[tuple[str, str]]:
         """Failed calls of one instance by surface and kind."""
         return Counter({(surface, kind): n for (other, surface, kind), n in self.failures.items() if other == name})
+
+    def begin_gaps(self) -> None:
+        now = time.monotonic()
+        self._answered_at = dict.fromkeys(self._answered_at, now)
+        self.longest_gap_s = dict.fromkeys(self._answered_at, 0.0)
+
+    def end_gaps(self) -> None:
+        """Count the gaps that no reply has ended."""
+        for name in self._answered_at:
+            self._note_answer(name)
+
+    def _note_answer(self, name: str) -> None:
+        now = time.monotonic()
+        gap_s = now - self._answered_at.get(name, now)
+        self.longest_gap_s[name] = max(self.longest_gap_s.get(name, 0.0), gap_s)
+        self._answered_at[name] = now
 
     async def all_served(self, limit_s: float) -> None:
         """Return when every caller has had a right reply since; note a breach for those that had none in time."""
@@ -62,7 +86,8 @@ class Callers:
             self._world.client() as client,
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CALL_LIMIT_S)) as http,
         ):
-            surfaces = surfaces_of(self._world, client, http)
+            every = surfaces_of(self._world, client, http)
+            surfaces = {name: every[name] for name in self._surfaces}
             async with asyncio.TaskGroup() as tasks:
                 for name in names:
                     for surface, (ask, most) in surfaces.items():
@@ -102,6 +127,7 @@ class Callers:
                 else:
                     world.check_vectors(f"{name}, {surface}", rows, vectors, allowed)
                 self.replies[name, surface] += 1
+                self._note_answer(name)
                 self.texts += len(rows)
             await asyncio.sleep(chance.uniform(*_PAUSE_S))
 
@@ -121,6 +147,9 @@ def surfaces_of(world: World, client: AsyncClient, http: aiohttp.ClientSession) 
     async def over_port(name: str, texts: Sequence[str]) -> Any:
         return await _post(http, f"http://127.0.0.1:{world.ports[name]}/embed", {"inputs": list(texts)})
 
+    async def over_tei(name: str, texts: Sequence[str]) -> Any:
+        return await _post(http, f"{world.daemon.api}/instances/{name}/embed", {"inputs": list(texts)})
+
     async def over_openai(name: str, texts: Sequence[str]) -> Any:
         body = await _post(http, f"{world.daemon.api}/v1/embeddings", {"input": list(texts), "model": name})
         return [each["embedding"] for each in body["data"]]
@@ -130,6 +159,7 @@ def surfaces_of(world: World, client: AsyncClient, http: aiohttp.ClientSession) 
         "stream": (over_stream, 8),
         "arrow": (over_arrow, 24),
         "port": (over_port, 8),
+        "tei": (over_tei, 8),
         "openai": (over_openai, 8),
     }
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import aiohttp
 import psutil
@@ -25,20 +26,24 @@ from tests.support.polling import eventually
 _TARGETS = ("pair", "single")
 
 Fault = Callable[[World], Awaitable[None]]
+WorldT = TypeVar("WorldT", bound=World)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A fault. `spares_neighbour`: calls on an instance that it is not aimed at must all succeed. `heals_within_s`
-    bounds the time until everything is as wanted."""
+class Kind(Generic[WorldT]):
+    """A fault. `spares_neighbour`: calls on an instance that it is not aimed at must all succeed; `spares_all`: so must
+    those on every instance. `heals_within_s` bounds the time until everything is as wanted, `takes_at_most_s` that of
+    the injection."""
 
-    inject: Fault
+    inject: Callable[[WorldT], Awaitable[None]]
     spares_neighbour: bool = True
     heals_within_s: float = 60.0
     weight: int = 1
+    spares_all: bool = False
+    takes_at_most_s: float = 120.0
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, Kind[World]] = {}
 
 
 def fault(*, spares_neighbour: bool = True, heals_within_s: float = 60.0, weight: int = 1) -> Callable[[Fault], Fault]:

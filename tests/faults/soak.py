@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from tests.faults.callers import Callers
-from tests.faults.catalogue import KINDS
+from tests.faults.catalogue import KINDS, Kind, WorldT
 from tests.faults.world import World
 
 # After the healing, for every caller to be served again: its connection may wait out a backoff of gRPC.
@@ -73,7 +73,7 @@ async def run(folder: Path, seed: int, faults: int, kinds: Iterable[str] = KINDS
                 if time.monotonic() - began > minutes * 60.0:
                     break
                 kind = world.random.choice(names)
-                await _inject(world, callers, kind, report, number)
+                await inject(world, callers, kind, KINDS[kind], report, number)
                 if world.breaches:
                     break
         for (_, surface), count in callers.replies.items():
@@ -90,27 +90,35 @@ async def run(folder: Path, seed: int, faults: int, kinds: Iterable[str] = KINDS
     return report
 
 
-async def _inject(world: World, callers: Callers, kind: str, report: Report, number: int) -> None:
-    fault = KINDS[kind]
-    before = callers.failures_of("neighbour")
+async def inject(world: WorldT, callers: Callers, kind: str, fault: Kind[WorldT], report: Report, number: int) -> float:
+    """Do one fault, wait for the healing, check the invariants; how long all took until the healing, in seconds.
+
+    What is broken then is among the breaches of the world.
+    """
+    spared = list(world.wanted) if fault.spares_all else ["neighbour"] if fault.spares_neighbour else []
+    before = {name: callers.failures_of(name) for name in spared}
     report.faults[kind] += 1
     where = f"fault {number}, {kind}"
+    first = time.monotonic()
     try:
-        async with asyncio.timeout(120.0):
+        async with asyncio.timeout(fault.takes_at_most_s):
             await fault.inject(world)
         began = time.monotonic()
         await world.converged(fault.heals_within_s)
-        report.recovery_s[kind].append(time.monotonic() - began)
+        ended = time.monotonic()
+        report.recovery_s[kind].append(ended - began)
     except Exception as error:  # whatever it is, the run is over and the report has it
         world.breaches.append(f"{where}: {error!r}")
-        return
+        return time.monotonic() - first
     world.check_state_file()
     await world.check_left_over()
     await callers.all_served(_SERVED_WITHIN_S)
-    if fault.spares_neighbour and (lost := callers.failures_of("neighbour") - before):
-        world.breaches.append(f"{where}: the neighbour's calls failed: {dict(lost)}")
+    for name in spared:
+        if lost := callers.failures_of(name) - before[name]:
+            world.breaches.append(f"{where}: calls on {name} failed: {dict(lost)}")
     report.memory_mib.append(await asyncio.to_thread(_memory, world))
     world.breaches = [breach if breach.startswith("fault") else f"{where}: {breach}" for breach in world.breaches]
+    return ended - first
 
 
 def _memory(world: World) -> dict[str, float]:

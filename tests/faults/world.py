@@ -82,8 +82,10 @@ class World:
     """Workers that were sent a deadly signal, with the times of their starts."""
 
     @classmethod
-    def make(cls, folder: Path, seed: int) -> Self:
-        """Models, references and a started daemon without instances."""
+    def make(
+        cls, folder: Path, seed: int, daemon: DaemonProcess | None = None, models: Sequence[str] = (*MODELS, MINILM)
+    ) -> Self:
+        """Models, references and a started daemon without instances: `daemon`, or one of its own."""
         from sentence_transformers import SentenceTransformer
 
         chance = random.Random(seed)
@@ -91,18 +93,19 @@ class World:
         references = {}
         for name, seed_of_weights in MODELS.items():
             build("bert", folder / name, seed=seed_of_weights)
-        (folder / MINILM).symlink_to(weights.minilm())
-        for name in (*MODELS, MINILM):
+        if MINILM in models:
+            (folder / MINILM).symlink_to(weights.minilm())
+        for name in models:
             model = SentenceTransformer(str(folder / name), device="cpu")
             references[name] = np.asarray(model.encode(texts, normalize_embeddings=True), np.float32)
-        daemon = DaemonProcess(
+        daemon = daemon or DaemonProcess(
             orphan_grace_secs=60,
             health_check_interval_secs=1,
             health_probe_timeout_secs=1,
             restart_backoff_max_secs=1,
             startup_timeout_secs=60,
-        ).start()
-        return cls(daemon, folder, chance, texts, references)
+        )
+        return cls(daemon.start(), folder, chance, texts, references)
 
     async def populate(self, *, minilm: bool = True) -> None:
         """The instances of the run: `pair` has two replicas, no fault is aimed at `neighbour`; with the real MiniLM."""
@@ -118,11 +121,11 @@ class World:
 
     # Changes that are acknowledged
 
-    async def create(self, name: str, model: str, *, replicas: int = 1) -> None:
+    async def create(self, name: str, model: str, *, replicas: int = 1, node: str | None = None) -> None:
         """Create an instance with float32 weights; it is wanted once this returns."""
         self.allowed[name] = {model}
         async with self.client(60.0) as client:
-            made = await client.create(name, str(self.folder / model), dtype="float32", replicas=replicas)
+            made = await client.create(name, str(self.folder / model), dtype="float32", replicas=replicas, node=node)
         self.ports[name] = made.port
         self.wanted[name] = Wanted(model, replicas)
 

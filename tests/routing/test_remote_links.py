@@ -182,6 +182,35 @@ async def test_a_worker_of_another_incarnation_is_refused_and_given_up(route: Ro
         await call(router)
 
 
+async def test_a_worker_that_was_cut_off_never_answers_for_its_successor(
+    route: Route, endpoint: WorkerEndpoint, nodes: FleetNodes, tmp_path: Path
+) -> None:
+    """The network heals, and the address of the successor, which has another model, leads to the old worker."""
+    old = vector(await call(route(endpoint)))
+    with worker_on(nodes, "gpu-1", build("bert", tmp_path / "other", seed=1), "inc-2") as successor:
+        link, _ = await successor.watcher("ready")
+        link.close()
+        there = await endpoint_of(successor)
+        async with TcpProxy(there.address) as network:
+            router = route(replace(there, address=network.address))
+            new = vector(await call(router))
+            assert new != pytest.approx(old, abs=1e-3)
+
+            network.target = endpoint.address
+            network.cut()
+            answers, refusals = list[list[float]](), list[str]()
+            async with asyncio.timeout(60):
+                while not any("its worker is gone" in reason for reason in refusals):
+                    try:
+                        answers.append(vector(await call(router)))
+                    except Unavailable as error:
+                        refusals.append(error.message)
+
+            assert [answer for answer in answers if answer != pytest.approx(new, abs=1e-6)] == []
+            # It is alive and can be reached: for the route of its own incarnation it answers, by the same network.
+            assert vector(await call(route(replace(endpoint, address=network.address)))) == pytest.approx(old, abs=1e-6)
+
+
 async def test_a_connection_that_is_cut_in_the_middle_of_a_reply_fails_its_calls_and_is_made_again(
     route: Route, endpoint: WorkerEndpoint, proxy: TcpProxy
 ) -> None:

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fleet import LIMIT_S, Fleet
+from tests.support.fleet import LIMIT_S, Fleet, settings_for
 from tests.support.polling import eventually
 
 from teimgr.errors import StateNotSaved, ValidationError
 from teimgr.events.fleet_events import EventLog
 from teimgr.launch.process_handle import look_up
+from teimgr.placement.hosts import Host
+from teimgr.placement.planner import Inventory
 from teimgr.routing.router import Router
-from teimgr.spec import InstanceSpec, State
+from teimgr.spec import InstanceSpec, State, UpdateView
 from teimgr.supervision.crash_reports import CrashReports
 from teimgr.supervision.store import parse
 
@@ -403,3 +405,63 @@ async def test_the_cost_of_an_event_does_not_grow_with_the_fleet(folder: Path, f
     await few.end()
 
     assert await cost_of_an_event(fleets(), 200) == cost < 500
+
+
+class TwoHosts:
+    """An inventory of two hosts; the second one may have a problem."""
+
+    problem = ""
+
+    async def read(self) -> Inventory:
+        return Inventory(hosts=(Host(name="one"), Host(name="two", problem=self.problem)))
+
+
+async def test_a_worker_pinned_to_a_removed_host_ends_and_the_reason_is_shown(folder: Path) -> None:
+    hosts = TwoHosts()
+    fleet = Fleet(folder, settings_for(folder), inventory=hosts)
+    events = EventLog()
+    fleet.manager.on_view_changed = events.note_one
+    try:
+        await fleet.manager.boot()
+        events.note([])
+        await fleet.create(node="two")
+        before = await fleet.running()
+
+        hosts.problem = "it was removed from the fleet"
+        fleet.manager.leave_host("two", was_removed=True)
+
+        reason = "no host for 'a' (one: node = 'two'; two: it was removed from the fleet)"
+        await eventually(lambda: fleet.manager.get("a").reason == reason, LIMIT_S)
+        assert fleet.manager.get("a").state is State.STARTING
+        assert fleet.entry().endpoints == ()
+        assert before.pid is not None
+        assert not look_up(before.pid)
+        (told,) = [event.reason for event in events.history("a") if event.event == "no_host"]
+        assert told == f"host 'two' was removed from the fleet, and its workers are ended: {reason}"
+
+        hosts.problem = ""  # it has joined again
+
+        await fleet.running(not_pid=before.pid)
+    finally:
+        await fleet.end()
+
+
+async def test_a_worker_that_no_other_host_takes_serves_on_while_its_host_is_about_to_leave(folder: Path) -> None:
+    hosts = TwoHosts()
+    fleet = Fleet(folder, settings_for(folder), inventory=hosts)
+    try:
+        await fleet.manager.boot()
+        await fleet.create(node="two")
+        before = await fleet.running()
+
+        hosts.problem = "it is leaving"
+        fleet.manager.leave_host("two")
+
+        def update() -> UpdateView | None:
+            return fleet.manager.get("a").update
+
+        await eventually(lambda: (found := update()) is not None and found.state == "failed", LIMIT_S)
+        after = fleet.manager.get("a")
+        assert (after.state, after.pid) == (State.RUNNING, before.pid)
+    finally:
+        await fleet.end()

@@ -32,6 +32,14 @@ class NodeProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.within: Sequence[str] = ()
         """A command that runs the node's, such as one that enters a namespace."""
+        self.environ: dict[str, str] = {}
+        """More of its environment."""
+
+    def join_instead(self, daemon: DaemonProcess) -> None:
+        """Have the next `start` join the cluster of another daemon, with the certificate that it has."""
+        cluster = daemon.settings["cluster"]
+        self._daemon, self._head = daemon, cluster["address"]
+        self.arguments[-1] = str(cluster["enrolment_port"])
 
     def start(self, *more: str) -> Self:
         """Launch it; the first time it joins with a token of the daemon, which must run."""
@@ -49,7 +57,7 @@ class NodeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", SERVICE: nursery_service()},
+                env=os.environ | {"HF_HUB_OFFLINE": "1", SERVICE: nursery_service()} | self.environ,
                 start_new_session=True,
             )
         return self

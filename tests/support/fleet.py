@@ -16,7 +16,7 @@ from teimgr.config.settings import Settings
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.launch.process_handle import look_up
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, Inventory
+from teimgr.placement.planner import GpuInventory, Inventory, InventorySource
 from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec, InstanceView, RouteEntry
 from teimgr.supervision.manager import Manager
@@ -82,10 +82,12 @@ class Fleet:
     directory: Directory = field(default_factory=Directory)
     metrics: DaemonMetrics = field(default_factory=DaemonMetrics)
     pids: set[int] = field(default_factory=set)
+    inventory: InventorySource | None = None
+    """Of a cluster; without it there are no cards and no other hosts."""
 
     def __post_init__(self) -> None:
         self.launcher = local_launcher(self.folder)
-        gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
+        gpus = self.inventory or GpuInventory({}, lambda: Inventory(reason="none in this test"))
         self.store = Store(self.settings.state_file)
         self.manager = Manager(self.settings, self.launcher, self.directory, self.store, gpus, self.metrics, cores=4)
         self._changed = asyncio.Event()

@@ -43,10 +43,11 @@ class FleetNodes:
         return utc_now() + self._offset
 
 
-def worker_on(nodes: FleetNodes, node: str, model: Path, **spec: object) -> WorkerProcess:
+def worker_on(nodes: FleetNodes, node: str, model: Path, incarnation: str = "inc-1", **spec: object) -> WorkerProcess:
     """A worker of a node, which listens for other hosts too."""
     nodes.renew(node)
-    return WorkerProcess(model, host=node, link_address=HOST, identity_dir=str(nodes.folder(node)), **spec)
+    own = {"host": node, "link_address": HOST, "identity_dir": str(nodes.folder(node))}
+    return WorkerProcess(model, incarnation=incarnation, **own, **spec)
 
 
 async def endpoint_of(worker: WorkerProcess) -> WorkerEndpoint:

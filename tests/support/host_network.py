@@ -15,9 +15,12 @@ _LIMIT_S = 10
 _SEPARATE = 'mount -t tmpfs -o mode=0700 none "$1"; shift; exec "$@"'
 
 
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT_S).stdout
+
+
 def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=_LIMIT_S)
-    return done.stdout
+    return _run("ip", *arguments)
 
 
 class HostSpace:
@@ -51,6 +54,7 @@ class HostNetwork:
     def __init__(self, hosts: int) -> None:
         number, pid = os.getpid() % 200, os.getpid()
         self._bridge = f"tgb{pid}"
+        self._spare = f"10.214.{number}.200"
         self.head = f"10.214.{number}.1"
         self.hosts = [HostSpace(f"tgh{pid}-{at}", f"10.214.{number}.{at + 2}", f"tgv{pid}-{at}") for at in range(hosts)]
 
@@ -67,8 +71,41 @@ class HostNetwork:
             _ip("-n", host.name, "link", "set", "lo", "up")
         return self
 
+    def replace_head(self) -> str:
+        """Take the head's address away, and give it another one, as of another host."""
+        _ip("address", "add", f"{self._spare}/24", "dev", self._bridge)
+        _ip("address", "del", f"{self.head}/24", "dev", self._bridge)
+        self.head, self._spare = self._spare, self.head
+        return self.head
+
     def __exit__(self, *error: object) -> None:
         for host in self.hosts:
             host.kill_all()
             _ip("netns", "del", host.name)
         _ip("link", "del", self._bridge)
+
+
+class SmallDisk:
+    """A file system of `size_mib` in memory at `folder`, which can be filled; needs root."""
+
+    def __init__(self, folder: Path, size_mib: int = 64) -> None:
+        self._folder = folder
+        self._size_mib = size_mib
+        self._filler = folder / "filler"
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _run("mount", "-t", "tmpfs", "-o", f"size={self._size_mib}m,mode=0700", "none", str(self._folder))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _run("umount", "--lazy", str(self._folder))
+
+    def fill(self) -> None:
+        """Write until nothing more goes in."""
+        with self._filler.open("ab", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    def free(self) -> None:
+        self._filler.unlink(missing_ok=True)

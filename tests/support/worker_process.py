@@ -161,8 +161,10 @@ class WorkerProcess:
         model: Path | str,
         how: tuple[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
+        incarnation: str = "inc-1",
         **spec: Any,
     ) -> None:
+        self.incarnation = incarnation
         self.folder = Path(tempfile.mkdtemp(prefix="t"))
         self.socket = str(self.folder / "w.sock")
         values: Mapping[str, Any] = {"dtype": "float32", "port": free_ports(1)[0], "log_level": "debug"}
@@ -175,10 +177,10 @@ class WorkerProcess:
             self.process: subprocess.Popen[bytes] | ForkedProcess
             if how is None and environ is None:
                 self.process = fork_server().fork(
-                    listener.fileno(), output.fileno(), "inc-1", str(self.folder), spec_json
+                    listener.fileno(), output.fileno(), incarnation, str(self.folder), spec_json
                 )
                 return
-            arguments = [str(listener.fileno()), "inc-1", str(self.folder), spec_json]
+            arguments = [str(listener.fileno()), incarnation, str(self.folder), spec_json]
             self.process = subprocess.Popen(
                 [sys.executable, *(how or EXEC), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -200,7 +202,7 @@ class WorkerProcess:
     @property
     def last_words(self) -> dict[str, Any]:
         """The file that a worker leaves that could not serve."""
-        return dict(json.loads((self.folder / "inc-1.exit").read_text()))
+        return dict(json.loads((self.folder / f"{self.incarnation}.exit").read_text()))
 
     async def link(self) -> WorkerLink:
         """A new link; it can be used before the worker has come up."""

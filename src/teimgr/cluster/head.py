@@ -67,6 +67,8 @@ class ClusterHead:
         self.services: Mapping[str, HostAddress] = {}
         """The services of the other hosts, by name, except those that have one instance port with this one."""
         self.on_services_changed: Callable[[], None] = lambda: None
+        self.on_removed: Callable[[str], None] = lambda name: None
+        """Called with the name of a host that was removed from the fleet and is there yet, again and again."""
         self.address = cluster.host
         self.host = HostDescription(cluster.node, cluster.labels, cards, (settings.run_dir, settings.log_dir))
         self._settings = settings
@@ -186,7 +188,9 @@ class ClusterHead:
         refreshed, self._refreshed = self._refreshed, asyncio.Event()
         refreshed.set()
         for name, member in self.members.items():
-            if not self.enrolment.is_member(name) or (member.facts is not None and member.facts.draining):
+            if not self.enrolment.is_member(name):
+                self.on_removed(name)
+            elif member.facts is not None and member.facts.draining:
                 self.on_draining(name)
 
     def _has_own_ports(self, member: Member) -> bool:

@@ -3,7 +3,7 @@
 It is admitted by the daemon's port of enrolment, where it gets its certificate in the fleet and Ray's token.
 
 The process stays in the foreground. SIGINT, SIGTERM or `teimgr node leave` make the host leave: the daemon moves its
-workers elsewhere, and what is left after the grace is stopped. Killed, it leaves Ray and the workers running, and the
+workers elsewhere, and what is left after the grace, or at a second signal, is stopped. Killed, it leaves Ray and the workers running, and the
 next one takes them over.
 """
 
@@ -166,12 +166,20 @@ class Node:
 
     async def _until_left(self) -> None:
         """Return when the host is to leave and has no workers any more, or the grace is over."""
-        loop = asyncio.get_running_loop()
+        loop, leaving, second_signal = asyncio.get_running_loop(), self._agent.leaving, asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._agent.leaving.set)
-        await self._agent.leaving.wait()
+            loop.add_signal_handler(number, lambda: (second_signal if leaving.is_set() else leaving).set())
+        await leaving.wait()
         log.info("host leaves", extra={"workers": self._agent.workers, "grace_s": self._options.grace_s})
-        if not await self._agent.emptied(self._options.grace_s):
+        emptied = asyncio.ensure_future(self._agent.emptied(self._options.grace_s))
+        hurried = asyncio.ensure_future(second_signal.wait())
+        try:
+            await asyncio.wait({emptied, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            is_empty = emptied.done() and emptied.result()
+        finally:
+            emptied.cancel()
+            hurried.cancel()
+        if not is_empty:
             log.warning("workers are stopped with their host", extra={"workers": self._agent.workers})
             await self._agent.stop_workers(_STOP_GRACE_S)
 

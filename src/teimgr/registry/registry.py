@@ -14,7 +14,7 @@ from teimgr import hub
 from teimgr.config.instance_keys import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
-from teimgr.launch.launcher import Launcher
+from teimgr.launch.launcher import LocalLauncher
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, place, usable_cores, worker_spec
@@ -53,7 +53,7 @@ class Registry:
     def __init__(
         self,
         settings: Settings,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         gpus: GpuInventory,
         metrics: DaemonMetrics,
         instances: Callable[[], Sequence[InstanceView]],

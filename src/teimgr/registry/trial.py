@@ -1,7 +1,7 @@
 """Trial of a model: load it in a temporary worker, send requests for a second, measure memory and speed.
 
-The daemon's launcher starts the worker, which is stopped in any case. If the daemon is killed meanwhile, its successor
-ends the unknown worker, and an orphan ends by itself.
+The launcher of the daemon's host starts the worker, also in a cluster, and it is stopped in any case. If the daemon is
+killed meanwhile, its successor ends the unknown worker, and an orphan ends by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pynvml
 
 from teimgr.errors import TeimgrError
 from teimgr.launch.control_link import ControlLink, WorkerStatus
-from teimgr.launch.launcher import Launcher, WorkerHandle
+from teimgr.launch.launcher import LocalLauncher, WorkerHandle
 from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
@@ -45,7 +45,7 @@ class TrialFailed(Exception):
     """The model did not pass; the text is the reason."""
 
 
-async def run_trial(launcher: Launcher, spec: WorkerSpec, gpu_id: int | None, limit_s: float) -> Verification:
+async def run_trial(launcher: LocalLauncher, spec: WorkerSpec, gpu_id: int | None, limit_s: float) -> Verification:
     """Start a worker with `spec`, and measure it. When this returns or raises, the worker is gone.
 
     Raises:
@@ -74,7 +74,7 @@ class TrialLink(ControlLink):
 
 
 @asynccontextmanager
-async def _worker(launcher: Launcher, spec: WorkerSpec) -> AsyncIterator[tuple[WorkerHandle, float]]:
+async def _worker(launcher: LocalLauncher, spec: WorkerSpec) -> AsyncIterator[tuple[WorkerHandle, float]]:
     began = time.monotonic()
     handle = await launcher.launch(spec)
     try:

@@ -465,6 +465,17 @@ class ManagedInstance:
                 self._begin_update_of(partial(self._replace_one, old), ())
             await self.update_finished()
 
+    async def abandon_host(self, host: str) -> None:
+        """End the running replicas on `host`, which does not count any more; each starts again once a host takes it."""
+        async with self._one_command:
+            there = [each for each in self._serving if each.host == host and each.state is State.RUNNING]
+            if self._is_deleted or self._is_updating or not there:
+                return
+            why_nowhere_else = (self._update.reason if self._update else None) or "no other host takes them"
+            reason = f"host {host!r} was removed from the fleet, and its workers are ended: {why_nowhere_else}"
+            self.on_incident(Incident(event="no_host", reason=reason, at=now_rfc3339()))
+            await self._send(there, Command.RESTART)
+
     async def _replace_one(self, old: Supervisor) -> None:
         new = await self._join(self.spec, (old.number,))
         self._past_restarts += old.restarts + 1

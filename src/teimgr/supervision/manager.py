@@ -376,14 +376,17 @@ class Manager:
         self._metrics.count(catalogue.DELETED, name)
         return view
 
-    def leave_host(self, host: str) -> None:
-        """Begin to move the workers of a host elsewhere, because it is about to leave; no effect while that goes on."""
+    def leave_host(self, host: str, *, was_removed: bool = False) -> None:
+        """Begin to move the workers of a host elsewhere, because it is about to leave; no effect while that goes on.
+
+        Those that no other host takes serve on; of a host that `was_removed` they are ended.
+        """
         if host not in self._left_hosts and not self._is_shutting_down:
             self._left_hosts.add(host)
-            moving = self._in_background(self._move_off(host), f"moving workers off host {host}")
+            moving = self._in_background(self._move_off(host, was_removed), f"moving workers off host {host}")
             moving.add_done_callback(lambda _: self._left_hosts.discard(host))
 
-    async def _move_off(self, host: str) -> None:
+    async def _move_off(self, host: str, was_removed: bool) -> None:
         await self.booted.wait()
         for name, instance in tuple(self._instances.items()):
             try:
@@ -391,7 +394,10 @@ class Manager:
             except TeimgrError as error:
                 facts = {"instance": name, "node": host, "reason": error.message}
                 log.warning("worker not moved to another host", extra=facts)
-                await asyncio.sleep(_MOVE_PAUSE_S)
+                if was_removed:
+                    await instance.abandon_host(host)
+                else:
+                    await asyncio.sleep(_MOVE_PAUSE_S)
 
     def alarms(self) -> list[str]:
         """Those of instances; `store_alarm` has that of the state file."""
