@@ -3,8 +3,8 @@
 It is admitted by the daemon's port of enrolment, where it gets its certificate in the fleet and Ray's token.
 
 The process stays in the foreground. SIGINT, SIGTERM or `teimgr node leave` make the host leave: the daemon moves its
-workers elsewhere, and what is left after the grace, or at a second signal, is stopped. Killed, it leaves Ray and the workers running, and the
-next one takes them over.
+workers elsewhere, and what is left after the grace, or at a second signal, is stopped. Killed, it leaves Ray and the
+workers running, and the next one takes them over.
 """
 
 from __future__ import annotations
@@ -179,6 +179,7 @@ class Node:
         finally:
             emptied.cancel()
             hurried.cancel()
+            await asyncio.wait({emptied, hurried})
         if not is_empty:
             log.warning("workers are stopped with their host", extra={"workers": self._agent.workers})
             await self._agent.stop_workers(_STOP_GRACE_S)
