@@ -33,7 +33,8 @@ WorldT = TypeVar("WorldT", bound=World)
 class Kind(Generic[WorldT]):
     """A fault. `spares_neighbour`: calls on an instance that it is not aimed at must all succeed; `spares_all`: so must
     those on every instance. `heals_within_s` bounds the time until everything is as wanted, `takes_at_most_s` that of
-    the injection."""
+    the injection, `served_within_s` that until every caller is served after the healing: its connection may wait out a
+    backoff of gRPC."""
 
     inject: Callable[[WorldT], Awaitable[None]]
     spares_neighbour: bool = True
@@ -41,6 +42,7 @@ class Kind(Generic[WorldT]):
     weight: int = 1
     spares_all: bool = False
     takes_at_most_s: float = 120.0
+    served_within_s: float = 20.0
 
 
 KINDS: dict[str, Kind[World]] = {}

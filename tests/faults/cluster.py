@@ -41,6 +41,7 @@ from tests.support.results import markdown, write
 
 _HEALS_WITHIN_S = 120.0
 _TAKES_AT_MOST_S = 600.0
+_SERVED_WITHIN_S = 60.0
 _OTHER = "99.0"
 AHEAD_S, LATE_S, TOO_LATE_S = 7200, -1800, -7200
 
@@ -263,7 +264,7 @@ async def _refused(node: NodeProcess, reason: str) -> str:
 def _kind(
     failure: Callable[[ClusterWorld], Awaitable[None]], *, spares_neighbour: bool = True, spares_all: bool = False
 ) -> Kind[ClusterWorld]:
-    return Kind(failure, spares_neighbour, _HEALS_WITHIN_S, 1, spares_all, _TAKES_AT_MOST_S)
+    return Kind(failure, spares_neighbour, _HEALS_WITHIN_S, 1, spares_all, _TAKES_AT_MOST_S, _SERVED_WITHIN_S)
 
 
 FAILURES: dict[str, Kind[ClusterWorld]] = {

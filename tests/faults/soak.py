@@ -17,9 +17,6 @@ from tests.faults.callers import Callers
 from tests.faults.catalogue import KINDS, Kind, WorldT
 from tests.faults.world import World
 
-# After the healing, for every caller to be served again: its connection may wait out a backoff of gRPC.
-_SERVED_WITHIN_S = 20.0
-
 
 @dataclass
 class Report:
@@ -112,7 +109,7 @@ async def inject(world: WorldT, callers: Callers, kind: str, fault: Kind[WorldT]
         return time.monotonic() - first
     world.check_state_file()
     await world.check_left_over()
-    await callers.all_served(_SERVED_WITHIN_S)
+    await callers.all_served(fault.served_within_s)
     for name in spared:
         if lost := callers.failures_of(name) - before[name]:
             world.breaches.append(f"{where}: calls on {name} failed: {dict(lost)}")
