@@ -73,8 +73,8 @@ class HostNetwork:
 
     def replace_head(self) -> str:
         """Take the head's address away, and give it another one, as of another host."""
+        _ip("address", "del", f"{self.head}/24", "dev", self._bridge)  # first: others of its network would go with it
         _ip("address", "add", f"{self._spare}/24", "dev", self._bridge)
-        _ip("address", "del", f"{self.head}/24", "dev", self._bridge)
         self.head, self._spare = self._spare, self.head
         return self.head
 
