@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.cluster import needs_ray
-from tests.support.network_namespace import reason_for_none
 
 from tests.faults import cluster
+from tests.support.cluster import needs_ray
+from tests.support.network_namespace import reason_for_none
 
 FAILURES = (
     "worker killed",
