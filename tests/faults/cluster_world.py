@@ -217,7 +217,7 @@ class ClusterWorld(World):
         known: defaultdict[str, dict[str, int]] = defaultdict(dict)
         async with self.client() as client:
             for instance in await client.list():
-                for each in instance.details["workers"]:
+                for each in filter(lambda worker: worker["pid"], instance.details["workers"]):
                     known[each["node"]][each["incarnation"]] = each["pid"]
         return await asyncio.to_thread(self._difference_of_files, known) or await asyncio.to_thread(
             self._difference_of_processes, {pid for pids in known.values() for pid in pids.values()}
