@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -19,7 +20,7 @@ from tests.support.polling import eventually
 from tests.support.worker_process import WorkerProcess, arrow, embed_request, table
 
 from teimgr.errors import Unavailable
-from teimgr.fleet_tls import FleetIdentity
+from teimgr.fleet_tls import FleetIdentity, write_removed
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.routing import remote_links
 from teimgr.routing.links import LinkLimits
@@ -170,6 +171,24 @@ async def test_a_worker_of_another_node_is_refused(
         await call(router)
     assert replica(router).lost
     assert "no link to a worker on another host" in caplog.text
+
+
+async def test_a_link_to_a_node_that_is_removed_ends_and_is_not_made_again(
+    route: Route, endpoint: WorkerEndpoint, nodes: FleetNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_frames, "_TICK_S", 0.05)
+    router = route(endpoint)
+    await call(router)
+
+    write_removed(nodes.folder("head"), {"gpu-1": time.time() + 1})
+    try:
+        await eventually(lambda: replica(router).lost)
+
+        with pytest.raises(Unavailable, match="node 'gpu-1' was removed from the fleet"):
+            await call(route(endpoint))
+    finally:
+        write_removed(nodes.folder("head"), {})
+    assert len(vector(await call(route(endpoint)))) == 32
 
 
 async def test_a_worker_of_another_incarnation_is_refused_and_given_up(route: Route, endpoint: WorkerEndpoint) -> None:

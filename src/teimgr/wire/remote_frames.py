@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from teimgr.errors import Unauthenticated
-from teimgr.fleet_tls import FleetIdentity, FleetName, peer_of
+from teimgr.fleet_tls import FleetIdentity, FleetName, Peer, peer_of
 from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, unpack_error
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,9 @@ class RemoteFrames(FrameProtocol):
     """
 
     valid_s: float = 0.0
+    ends_when_revoked = True
+    """Whether the link is given up when the certificate of its peer does not count any more."""
+    _proof: tuple[FleetIdentity, Peer] | None = None
     _answer: asyncio.Future[bytes]
     _tick_timer: asyncio.TimerHandle
     _expected: str
@@ -95,6 +98,7 @@ class RemoteFrames(FrameProtocol):
             raise WrongPeer(error.message) from error
         if peer.name != FleetName(address.node):
             raise WrongPeer(f"the certificate is that of {peer.name.uri}, not of node '{address.node}'")
+        self._proof = identity, peer
         self._ask()
         values: dict[str, Any] = json.loads(await self._answer)
         self.valid_s = min(float(values["valid_s"]), peer.valid_s)
@@ -127,6 +131,13 @@ class RemoteFrames(FrameProtocol):
 
     def _tick(self) -> None:
         """Probe a silent link, and give up one that is dead: what moves in either direction is a sign of life."""
+        if self._proof is not None and self.ends_when_revoked:
+            identity, peer = self._proof
+            try:
+                identity.check(peer)
+            except Unauthenticated as error:
+                self._give_up(WrongPeer(error.message))
+                return
         now, waiting = self._loop.time(), self.unsent_bytes
         if waiting < self._waiting_before:
             self._heard_at = now
