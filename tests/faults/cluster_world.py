@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 
 from teimgr.errors import TeimgrError
-from teimgr.launch.process_handle import all_worker_paths, look_up
+from teimgr.launch.process_handle import WorkerRunFile, all_worker_paths, look_up
 from tests.faults.world import MODELS, World
 from tests.support.cluster_node import NodeProcess
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
@@ -55,6 +56,7 @@ class ClusterWorld(World):
         daemon = WarmDaemonProcess(
             cluster=table, orphan_grace_secs=60, restart_backoff_secs=0.5, restart_backoff_max_secs=2
         )
+        daemon.listen_limit_s = LIMIT_S
         made = cls.make(folder, 1, daemon, list(MODELS))
         made.network, made.store = network, store
         return made
@@ -193,7 +195,7 @@ class ClusterWorld(World):
         old, cluster = self.daemon, dict(self.daemon.settings["cluster"])
         cluster["address"] = f"{address}:{cluster['address'].rpartition(':')[2]}"
         new = WarmDaemonProcess(**old.settings | {"cluster": cluster})
-        new.api_port, new.grpc_port = old.api_port, old.grpc_port
+        new.api_port, new.grpc_port, new.listen_limit_s = old.api_port, old.grpc_port, old.listen_limit_s
         new.settings["state_file"] = str(new.folder / "state.toml")
         for name in ("state.toml", "ray-token"):
             shutil.copy(old.folder / name, new.folder / name)
@@ -214,21 +216,22 @@ class ClusterWorld(World):
             await asyncio.sleep(0.5)
 
     async def _left_over(self) -> str:
-        known: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        known: defaultdict[str, set[int]] = defaultdict(set)
         async with self.client() as client:
             for instance in await client.list():
                 for each in filter(lambda worker: worker["pid"], instance.details["workers"]):
-                    known[each["node"]][each["incarnation"]] = each["pid"]
+                    known[each["node"]].add(each["pid"])
         return await asyncio.to_thread(self._difference_of_files, known) or await asyncio.to_thread(
-            self._difference_of_processes, {pid for pids in known.values() for pid in pids.values()}
+            self._difference_of_processes, set().union(*known.values())
         )
 
-    def _difference_of_files(self, known: dict[str, dict[str, int]]) -> str:
+    def _difference_of_files(self, known: Mapping[str, set[int]]) -> str:
         for host in HOSTS:
             folder = self.daemon.folder if host == HEAD else self.nodes[host].state_dir
-            found = {paths.incarnation for paths in all_worker_paths(folder / "run")}
-            if found != set(known.get(host, {})):
-                return f"run files on {host} are those of {sorted(found)}, workers are {known.get(host)}"
+            files = [WorkerRunFile.read(paths.run_file) for paths in all_worker_paths(folder / "run")]
+            found = {each.pid if each else 0 for each in files}
+            if found != known.get(host, set()):
+                return f"run files on {host} are those of {sorted(found)}, workers are {sorted(known.get(host, ()))}"
         return ""
 
     def _difference_of_processes(self, known: set[int]) -> str:

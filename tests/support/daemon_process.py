@@ -51,6 +51,7 @@ class DaemonProcess:
     """
 
     program = "teimgr"
+    listen_limit_s = LISTEN_LIMIT_S
 
     def __init__(self, **settings: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tm"))
@@ -204,7 +205,7 @@ class DaemonProcess:
             with socket.socket() as probe:
                 return probe.connect_ex((host, port)) == 0
 
-        until(listens, f"a listener on port {port}", LISTEN_LIMIT_S)
+        until(listens, f"a listener on port {port}", self.listen_limit_s)
 
 
 class WarmDaemonProcess(DaemonProcess):
