@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
 
+from teimgr import __version__
 from teimgr.errors import NoHost
 from teimgr.launch.process_handle import look_up
 from tests.faults.callers import CLUSTER_SURFACES, Callers
@@ -225,7 +226,7 @@ async def version_refused(world: ClusterWorld) -> None:
     node.program, node.environ = "tests.support.other_version", {VERSION: _OTHER}
     node.within = world.nodes["two"].within
     await asyncio.to_thread(node.start)
-    world.note = await _refused(node, f"versions differ from the daemon's: teimgr {_OTHER}")
+    world.note = await _refused(node, f"versions differ from the daemon's: teimgr {__version__} (here {_OTHER})")
     assert set(await world.hosts()) == HOSTS
 
 
