@@ -203,8 +203,7 @@ async def disk_full(world: ClusterWorld) -> None:
         world.end_worker(pid)  # at once: the daemon does not know yet
         await world.whole({HEAD, "three"})
         elsewhere = time.monotonic() - began
-        await world.usable({HEAD, "three"})
-        problem = (await world.hosts())["two"]["problem"]
+        problem = await world.problem_of("two")
         assert problem.startswith("its disk is full"), problem
         async with world.client(60.0) as client:
             try:
@@ -237,9 +236,9 @@ async def daemon_of_another_version(world: ClusterWorld) -> None:
     try:
         world.daemon.program = "tests.support.other_version"
         await asyncio.to_thread(world.daemon.start, {VERSION: _OTHER})
-        await world.usable({HEAD})
-        problem = (await world.hosts())["two"]["problem"]
-        assert problem.startswith("versions differ: teimgr "), problem
+        for host in ("two", "three"):
+            problem = await world.problem_of(host)
+            assert problem.startswith("versions differ: teimgr "), problem
         assert await world.whole() == before
         world.end_worker(next(pid for pid, host in before.items() if host == "two"))
         after = await world.whole()

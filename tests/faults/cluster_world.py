@@ -115,6 +115,19 @@ class ClusterWorld(World):
 
         await eventually(holds, LIMIT_S)
 
+    async def problem_of(self, host: str) -> str:
+        """Wait until a host is listed and takes no workers; the result is why."""
+        problem = ""
+
+        async def holds() -> bool:
+            nonlocal problem
+            await asyncio.sleep(_PAUSE_S)
+            problem = (await self.hosts()).get(host, {}).get("problem") or ""
+            return bool(problem)
+
+        await eventually(holds, LIMIT_S)
+        return problem
+
     async def all_hosts(self) -> None:
         await self.usable(HOSTS)
 
