@@ -197,7 +197,7 @@ async def test_a_node_whose_clock_is_days_ahead_renews_no_more_than_once_a_minut
             raise asyncio.CancelledError
 
     monkeypatch.setattr(node_identity, "utc_now", lambda: utc_now() + timedelta(hours=48))
-    monkeypatch.setattr(node_identity.asyncio, "sleep", sleep)
+    monkeypatch.setattr("teimgr.cluster.node_identity.asyncio.sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
         await node_identity.keep_renewed(*server.address, identity)
 
