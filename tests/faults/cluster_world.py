@@ -22,7 +22,7 @@ from teimgr.errors import TeimgrError
 from teimgr.launch.process_handle import WorkerRunFile, all_worker_paths, look_up
 from tests.faults.world import MODELS, World
 from tests.support.cluster_node import NodeProcess
-from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray, tail
 from tests.support.host_network import HostNetwork, HostSpace, SmallDisk
 from tests.support.polling import eventually
 
@@ -92,10 +92,12 @@ class ClusterWorld(World):
         return dict(zip(NAMES, self.network.hosts, strict=True))
 
     def log(self) -> str:
-        """The ends of the logs of all hosts."""
-        return "\n".join(
-            [self.daemon.log(60), *(f"── {each.name}\n{each.log()[-4000:]}" for each in self.nodes.values())]
-        )
+        """The ends of the logs of all hosts, and of Ray on the head."""
+        run = self.daemon.folder / "run"
+        files = [path for path in (run / "ray.log", run / "bridge.log") if path.exists()]
+        parts = [("the daemon", self.daemon.log(60)), *((path.name, tail(path, 20)) for path in files)]
+        parts += [(each.name, each.log()[-4000:]) for each in self.nodes.values()]
+        return "\n".join(f"── {name}\n{text}" for name, text in parts)
 
     # Hosts and workers
 
