@@ -31,7 +31,8 @@ from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.log_source import LocalLogs, LogSource
 from teimgr.placement.planner import GpuInventory, usable_cores
 
-CONNECT_LIMIT_S = 60.0
+CONNECT_LIMIT_S = 180.0
+"""Of Ray at the start of the daemon: ten seconds on a machine with nothing else to do, a minute on one that is overloaded."""
 WATCH_INTERVAL_S = 1.0
 _ANY_PORT = 9
 MISSES_ALLOWED = 3
