@@ -32,7 +32,7 @@ from teimgr.observability.log_source import LocalLogs, LogSource
 from teimgr.placement.planner import GpuInventory, usable_cores
 
 CONNECT_LIMIT_S = 180.0
-"""Of Ray at the start of the daemon: ten seconds on a machine with nothing else to do, a minute on one that is overloaded."""
+"""For Ray at the start of the daemon: it takes some ten seconds, on an overloaded machine a minute."""
 WATCH_INTERVAL_S = 1.0
 _ANY_PORT = 9
 MISSES_ALLOWED = 3
