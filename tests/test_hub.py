@@ -36,11 +36,36 @@ except TeimgrError as error:
 """
 
 
-def resolve(home: Path, *arguments: str, **environ: str) -> dict[str, str]:
+NEIGHBOURS = """
+import json, sys
+from pathlib import Path
+from teimgr import errors, hub
+
+class Neighbours:
+    def __init__(self, order, outcome):
+        self.order, self.outcome = (lambda: order), outcome
+
+    def fetch(self, model_id, revision):
+        print("asked", file=sys.stderr)
+        if self.outcome == "has it":
+            return hub.ModelSource(Path("/from/neighbour"), "f" * 40)
+        kind = getattr(errors, self.outcome)
+        raise kind(model_id, "of host one") if self.outcome == "ModelDownloadFailed" else kind("of host one")
+
+model_id, *how = json.loads(sys.argv[1])
+try:
+    source = hub.resolve(model_id, None, Neighbours(*how))
+    print(json.dumps({"path": str(source.path), "sha": source.sha}))
+except errors.TeimgrError as error:
+    print(json.dumps({"error": type(error).__name__, "message": error.message}))
+"""
+
+
+def resolve(home: Path, *arguments: str, script: str = RESOLVE, **environ: str) -> dict[str, str]:
     """`hub.resolve` in a process of its own, since the hub library reads its environment when it is imported."""
     own = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, json.dumps(arguments)],
+        [sys.executable, "-c", script, json.dumps(arguments)],
         env=own | {"HF_HOME": str(home), **environ},
         capture_output=True,
         text=True,
@@ -131,6 +156,51 @@ def test_packaged_weights_stand_in_where_no_hub_is(tmp_path: Path) -> None:
     found = resolve(tmp_path, "sentence-transformers/all-MiniLM-L6-v2", HF_HUB_OFFLINE="1")
 
     assert (Path(found["path"]) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("order", "hub_has_it", "neighbours", "found"),
+    [
+        ("hub-first", True, "has it", SHA),
+        ("hub-first", False, "has it", "f" * 40),
+        ("hub-first", False, "ModelNotFound", "ModelNotFound"),
+        ("hub-first", False, "Unavailable", "Unavailable"),
+        ("hub-first", False, "StorageFull", "StorageFull"),
+        ("neighbours-first", True, "has it", "f" * 40),
+        ("neighbours-first", True, "ModelNotFound", SHA),
+        ("neighbours-first", True, "ModelDownloadFailed", SHA),
+        ("neighbours-first", False, "ModelDownloadFailed", "ModelDownloadFailed"),
+        ("hub-only", False, "has it", "ModelNotFound"),
+    ],
+)
+def test_other_hosts_are_asked_in_the_order_that_is_set(
+    tmp_path: Path, order: str, hub_has_it: bool, neighbours: str, found: str
+) -> None:
+    with Hub(MODEL if hub_has_it else "somebody/else", FILES) as hub:
+        answer = resolve(tmp_path, MODEL, order, neighbours, script=NEIGHBOURS, HF_ENDPOINT=hub.url)
+
+    assert answer.get("sha", answer.get("error")) == found
+    if "error" in answer and order != "hub-only" and neighbours != "StorageFull":  # which ends the search
+        assert "of host one" in answer["message"]
+        assert "is not on the hub" in answer["message"]
+
+
+def test_other_hosts_are_asked_where_the_hub_is_offline(tmp_path: Path) -> None:
+    arguments = (MODEL, "hub-first")
+    found = resolve(tmp_path, *arguments, "has it", script=NEIGHBOURS, HF_HUB_OFFLINE="1")
+    failed = resolve(tmp_path, *arguments, "ModelNotFound", script=NEIGHBOURS, HF_HUB_OFFLINE="1")
+
+    assert found["path"] == "/from/neighbour"
+    assert failed["error"] == "ModelNotFound"
+    assert "of host one; " in failed["message"]
+    assert "HF_HUB_OFFLINE is set" in failed["message"]
+
+
+def test_directories_are_not_copied_between_hosts(tmp_path: Path) -> None:
+    found = resolve(tmp_path, "/nowhere/at/all", "neighbours-first", "has it", script=NEIGHBOURS)
+
+    assert found["error"] == "ModelNotFound"
+    assert "directories are not copied between hosts" in found["message"]
 
 
 @pytest.mark.parametrize("model_id", ["./nowhere", "/nowhere/at/all"])

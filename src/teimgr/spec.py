@@ -284,8 +284,9 @@ class WorkerSpec:
     `replica` distinguishes the workers of one instance. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID:
     NVML and CUDA may order cards differently) or None for the CPU. In a fleet of several hosts `host` is the name of
     its own, `link_address` where it listens for the others (a numeric address, of a worker that runs with its port),
-    `identity_dir` the folder of that node's certificate, and `port_host` the address of its ports where that is not
-    `instance_host`. Times are seconds.
+    `identity_dir` the folder of that node's certificate, `port_host` the address of its ports where that is not
+    `instance_host`, and `agent_socket` where its agent answers who the other hosts are, which may have the model. Times
+    are seconds.
     """
 
     name: str
@@ -321,6 +322,7 @@ class WorkerSpec:
     link_address: str | None = None
     identity_dir: str | None = None
     port_host: str | None = None
+    agent_socket: str | None = None
     nice: int = 0
     log_level: str = "info"
     log_format: str = "json"
@@ -348,7 +350,7 @@ class WorkerSpec:
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
         unset = {"safetensors_only": False, "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS, "host": ""}
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
-        for name in ("threads", "restarts", "link_address", "identity_dir", "port_host"):
+        for name in ("threads", "restarts", "link_address", "identity_dir", "port_host", "agent_socket"):
             del facts[name]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

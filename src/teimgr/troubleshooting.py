@@ -116,7 +116,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             (
                 "The path is no directory on the daemon's host, or holds no model.",
                 "The hub has no such model or revision, or it is private.",
-                "The hub cannot be reached and the model is not in the cache.",
+                "The hub cannot be reached and the model is not in the cache, nor in that of another host.",
                 "No running instance serves the model id of a call.",
             ),
             (
@@ -283,8 +283,15 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ),
         ),
         Code.STORAGE_FULL: Advice(
-            ("The disk of the folder `batches`, beside the state file, is full, or this user's quota of it.",),
-            ("Make room, or delete files by `DELETE /v1/files/{id}`. A running batch goes on by itself then.",),
+            (
+                "The disk of the folder `batches`, beside the state file, is full, or this user's quota of it.",
+                "A model of another host does not fit into the hub cache of the worker's host; the message has the path"
+                " and the missing bytes.",
+            ),
+            (
+                "Make room, or delete files by `DELETE /v1/files/{id}`. A running batch goes on by itself then.",
+                "`GET /hosts` has what is free for models on each host; the worker is tried again by itself.",
+            ),
         ),
         Code.NO_HOST: Advice(
             (
@@ -328,7 +335,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             (
                 "The hub did not answer, or closed the connection.",
                 "The disk of the hub cache is full; the message has both sizes.",
-                "A file differs from what the hub announced.",
+                "A file differs from what the hub, or another host of the fleet, announced; it was thrown away.",
             ),
             (
                 "Repeat `teimgr models pull MODEL`: received bytes are kept and the download continues.",

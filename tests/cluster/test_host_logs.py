@@ -14,6 +14,7 @@ from tests.support.fleet_nodes import HOST, FleetNodes, TcpProxy
 from teimgr.cluster import host_logs
 from teimgr.cluster.host_link import HostAddress, connect
 from teimgr.cluster.host_logs import RemoteLogs
+from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.errors import Forbidden, InvalidInput, InvalidInstanceName, Unavailable
 from teimgr.observability.log_files import Gap
@@ -44,7 +45,9 @@ class Served:
 async def serving(folder: Path) -> AsyncIterator[Served]:
     nodes, logs = FleetNodes(folder / "ca"), folder / "logs"
     logs.mkdir()
-    listener = HostListener(HostService(LocalLogs(logs, "two")), nodes.identity("two"), HOST)
+    listener = HostListener(
+        HostService(LocalLogs(logs, "two"), HostModels(lambda: 1 << 30, folder / "cache")), nodes.identity("two"), HOST
+    )
     listener.start()
     try:
         yield Served(nodes, logs, listener.address)

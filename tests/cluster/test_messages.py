@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from teimgr.cluster.messages import NodeFacts, Versions, exit_from_dict, exit_to_dict
+from teimgr.cluster.messages import FleetFacts, NodeFacts, Versions, exit_from_dict, exit_to_dict
 from teimgr.launch.process_handle import Exit, ExitReport
 from teimgr.observability.logs import LogLines
 
@@ -30,5 +30,9 @@ def test_facts_and_exits_survive_json() -> None:
     )
     exit = Exit(-9, ExitReport(64, "broken", permanent=True), "the last", LogLines(("first", "the last")))
 
+    fleet = FleetFacts(removed={"b": 1.0}, services=(("a", "10.0.0.1:1"),), models_from="hub-only")
+
     assert NodeFacts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
+    assert FleetFacts.from_dict(json.loads(json.dumps(fleet.to_dict()))) == fleet
+    assert FleetFacts.from_dict(json.loads(json.dumps(FleetFacts().to_dict()))) == FleetFacts()
     assert exit_from_dict(json.loads(json.dumps(exit_to_dict(exit)))) == exit

@@ -16,16 +16,19 @@ import numpy as np
 import pytest
 from tests.support.cluster import needs_ray
 from tests.support.cluster_node import NodeProcess
-from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
+from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
+from tests.support.hub_cache import files_of, lay_out
 from tests.support.models import build
 from tests.support.network_namespace import NetworkNamespace, reason_for_none
 from tests.support.polling import until
 
+from teimgr import hub
 from teimgr.client import Client
-from teimgr.errors import TeimgrError
+from teimgr.errors import ModelLoadFailed, TeimgrError
 from teimgr.launch.process_handle import look_up
 
 LIMIT_S = 90.0
+COPIED = "somebody/minilm"
 TEXTS = ["first", "a second text", "third"]
 # Each run directory is seen by its own host alone, so a unix socket of the other one cannot be reached.
 HIDE = "mount -t tmpfs -o mode=0700 none"
@@ -56,17 +59,24 @@ def space() -> Iterator[NetworkNamespace]:
 def daemon(space: NetworkNamespace) -> Iterator[DaemonProcess]:
     cluster = cluster_table(space.outside, "one")
     running = WarmDaemonProcess(cluster=cluster, orphan_grace_secs=60, instance_host=space.outside)
-    try:
-        with running:
-            yield running
-    finally:
-        kill_ray(running.folder / "run")
+    # As on a host whose hub's cache has the real MiniLM, by a name that no installed package has weights for.
+    packaged = hub.find_packaged(MINILM)
+    assert packaged is not None
+    lay_out(running.folder / "hub", COPIED, files_of(packaged.path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(running.folder / "hub"))
+        try:
+            with running:
+                yield running
+        finally:
+            kill_ray(running.folder / "run")
 
 
 @pytest.fixture(scope="module")
 def node(daemon: DaemonProcess, space: NetworkNamespace) -> Iterator[NodeProcess]:
     joined = NodeProcess(daemon, "two", space.inside)
     joined.program = "teimgr"
+    joined.environ = {"HF_HUB_CACHE": str(joined.state_dir / "hub")}
     run_dirs = [daemon.folder / "run", joined.state_dir / "run"]
     run_dirs[1].mkdir(parents=True)
     joined.within = [*space.within, "sh", "-c", SEPARATE, "sh", *map(str, run_dirs)]
@@ -138,6 +148,28 @@ def test_a_worker_of_the_other_host_answers_on_every_surface(
             (proof,) = json.load(answer)["proofs"]
         assert (proof["ok"], proof["problem"]) == (True, None)
         assert 'teimgr_worker_answers{answer="given"} 2' in client.metrics()
+
+
+def test_a_host_without_the_hub_gets_a_model_from_the_head(daemon: DaemonProcess, node: NodeProcess) -> None:
+    folder, cache = hub.folder_name(COPIED), node.state_dir / "hub"
+    assert not (cache / folder).exists()
+    with daemon.client() as client:
+        client.create("packaged", MINILM, node="one", dtype="float32")
+        client.create("copied", COPIED, node="two", dtype="float32")
+        for name in ("packaged", "copied"):
+            client.wait_until_running(name, deadline_s=LIMIT_S)
+        assert worker(client, "copied")[0] == "two"
+
+        vectors = [client.embed(TEXTS, instance=name) for name in ("packaged", "copied")]
+        assert vectors[0].shape == (len(TEXTS), 384)
+        assert vectors[0].tolist() == vectors[1].tolist()
+        assert files_of(cache / folder / "snapshots") == files_of(daemon.folder / "hub" / folder / "snapshots")
+
+        client.create("absent", "somebody/else", node="two")
+        with pytest.raises(ModelLoadFailed, match="no other host of the fleet has model 'somebody/else'"):
+            client.wait_until_running("absent", deadline_s=LIMIT_S)
+        for name in ("packaged", "copied", "absent"):
+            client.delete(name)
 
 
 def test_a_killed_worker_of_the_other_host_is_replaced(daemon: DaemonProcess, node: NodeProcess, model: str) -> None:

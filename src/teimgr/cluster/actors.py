@@ -115,13 +115,13 @@ class WorkerActor:
 class HostActor:
     """Describes its host."""
 
-    async def facts(self, removed: dict[str, float]) -> dict[str, Any]:
-        """{"facts": …} as `NodeFacts`, or {"error": text} where no agent answers, which learns who was removed."""
+    async def facts(self, fleet: dict[str, Any]) -> dict[str, Any]:
+        """{"facts": …} as `NodeFacts`, or {"error": text} where no agent answers, which learns of the fleet."""
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 reader, writer = await _connect()
                 try:
-                    write_message(writer, op="facts", removed=removed)
+                    write_message(writer, op="facts", fleet=fleet)
                     answer = await read_message(reader)
                 finally:
                     writer.close()

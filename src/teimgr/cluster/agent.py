@@ -6,7 +6,8 @@ actor is one worker:
     in    {"op": "launch", "spec"}        fork a worker
           {"op": "launch mux", "spec"}    start a mux, which is held as a worker is
           {"op": "claim", "incarnation"}  after a restart of the agent: a worker that was forked before
-          {"op": "facts", "removed"}      answered by {"facts"}, `NodeFacts`; workers refuse nodes that were removed
+          {"op": "facts", "fleet"}        answered by {"facts"}, `NodeFacts`; the agent learns `FleetFacts`
+          {"op": "hosts"}                 of a worker that needs a model: {"hosts", "models_from"} (`neighbours.py`)
           {"op": "leave"}                 answered by {"workers"} as they become fewer, and {"left"}
     out   {"worker"}                      `HeldWorker`; the connection stays open while it lives
           {"exit"}                        it has ended; its files are removed
@@ -28,6 +29,7 @@ from typing import Any
 
 from teimgr.cluster.messages import (
     LINE_LIMIT_BYTES,
+    FleetFacts,
     HeldWorker,
     NodeFacts,
     agent_socket,
@@ -47,6 +49,7 @@ CLAIM_LIMIT_S = 15.0
 """How long after the agent's start an actor may claim a worker of an earlier agent."""
 _LEFTOVER_GRACE_S = 5.0
 _OWN_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_FLEET_LIMIT_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,8 @@ class Agent:
         self.socket = agent_socket(run_dir.absolute())
         self.leaving = asyncio.Event()
         """Set by a `leave`: the host shall take no more workers, and end when it has none."""
+        self.fleet = FleetFacts()
+        """As the daemon has told it last."""
         self._launcher = launcher
         self._run_dir = run_dir.absolute()
         self._facts = facts
@@ -88,6 +93,12 @@ class Agent:
         self._connections: set[asyncio.Task[None]] = set()
         self._held: set[Held] = set()
         self._number_changed = asyncio.Event()
+        self._hosts_known = asyncio.Event()
+
+    @property
+    def models_bytes_per_s(self) -> int:
+        """The most that this host sends of model files."""
+        return self.fleet.models_mb_per_sec << 20
 
     @property
     def workers(self) -> int:
@@ -176,14 +187,13 @@ class Agent:
     ) -> bool:
         """Whether another request may follow on this connection."""
         match request:
-            case {"op": "facts", "removed": dict(removed)}:
-                try:
-                    write_removed(self._identity_dir, removed)
-                except OSError as error:
-                    log.error("removed nodes cannot be written", extra={"reason": str(error)})
+            case {"op": "facts", "fleet": dict(fleet)}:
+                self._learn(FleetFacts.from_dict(fleet))
                 write_message(writer, facts=(await self._facts()).to_dict())
             case {"op": "facts"}:  # of `teimgr doctor`, which knows nothing of nodes
                 write_message(writer, facts=(await self._facts()).to_dict())
+            case {"op": "hosts"}:
+                await self._tell_hosts(writer)
             case {"op": "launch", "spec": str(spec)}:
                 await self._launch(spec, reader, writer)
                 return False
@@ -202,6 +212,26 @@ class Agent:
         await writer.drain()
         return True
 
+    def _learn(self, fleet: FleetFacts) -> None:
+        try:
+            write_removed(self._identity_dir, fleet.removed)
+        except OSError as error:
+            log.error("removed nodes cannot be written", extra={"reason": str(error)})
+        if fleet.services is None:  # a daemon that has just begun
+            fleet = replace(fleet, services=self.fleet.services)
+        self.fleet = fleet
+        if fleet.services is not None:
+            self._hosts_known.set()
+
+    async def _tell_hosts(self, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_FLEET_LIMIT_S):
+                await self._hosts_known.wait()
+        except TimeoutError:
+            write_message(writer, error="the daemon has not told yet which hosts there are")
+            return
+        write_message(writer, hosts=self.fleet.services, models_from=self.fleet.models_from)
+
     async def _launch(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             wanted = WorkerSpec.from_json(spec)
@@ -210,6 +240,7 @@ class Agent:
                 link_address=self._link_address,
                 identity_dir=str(self._identity_dir),
                 port_host=self._port_host(wanted.instance_host),
+                agent_socket=str(self.socket),
             )
             worker = await self._launcher.launch(own)
         except (LaunchFailed, TeimgrError, ValueError, TypeError) as error:

@@ -151,24 +151,24 @@ class BridgeProcess:
 
     # Hosts
 
-    async def _hosts(self, removed: dict[str, float]) -> list[dict[str, Any]]:
-        """Each host that Ray has, dead ones excepted: its id, address, and facts or an error. They learn who was
-        removed from the fleet, as `fleet_tls.REMOVED_FILE` has it.
+    async def _hosts(self, fleet: dict[str, Any]) -> list[dict[str, Any]]:
+        """Each host that Ray has, dead ones excepted: its id, address, and facts or an error. They learn of the fleet,
+        as `FleetFacts` has it.
         """
         nodes = [each for each in await asyncio.to_thread(ray.nodes) if each["Alive"]]
-        return await asyncio.gather(*(self._host(node, removed) for node in nodes))
+        return await asyncio.gather(*(self._host(node, fleet) for node in nodes))
 
-    async def _host(self, node: dict[str, Any], removed: dict[str, float]) -> dict[str, Any]:
+    async def _host(self, node: dict[str, Any], fleet: dict[str, Any]) -> dict[str, Any]:
         known = {"id": node["NodeID"], "address": node["NodeManagerAddress"]}
         try:
             async with asyncio.timeout(_FACTS_LIMIT_S):
-                return known | await self._facts(node["NodeID"], removed)
+                return known | await self._facts(node["NodeID"], fleet)
         except TimeoutError:
             return known | {"error": "no answer in time"}
         except (RayError, ValueError) as error:
             return known | {"error": _first_line(error)}
 
-    async def _facts(self, node: str, removed: dict[str, float]) -> dict[str, Any]:
+    async def _facts(self, node: str, fleet: dict[str, Any]) -> dict[str, Any]:
         name = _HOST + node
         if (actor := self._actors.get(name)) is None:
             options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
@@ -180,7 +180,7 @@ class BridgeProcess:
             actor = self._actors[name] = await asyncio.to_thread(create)
         asked_at = time.time()
         try:
-            found: dict[str, Any] = await actor.facts.remote(removed)
+            found: dict[str, Any] = await actor.facts.remote(fleet)
             return found | _clock_of(found, asked_at, time.time())
         except RayActorError:
             self._actors.pop(name, None)

@@ -19,9 +19,10 @@ from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.host_facts import HostDescription, own_versions
 from teimgr.cluster.host_link import HostAddress
 from teimgr.cluster.host_logs import RemoteLogs
+from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.listen_address import UNRESTRICTED, library
-from teimgr.cluster.messages import HeldWorker, NodeFacts
+from teimgr.cluster.messages import FleetFacts, HeldWorker, NodeFacts
 from teimgr.cluster.ray_process import RayHost, RayProcess, ensure_token, ray_folder
 from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
@@ -90,7 +91,9 @@ class ClusterHead:
         self.bridge = Bridge(
             cluster.address, cluster.host, self._ray_host.environ(), settings.run_dir.absolute() / "bridge.log"
         )
-        self._service = HostService(LocalLogs(settings.log_dir.absolute(), self.host.name), self.agent.port_of)
+        models = HostModels(lambda: self.agent.models_bytes_per_s)
+        logs = LocalLogs(settings.log_dir.absolute(), self.host.name)
+        self._service = HostService(logs, models, self.agent.port_of)
         self._listener: HostListener | None = None
         self._ray: RayProcess | None = None
         self._changed = asyncio.Event()
@@ -173,7 +176,7 @@ class ClusterHead:
 
     async def refresh(self) -> None:
         """Read the list of hosts anew. Raises Unavailable, AnswerLate."""
-        found = await self.bridge.call("hosts", removed=self.enrolment.enrolment.removed)
+        found = await self.bridge.call("hosts", fleet=self._fleet().to_dict())
         known = {member.ray_id: member for member in self.members.values()}
         before, self.members = self.members, self._admitted([_member(each, known) for each in found])
         for name in before.keys() ^ self.members.keys():
@@ -202,6 +205,17 @@ class ClusterHead:
             return False
         here = self._settings.instance_host
         return address_on_host(here, self.address, member.address) != here or not _is_here(member.address)
+
+    def _fleet(self) -> FleetFacts:
+        """For all hosts. Those of a moment ago, of which some may be gone."""
+        cluster = self._settings.cluster
+        hosts = [each for each in self.members.values() if each.facts and self.enrolment.is_member(each.name)]
+        return FleetFacts(
+            removed=self.enrolment.enrolment.removed,
+            services=[(each.name, each.facts.service) for each in hosts if each.facts and each.facts.service] or None,
+            models_from=cluster.models_from,
+            models_mb_per_sec=cluster.models_mb_per_sec,
+        )
 
     def _admitted(self, members: list[Member]) -> dict[str, Member]:
         """The hosts by name, this one first; those that may not take workers have the reason."""

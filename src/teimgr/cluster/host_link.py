@@ -1,13 +1,12 @@
 """A connection between two hosts of a fleet, for what is too large for Ray: logs, files of models, forwarded ports.
 
-Over mutual TLS. Messages are JSON behind their length, four bytes; bytes that a message announces follow it. A stream
-of bytes is pieces behind their length, up to an empty one: TLS has no half-close.
+Over mutual TLS, with messages as `wire/host_messages.py` has them. A stream of bytes is pieces behind their length, up
+to an empty one: TLS has no half-close.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -15,16 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from teimgr.errors import TeimgrError, Unauthenticated, Unavailable, error_from_code
+from teimgr.errors import Unauthenticated, Unavailable
 from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
 from teimgr.http_protocol import LEAST_READ_BYTES
+from teimgr.wire.host_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 from teimgr.wire.remote_frames import set_tcp_limits
 
 CONNECT_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 30.0
 SEND_LIMIT_S = 30.0
 """A peer that takes nothing for so long is given up."""
-MAX_MESSAGE_BYTES = 4 << 20
 PIECE_BYTES = 256 << 10
 _STREAM_BUFFER_BYTES = 64 << 10
 _KEEPALIVE_S = 5
@@ -52,8 +51,7 @@ class HostLink:
         self._writer = writer
 
     async def send(self, **values: Any) -> None:
-        text = json.dumps(values, separators=(",", ":")).encode()
-        self._writer.write(_LENGTH.pack(len(text)) + text)
+        self._writer.write(pack(values))
         await self._drain()
 
     async def send_bytes(self, data: bytes) -> None:
@@ -64,35 +62,16 @@ class HostLink:
         """The next message. An error that the peer reports is raised as its own class."""
         try:
             async with asyncio.timeout(limit_s):
-                (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                if size > MAX_MESSAGE_BYTES:
-                    raise ValueError(f"a message of {size} bytes")
-                message = json.loads(await self._reader.readexactly(size))
+                size = unpack_length(await self._reader.readexactly(LENGTH_BYTES))
+                message = unpack(await self._reader.readexactly(size))
+                reported = reported_error(message)
         except TimeoutError:
             raise Unavailable(f"{self.host}: no answer for {limit_s:g} s") from None
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, TypeError) as error:
             raise Unavailable(f"{self.host}: the connection was lost: {error or type(error).__name__}") from error
-        if not isinstance(message, dict):
-            raise Unavailable(f"{self.host}: not a message")
-        if "error" in message:
-            code, text = message["error"]
-            raise error_from_code(int(code), str(text))
+        if reported is not None:
+            raise reported
         return message
-
-    async def receive_bytes(self, size: int, limit_s: float = ANSWER_LIMIT_S) -> AsyncIterator[bytes]:
-        """The bytes that a message announced, in pieces, each within the limit."""
-        while size:
-            try:
-                async with asyncio.timeout(limit_s):
-                    piece = await self._reader.read(min(size, PIECE_BYTES))
-            except TimeoutError:
-                raise Unavailable(f"{self.host}: no bytes for {limit_s:g} s") from None
-            except OSError as error:
-                raise Unavailable(f"{self.host}: the connection was lost: {error}") from error
-            if not piece:
-                raise Unavailable(f"{self.host}: the connection was lost")
-            size -= len(piece)
-            yield piece
 
     async def send_piece(self, data: bytes, limit_s: float) -> None:
         """Send a piece of a stream, at most `PIECE_BYTES`, or its end, which is empty; wait while the peer is slow, as
@@ -212,8 +191,3 @@ async def _connect(host: HostAddress, identity: FleetIdentity) -> HostLink:
         writer.transport.abort()
         raise
     return HostLink(reader, writer, peer, host.name)
-
-
-def error_message(error: TeimgrError) -> list[Any]:
-    """An error as `HostLink.receive` raises it at the other end."""
-    return [int(error.code), error.message]

@@ -1,5 +1,5 @@
-"""What a host of a fleet offers the others: the logs of its workers, connections to their instances' ports. One request
-for each connection (`host_link.py`).
+"""What a host of a fleet offers the others: the logs of its workers, its models, connections to the ports of its
+instances. One request for each connection (`host_link.py`).
 
 {"op": "log", "name", "filter", "follow"}    for the daemon alone
     {"total"} or {"absent"}, then the client's {"start", "end"}, then {"lines"} …, {"past": true}; with `follow`
@@ -7,6 +7,8 @@ for each connection (`host_link.py`).
 {"op": "forward", "workers": [incarnation, …]}    for the daemon alone
     {"connected": true}: to the port of the instance of the first of these workers that this host has; then the bytes of
     the connection, both ways, by `HostLink.send_piece`
+{"op": "model", "model_id", "revision"}      for every host
+    as `host_models.py` has it
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from teimgr.cluster.host_link import HostLink, error_message
+from teimgr.cluster.host_link import HostLink
+from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.relay import STALL_S, NearEnd, most_forwarded
 from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
 from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, peer_of
@@ -27,6 +30,7 @@ from teimgr.http_server import bind
 from teimgr.observability.log_filter import LogFilter
 from teimgr.observability.log_source import Batch, LogSource
 from teimgr.spec import check_name
+from teimgr.wire.host_messages import pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 
 ALIVE_S = 2.0
@@ -45,9 +49,9 @@ PortOf = Callable[[str], tuple[str, int] | None]
 
 
 class HostService:
-    """Answers the requests of other hosts. `logs` are those of this host."""
+    """Answers the requests of other hosts. `logs` and `models` are those of this host."""
 
-    def __init__(self, logs: LogSource, port_of: PortOf = lambda incarnation: None) -> None:
+    def __init__(self, logs: LogSource, models: HostModels, port_of: PortOf = lambda incarnation: None) -> None:
         self._logs = logs
         self._port_of = port_of
         self._links = 0
@@ -55,6 +59,7 @@ class HostService:
         self._operations: Mapping[str, Callable[[HostLink, dict[str, Any]], Awaitable[None]]] = {
             "log": self._log,
             "forward": self._forward,
+            "model": models.serve,
         }
 
     async def serve(self, link: HostLink) -> None:
@@ -144,7 +149,7 @@ class HostService:
 async def _refuse(link: HostLink, error: TeimgrError) -> None:
     log.info("a request of another host ended", extra={"peer": link.peer.uri, "reason": error.message})
     with suppress(Unavailable):  # it is gone
-        await link.send(error=error_message(error))
+        await link.send(error=pack_error(error))
 
 
 def _packed(batch: Batch) -> list[str | dict[str, str]]:
@@ -221,6 +226,7 @@ class HostListener:
         try:
             set_tcp_limits(transport)
             peer = peer_of(transport.get_extra_info("ssl_object"))
+            self._identity.check(peer)
         except BaseException:
             transport.abort()
             raise

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from teimgr.hub import ModelsFrom
 from teimgr.launch.process_handle import Exit, ExitReport, ProcessId
 from teimgr.observability.logs import LogLines
 
@@ -124,6 +125,30 @@ class NodeFacts:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         return cls(**{**values, "versions": Versions(**values["versions"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFacts:
+    """What every host hears of the daemon, with each question for its own facts.
+
+    `removed` is as `fleet_tls.REMOVED_FILE` has it. `services` are the hosts with the addresses of their services, the
+    daemon's own first; None while the daemon does not know them. `models_from` and `models_mb_per_sec` are those of
+    `[cluster]`.
+    """
+
+    removed: Mapping[str, float] = field(default_factory=dict)
+    services: Sequence[tuple[str, str]] | None = None
+    models_from: ModelsFrom = "hub-first"
+    models_mb_per_sec: int = 200
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        services = values["services"]
+        known = None if services is None else tuple((str(name), str(address)) for name, address in services)
+        return cls(**{**values, "services": known})
 
 
 def agent_socket(run_dir: Path) -> Path:

@@ -21,6 +21,7 @@ import uvloop
 
 from teimgr.cluster.agent import Agent
 from teimgr.cluster.host_facts import HostDescription, own_versions
+from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.listen_address import UNRESTRICTED, library
 from teimgr.cluster.messages import (
@@ -115,7 +116,8 @@ class Node:
         self._agent = Agent(
             self._local, run_dir, self._facts, self._node_ip, self._identity.folder, muxes, head_address
         )
-        self._service = HostService(LocalLogs(state_dir / "logs", self._host.name), self._agent.port_of)
+        models = HostModels(lambda: self._agent.models_bytes_per_s)
+        self._service = HostService(LocalLogs(state_dir / "logs", self._host.name), models, self._agent.port_of)
 
     async def run(self) -> None:
         """Join, and return when the host has left.

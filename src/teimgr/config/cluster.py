@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from teimgr.config.schema import ConfigFault
+from teimgr.hub import ModelsFrom
 from teimgr.spec import U16, U32, key
 
 MOST_LABELS = 64
@@ -40,6 +41,12 @@ class ClusterSettings:
     )
     ray_port_end: int = key(0, "port after the last one of Ray", 0, U16 + 1)
     mux_per_host: bool = key(False, "a multiplexer on every host, on grpc_port there; else on this host alone")
+    models_from: ModelsFrom = key(
+        "hub-first",
+        "where a host looks for a model that its cache lacks; neighbours are the other hosts, asked at once where the "
+        "hub is offline",
+    )
+    models_mb_per_sec: int = key(200, "MiB per second that each host sends of model files to others, in all", 1, U16)
     store: Literal["memory", "rocksdb"] = key(
         "memory", "where Ray keeps its tables; rocksdb outlives a restart of Ray, and is alpha in Ray 2.60"
     )

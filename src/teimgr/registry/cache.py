@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,8 +20,6 @@ from teimgr import hub
 
 log = logging.getLogger(__name__)
 
-DEFAULT_REVISION = "main"
-_PREFIX = "models--"
 _FILES_SHOWN = 10_000
 # Our key → its names in config.json.
 _METADATA: Mapping[str, tuple[str, ...]] = {
@@ -79,14 +77,14 @@ class HubCache:
     def model_ids(self) -> list[str]:
         """The models that have a folder, complete or not."""
         try:
-            names = [entry.name for entry in self.folder.iterdir() if entry.name.startswith(_PREFIX) and entry.is_dir()]
+            names = [entry.name for entry in self.folder.iterdir() if entry.is_dir()]
         except OSError:
             return []
-        return sorted(name.removeprefix(_PREFIX).replace("--", "/", 1) for name in names)
+        return sorted(id for id in map(hub.id_of_folder, names) if id is not None)
 
     def folder_of(self, model_id: str) -> Path:
         """The folder of a model's blobs, refs and snapshots."""
-        return self.folder / (_PREFIX + model_id.replace("/", "--"))
+        return self.folder / hub.folder_name(model_id)
 
     def snapshots(self, model_id: str) -> list[Snapshot]:
         """The snapshots of a model that have at least a configuration, the newest first. Never raises."""
@@ -113,7 +111,7 @@ class HubCache:
     def find(self, model_id: str, revision: str | None = None) -> Snapshot | None:
         """The snapshot of a branch, tag or commit; without one `main`, else the newest, complete ones first."""
         found = self.snapshots(model_id)
-        wanted = revision or DEFAULT_REVISION
+        wanted = revision or hub.DEFAULT_REVISION
         for snapshot in found:
             if wanted in (*snapshot.refs, snapshot.commit):
                 return snapshot
@@ -148,20 +146,7 @@ class HubCache:
             tree = get_cached_repo_tree(model_id, revision=commit, cache_dir=self.folder)
         except (CachedRepoTreeNotFoundError, HFValidationError):
             return set()
-        return set(needed([file.path for file in tree])) - present
-
-
-def needed(names: Sequence[str]) -> list[str]:
-    """The files of a repository that the engine needs."""
-    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # it is exported lazily
-
-    return list(filter_repo_objects(names, ignore_patterns=hub.unused_patterns(names)))
-
-
-def default_cache_folder() -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
+        return set(hub.needed([file.path for file in tree])) - present
 
 
 def is_directory(model_id: str) -> bool:

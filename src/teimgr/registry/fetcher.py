@@ -29,7 +29,7 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
-from teimgr.registry.cache import HubCache, default_cache_folder, needed
+from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
 MESSAGE_S = 0.25
@@ -158,7 +158,7 @@ class Fetch:
         self._commit = str(info.sha)
         tree = api.list_repo_tree(order.model_id, recursive=True, revision=self._commit)
         remote = {file.path: _remote(file) for file in tree if isinstance(file, RepoFile)}
-        files = [remote[name] for name in needed(list(remote))]
+        files = [remote[name] for name in hub.needed(list(remote))]
         if not files:
             raise ModelDownloadFailed(order.model_id, "the repository has no files for this engine")
         size_bytes = sum(file.size_bytes for file in files)
@@ -265,7 +265,7 @@ def main(arguments: list[str]) -> int:
     sender.start()
     result: dict[str, object]
     try:
-        path = Fetch(order, HubCache(default_cache_folder()), tally).run()
+        path = Fetch(order, HubCache(hub.default_cache_folder()), tally).run()
         result = {"path": str(path), "commit": path.name}
     except TeimgrError as error:
         result = {"code": int(error.code), "message": error.message}

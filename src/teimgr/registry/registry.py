@@ -263,7 +263,7 @@ class Registry:
     @property
     def _cache(self) -> HubCache:
         if self._given_cache is None:
-            self._given_cache = HubCache(disk.default_cache_folder())
+            self._given_cache = HubCache(hub.default_cache_folder())
         return self._given_cache
 
     def _find(self, model_id: str, revision: str | None) -> Snapshot | None:

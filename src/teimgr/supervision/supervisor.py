@@ -235,6 +235,8 @@ class Supervisor:
 
     def view(self) -> WorkerView:
         replica, handle = self._replica, self._worker.handle if self._worker else None
+        status = self._worker.status if self._worker else None
+        download = status.reason if status and status.state == "downloading" else None
         return WorkerView(
             replica=self.number,
             role=self.role,
@@ -248,7 +250,7 @@ class Supervisor:
             restarts=replica.restarts,
             health_check_failures=replica.probe_failures,
             last_health_check=rfc3339(self._probed_at) if self._probed_at else None,
-            reason=replica.reason,
+            reason=download or replica.reason,
         )
 
     # The task

@@ -28,9 +28,19 @@ import uvloop
 
 from teimgr import hub
 from teimgr.engine.engine import Engine, EngineOptions
-from teimgr.errors import Broken, Code, Internal, OutOfDeviceMemory, PortConflict, Refused, TeimgrError
+from teimgr.errors import (
+    Broken,
+    Code,
+    Internal,
+    ModelDownloadFailed,
+    OutOfDeviceMemory,
+    PortConflict,
+    Refused,
+    TeimgrError,
+)
 from teimgr.fleet_tls import FleetIdentity
 from teimgr.http_server import Listener, bind, serving
+from teimgr.neighbours import FleetNeighbours
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.observability.memory import resident_bytes
@@ -66,7 +76,7 @@ _REFERENCES_FOLDER = "references"  # likewise
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
 # Failures to load that the same files and flags will cause again, and those subclasses that may pass by themselves.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
-_TRANSIENT = (PortConflict, Internal)
+_TRANSIENT = (PortConflict, Internal, ModelDownloadFailed)
 
 
 def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str = "{}") -> int:
@@ -197,13 +207,12 @@ class Worker:
 
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was stopped meanwhile. A download may take hours and is reported."""
-        spec, began = self.spec, time.monotonic()
-        fetching = in_background("fetching", lambda: hub.resolve(spec.model_id, spec.revision))
+        spec, began, neighbours = self.spec, time.monotonic(), self._neighbours()
+        fetching = in_background("fetching", lambda: hub.resolve(spec.model_id, spec.revision, neighbours))
         while not fetching.done():
             if await _any_of(self._stop.wait(), asyncio.shield(fetching), limit_s=_DOWNLOAD_REPORT_S):
                 break
-            waited_s = round(time.monotonic() - began)
-            self._announce("downloading", reason=f"fetching the model's files for {waited_s} s")
+            self._report_download(round(time.monotonic() - began), neighbours)
         if not fetching.done():
             return None
         if self._state == "downloading":
@@ -219,6 +228,21 @@ class Worker:
         self._dispatcher.attach(self._engine)
         collect_garbage_rarely()
         return self._engine
+
+    def _neighbours(self) -> FleetNeighbours | None:
+        """The other hosts of a fleet, which may have the model."""
+        if not self.spec.agent_socket:
+            return None
+        identity = FleetIdentity(Path(self.spec.identity_dir or ""), self.spec.host)
+        return FleetNeighbours(Path(self.spec.agent_socket), identity)
+
+    def _report_download(self, waited_s: int, neighbours: FleetNeighbours | None) -> None:
+        reason = f"fetching the model's files for {waited_s} s"
+        if neighbours is not None and (host := neighbours.progress.host):
+            done, total = neighbours.progress.bytes_done, neighbours.progress.bytes_total
+            reason += f" from host '{host}': {done:,} of {total:,} bytes"
+        log.info("%s", reason, extra=self._log_fields)
+        self._announce("downloading", reason=reason)
 
     def _load_blocking(self, source: hub.ModelSource, on_fault: Callable[[str], None]) -> Engine:
         spec = self.spec
