@@ -137,7 +137,7 @@ class TokenizerLibrary:
         with _library_errors():
             if len(texts) == 1 or _is_little(texts):  # without the thread pool
                 pairs = ((text, None) if isinstance(text, str) else text for text in texts)
-                return [self._tokenizer.encode(*pair, add_special_tokens=specials) for pair in pairs]
+                return [self._tokenizer.encode(first, second, add_special_tokens=specials) for first, second in pairs]
             encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
             return encode(list(texts), add_special_tokens=specials)
 
