@@ -16,6 +16,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from contextvars import Context
 
 from teimgr.cluster.host_link import HostAddress, HostLink, connect
 from teimgr.cluster.relay import NearEnd, most_forwarded, reset
@@ -157,7 +158,8 @@ class _Port:
         self._taken: Counter[str] = Counter()
         self._failed_at: dict[str, float] = {}
         self._is_full = False
-        self._joining = asyncio.create_task(self._join(), name=f"port of {name}")
+        # Contexts of their own, without the request that happened to start them.
+        self._joining = asyncio.create_task(self._join(), name=f"port of {name}", context=Context())
 
     @property
     def connections(self) -> int:
@@ -268,7 +270,7 @@ class _Port:
             reset(client)
             return
         client.setblocking(False)
-        task = asyncio.create_task(self._forward(client))
+        task = asyncio.create_task(self._forward(client), context=Context())
         self._tasks[task] = ""
         task.add_done_callback(self._tasks.pop)
 
