@@ -13,6 +13,7 @@ from tests.support.fleet_nodes import HOST, FleetNodes
 from tests.support.polling import eventually
 
 from teimgr.cluster.host_link import HostAddress
+from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.port_forwarding import PortForwarding
 from teimgr.launch.launcher import LocalLauncher
@@ -42,7 +43,8 @@ class RemoteHost:
         self._handler = handler
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        service = HostService(LocalLogs(folder, name), self._port_of)
+        models = HostModels(lambda: 1 << 30, folder / "cache")
+        service = HostService(LocalLogs(folder, name), models, self._port_of)
         self.listener = HostListener(service, nodes.identity(name), HOST)
         self.address = self.listener.address
         """Where the head reaches it; a test may put a network in between."""
