@@ -14,6 +14,7 @@ from teimgr.spec import EVENTS, Incident, InstanceSpec, InstanceView, State
 VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}), state=State.STARTING)
 CRASH = Incident(event="crashed", reason="killed", at="2026-03-04T12:00:00.123456Z", crash_report="a-0.json")
 GROWTH = Incident(event="over_memory", reason="700 MiB", at="2026-03-04T12:00:01.123456Z")
+LOST = Incident(event="no_host", reason="no other host takes it", at="2026-03-04T12:00:02.123456Z")
 STOPPED = replace(
     VIEW,
     state=State.STOPPED,
@@ -46,6 +47,7 @@ def test_a_life_is_told_step_by_step() -> None:
         replace(VIEW, state=State.RUNNING, health_check_failures=1),
         replace(VIEW, state=State.RUNNING, health_check_failures=2),
         replace(VIEW, state=State.RUNNING, incident=CRASH),
+        replace(VIEW, state=State.RUNNING, incident=LOST),
         replace(VIEW, state=State.RUNNING, incident=GROWTH),
         replace(VIEW, state=State.RUNNING, incident=GROWTH, spec=replace(VIEW.spec, max_batch_tokens=1)),
         replace(STOPPED, state=State.STOPPING),
@@ -62,6 +64,7 @@ def test_a_life_is_told_step_by_step() -> None:
         "running",
         "unhealthy",
         "crashed",
+        "no_host",
         "over_memory",
         "updated",
         "stopping",
@@ -73,7 +76,7 @@ def test_a_life_is_told_step_by_step() -> None:
     (crashed,) = [event for event in events.since(0) if event.event == "crashed"]
     assert (crashed.reason, crashed.crash_report) == ("killed", "a-0.json")
     last = list(events.since(0))[-1]
-    assert (last.id, last.instance, last.reason, last.tags) == (11, "a", "broken", {"team": "x"})
+    assert (last.id, last.instance, last.reason, last.tags) == (12, "a", "broken", {"team": "x"})
 
 
 def test_an_instance_has_a_bounded_history_until_it_is_deleted() -> None:

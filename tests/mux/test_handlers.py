@@ -545,7 +545,7 @@ async def test_calls_without_a_message_are_bounded_and_end_and_leave_their_place
 ) -> None:
     calls = 100
     monkeypatch.setattr(handlers, "_OPEN_CALLS", calls)
-    monkeypatch.setattr(handlers, "_MESSAGE_S", 0.5)
+    monkeypatch.setattr(handlers, "_MESSAGE_S", 2)
     entry = running("a", await start_worker(Request.reply))
 
     async with (
