@@ -49,7 +49,7 @@ _SERVED = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
-    parser.add_argument("--rounds", type=int, default=3, help="passes of each path, in turn (3)")
+    parser.add_argument("--rounds", type=int, default=2, help="passes of each path, in turn (2)")
 
 
 def run(options: argparse.Namespace) -> int:

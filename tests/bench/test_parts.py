@@ -159,6 +159,7 @@ def test_the_page_of_results_is_whole_and_asks_no_other_host(tmp_path: Path, mon
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", page)
 
 
+@pytest.mark.long
 def test_a_step_of_the_card_run_that_fails_hides_no_other(tmp_path: Path) -> None:
     command = argparse.ArgumentParser()
     card.arguments(command)

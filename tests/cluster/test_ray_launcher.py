@@ -216,6 +216,7 @@ async def test_a_start_is_by_the_clock_of_the_daemon_and_not_by_that_of_the_host
     ]
 
 
+@pytest.mark.long
 async def test_a_killed_ray_is_started_again_without_what_it_left(one_host: OneHost) -> None:
     head, launcher = one_host.launcher()
     await launcher.start()

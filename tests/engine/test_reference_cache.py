@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.support.models import build
 
-from teimgr.engine import fidelity_gate
+from teimgr.engine import fidelity_gate, reference_cache
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.job import Output
@@ -148,7 +148,7 @@ def test_the_key_is_that_of_the_files_the_options_and_the_inputs(
     keys.append(reference_key(layout, "auto", [INPUT]))
     os.utime(weights, ns=(0, 0))
     keys.append(reference_key(layout, "auto", [INPUT]))
-    monkeypatch.setattr("transformers.__version__", "another")
+    monkeypatch.setattr(reference_cache.transformers, "__version__", "another")
     keys.append(reference_key(layout, "auto", [INPUT]))
 
     assert None not in keys
