@@ -78,7 +78,7 @@ class Agent:
         self.leaving = asyncio.Event()
         """Set by a `leave`: the host shall take no more workers, and end when it has none."""
         self.fleet = FleetFacts()
-        """As the daemon has told it last."""
+        """From the last question of the daemon for facts."""
         self._launcher = launcher
         self._run_dir = run_dir.absolute()
         self._facts = facts
@@ -228,7 +228,7 @@ class Agent:
             async with asyncio.timeout(_FLEET_LIMIT_S):
                 await self._hosts_known.wait()
         except TimeoutError:
-            write_message(writer, error="the daemon has not told yet which hosts there are")
+            write_message(writer, error="the list of hosts has not come from the daemon yet")
             return
         write_message(writer, hosts=self.fleet.services, models_from=self.fleet.models_from)
 

@@ -15,32 +15,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from teimgr.cluster.host_link import HostLink
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.relay import STALL_S, NearEnd, most_forwarded
 from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
-from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, peer_of
+from teimgr.fleet_tls import FleetIdentity, peer_of
 from teimgr.http_server import bind
 from teimgr.observability.log_filter import LogFilter
 from teimgr.observability.log_source import Batch, LogSource
 from teimgr.spec import check_name
+from teimgr.wire.fleet_listener import FleetListener
 from teimgr.wire.host_messages import pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 
 ALIVE_S = 2.0
 """A follower hears of the host at least so often."""
 MAX_LINKS = 128
-_MAX_HANDSHAKES = 64
 _BACKLOG = 1024
 _REQUEST_LIMIT_S = 10.0
 _PORT_LIMIT_S = 2.0
-_ACCEPT_PAUSE_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -156,79 +154,41 @@ def _packed(batch: Batch) -> list[str | dict[str, str]]:
     return [item if isinstance(item, str) else {"gap": item.reason} for item in batch]
 
 
-class HostListener:
-    """Accepts other hosts on `host`, at a free port: `address` is where. Each gets the certificates of its moment.
+class HostListener(FleetListener):
+    """Accepts requests of other hosts on `host`, at a free port, and has `service` answer them.
 
     Raises:
         PortConflict: the address cannot be bound.
     """
 
     def __init__(self, service: HostService, identity: FleetIdentity, host: str) -> None:
+        listener = bind(host, 0, "host service")
+        listener.listen(_BACKLOG)
+        super().__init__(listener, identity, self._stream, noun="request")
         self._service = service
-        self._identity = identity
-        self._listener = bind(host, 0, "host service")
-        self._listener.listen(_BACKLOG)
-        self._listener.setblocking(False)
-        name, port = self._listener.getsockname()[:2]
-        self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-        self._handshakes = asyncio.Semaphore(_MAX_HANDSHAKES)
         self._links: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._accepting = asyncio.create_task(self._accept(), name="requests of other hosts")
 
     async def close(self) -> None:
         """End what is under way, and stop listening."""
-        tasks = [*self._links, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
+        await super().close()
+        for task in self._links:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._listener.close()
+        if self._links:
+            await asyncio.wait(self._links)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._handshakes.acquire()
-            try:
-                sock, peer = await loop.sock_accept(self._listener)
-            except OSError as error:  # no descriptors are left, or the client left at once
-                self._handshakes.release()
-                log.warning("another host was not accepted", extra={"reason": str(error)})
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = asyncio.create_task(self._serve(sock, str(peer[0])))
-            self._links.add(task)
-            task.add_done_callback(self._links.discard)
+    def _stream(self, client: str) -> asyncio.BaseProtocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), partial(self._connected, client))
 
-    async def _serve(self, sock: socket.socket, client: str) -> None:
+    def _connected(self, client: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            link = await self._shake_hands(sock)
+            set_tcp_limits(writer.transport)
+            peer = peer_of(writer.get_extra_info("ssl_object"))
+            self.identity.check(peer)
         except (OSError, TeimgrError) as error:
-            sock.close()
-            reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
-            kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
-            log.warning("another host was refused", extra={"client": client, "kind": kind, "reason": reason})
+            writer.transport.abort()
+            self.log_refusal(client, error)
             return
-        finally:
-            self._handshakes.release()
-        await self._service.serve(link)
-
-    async def _shake_hands(self, sock: socket.socket) -> HostLink:
-        loop = asyncio.get_running_loop()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        reader = asyncio.StreamReader(loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol, sock, ssl=self._identity.server_context(), ssl_handshake_timeout=HANDSHAKE_LIMIT_S
-        )
-        try:
-            set_tcp_limits(transport)
-            peer = peer_of(transport.get_extra_info("ssl_object"))
-            self._identity.check(peer)
-        except BaseException:
-            transport.abort()
-            raise
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        return HostLink(reader, writer, peer.name, peer.name.node or "daemon")
+        link = HostLink(reader, writer, peer.name, peer.name.node or "daemon")
+        task = asyncio.create_task(self._service.serve(link))
+        self._links.add(task)
+        task.add_done_callback(self._links.discard)

@@ -21,8 +21,8 @@ class FleetListener:
     """Accepts connections on `listener`, which listens already, and makes a protocol for each; `address` is where.
 
     `protocol` gets the client's address. Its connections have proved a certificate of the fleet; whose, it asks
-    `fleet_tls.peer_of`. It counts itself in `connections`, beyond `most` of which none is accepted. `noun` is what logs
-    and refusals call a connection.
+    `fleet_tls.peer_of`. With `most` it counts itself in `connections`, and no more are accepted. `noun` is what logs and
+    refusals call a connection.
 
     Connections are accepted here and not by the loop's server, whose context could not be replaced, and which would not
     bound the handshakes that are under way.
@@ -33,7 +33,7 @@ class FleetListener:
         listener: socket.socket,
         identity: FleetIdentity,
         protocol: Callable[[str], asyncio.BaseProtocol],
-        most: int,
+        most: int | None = None,
         noun: str = "connection",
     ) -> None:
         self.connections = 0
@@ -78,7 +78,7 @@ class FleetListener:
 
     async def _shake_hands(self, sock: socket.socket, client: str) -> None:
         try:
-            if self.connections >= self._most:
+            if self._most is not None and self.connections >= self._most:
                 raise Unavailable(f"there are {self._most} {self._noun}s from other hosts")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -89,9 +89,13 @@ class FleetListener:
             )
         except (OSError, TeimgrError) as error:
             sock.close()
-            reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
-            kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
-            details = {"client": client, "kind": kind, "reason": reason}
-            log.warning("a %s from another host was refused", self._noun, extra=details)
+            self.log_refusal(client, error)
         finally:
             self._slots.release()
+
+    def log_refusal(self, client: str, error: Exception) -> None:
+        """Log why the connection of a client was refused, as the TLS library says it where that has the reason."""
+        reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
+        kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
+        details = {"client": client, "kind": kind, "reason": reason}
+        log.warning("a %s from another host was refused", self._noun, extra=details)
