@@ -34,19 +34,12 @@ def random_bert(folder: Path, like: Path, shape: str, longest: int = 512) -> Pat
 
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"), dirs_exist_ok=True)
     torch.manual_seed(0)
-    hidden, layers = SHAPES[shape]
-    sizes = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 12 if shape == "mini" else hidden // 64,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": longest,
-    }
+    sizes = _sizes(shape, longest)
     config = BertConfig(**json.loads((like / "config.json").read_text()) | sizes)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest, "do_lower_case": False}))
     pooling = folder / "1_Pooling" / "config.json"
-    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"word_embedding_dimension": hidden}))
+    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"word_embedding_dimension": SHAPES[shape][0]}))
     return folder
 
 
@@ -63,15 +56,7 @@ def random_reranker(folder: Path, like: Path, shape: str) -> Path:
         if (like / name).exists():
             shutil.copy(like / name, folder)
     torch.manual_seed(0)
-    hidden, layers = SHAPES[shape]
-    sizes = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 12 if shape == "mini" else hidden // 64,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": 512,
-        "num_labels": 1,
-    }
+    sizes = _sizes(shape, 512) | {"num_labels": 1}
     config = BertConfig(**json.loads((like / "config.json").read_text()) | sizes)
     BertForSequenceClassification(config).save_pretrained(folder)
     return folder
@@ -105,3 +90,15 @@ def count_tokens(model: Path, texts: list[str]) -> int:
     tokenizer.no_padding()
     tokenizer.enable_truncation(json.loads((model / "sentence_bert_config.json").read_text())["max_seq_length"])
     return sum(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))
+
+
+def _sizes(shape: str, longest: int) -> dict[str, int]:
+    """The sizes of a BERT of one of `SHAPES` in its configuration."""
+    hidden, layers = SHAPES[shape]
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 12 if shape == "mini" else hidden // 64,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": longest,
+    }

@@ -190,7 +190,7 @@ class Agent:
             case {"op": "facts", "fleet": dict(fleet)}:
                 self._learn(FleetFacts.from_dict(fleet))
                 write_message(writer, facts=(await self._facts()).to_dict())
-            case {"op": "facts"}:  # of `teimgr doctor`, which knows nothing of nodes
+            case {"op": "facts"}:  # of `teimgr doctor`, which sends no list of nodes
                 write_message(writer, facts=(await self._facts()).to_dict())
             case {"op": "hosts"}:
                 await self._tell_hosts(writer)

@@ -34,7 +34,7 @@ from teimgr.wire.host_messages import pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 
 ALIVE_S = 2.0
-"""A follower hears of the host at least so often."""
+"""The longest pause between two messages to a follower, in seconds."""
 MAX_LINKS = 128
 _BACKLOG = 1024
 _REQUEST_LIMIT_S = 10.0

@@ -129,7 +129,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFacts:
-    """What every host hears of the daemon, with each question for its own facts.
+    """What the daemon sends to every host with each question for its facts.
 
     `removed` is as `fleet_tls.REMOVED_FILE` has it. `services` are the hosts with the addresses of their services, the
     daemon's own first; None while the daemon does not know them. `models_from` and `models_mb_per_sec` are those of

@@ -26,7 +26,7 @@ _LOG_MAX_BYTES, _LOG_KEEP = 10 << 20, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuxFacts:
-    """What an agent knows of a mux: `spec` as the daemon sent it, `address` where it listens for the daemon."""
+    """A mux in the list of its agent: `spec` as the daemon sent it, `address` where it listens for the daemon."""
 
     name: str
     incarnation: str

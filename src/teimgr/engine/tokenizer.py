@@ -368,7 +368,7 @@ class TextTokenizer:
     def _by_wordpiece(
         self, inputs: Sequence[Input], options: TokenizeOptions, truncation: Truncation | None
     ) -> TokenizedTexts | None:
-        """What the native WordPiece knows of `inputs`, the rest is missing; None where it is not used."""
+        """The ids of `inputs` by the native WordPiece, without those it does not cover; None where it is not used."""
         prompt = options.prompt
         if (native := self._wordpiece) is None or not prompt.isascii():
             return None

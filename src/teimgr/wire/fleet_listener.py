@@ -21,8 +21,8 @@ class FleetListener:
     """Accepts connections on `listener`, which listens already, and makes a protocol for each; `address` is where.
 
     `protocol` gets the client's address. Its connections have proved a certificate of the fleet; whose, it asks
-    `fleet_tls.peer_of`. With `most` it counts itself in `connections`, and no more are accepted. `noun` is what logs and
-    refusals call a connection.
+    `fleet_tls.peer_of`. With `most` it counts itself in `connections`, and no more than that are accepted. `noun` is
+    what logs and refusals call a connection.
 
     Connections are accepted here and not by the loop's server, whose context could not be replaced, and which would not
     bound the handshakes that are under way.
@@ -94,7 +94,7 @@ class FleetListener:
             self._slots.release()
 
     def log_refusal(self, client: str, error: Exception) -> None:
-        """Log why the connection of a client was refused, as the TLS library says it where that has the reason."""
+        """Log why the connection of a client was refused, with the reason of the TLS library where it has one."""
         reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
         kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
         details = {"client": client, "kind": kind, "reason": reason}
