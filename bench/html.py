@@ -1,4 +1,4 @@
-"""`bench html`: the newest result of every scenario as one self-contained page: ratios first, then tables and plots."""
+"""`bench html`: the newest result of every scenario as one self-contained page: targets, then tables and plots."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     documents = {name: json.loads((RESULTS / f"{newest(name)}.json").read_text()) for name in found}
     last = max(documents.values(), key=lambda document: str(document["date"]))
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in found)
-    ratios = markdown_table(("ratio", "measured", "asked"), list(_ratios(documents)))
+    targets = markdown_table(("figure", "measured", "asked"), [*_ratios(documents), *_absolute(documents)])
     sections = "\n".join(line for name in found for line in _section(name, documents[name]))
     head = "".join(f'<p class="n">{escape(line)}</p>' for line in machine_lines(last["machine"]))
     page = f"""<!doctype html>
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 paired: every path does one pass in each round, in turn. <code>bench/README.md</code> has how to read them.</p>
 <p>The newest is of {last["date"]}:</p>
 {head}
-{"".join(_table(ratios))}
+{"".join(_table(targets))}
 <p>{links}</p>
 {sections}
 </html>
@@ -88,6 +88,41 @@ def _ratios(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         as_base64, as_arrow = rate.get("/v1/embeddings base64 × 64"), rate.get("mux EmbedArrow × 64")
         if as_base64 and as_arrow:
             yield "OpenAI base64 ÷ Arrow, batches of 64 texts, look-up table", f"{as_base64 / as_arrow:.0%}", "85 %"
+
+
+def _absolute(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Times and rates that were asked for on two cores; those of another machine are not comparable."""
+    if "mux" in documents:
+        alone = next(row for row in documents["mux"]["rows"] if row["load"] == "one at a time, idle")
+        yield "one query of MiniLM back to back through the mux, p50", f"{alone['p50']:.1f} ms", "2.1 ms"
+    if "bimodal" in documents:
+        row = documents["bimodal"]["rows"][0]
+        for point, asked in (("p50", "3 ms"), ("p99", "5 ms")):
+            yield f"one query every 50 ms through the mux, {point}", f"{row[f'idle_{point}_ms']:.1f} ms", asked
+    if "front" in documents:
+        rows = {(row["load"], row["callers"]): row for row in documents["front"]["rows"] if row["checkout"] == "here"}
+        for load, callers, asked in (
+            ("mux Embed", (256,), "12,000"),
+            ("/v1/embeddings", (64, 256), "8,000, p99 60 ms"),
+            ("/embed", (64, 256), "9,000, p99 60 ms"),
+            ("EmbedArrow by the client", (1,), "150,000"),
+        ):
+            for count in (each for each in callers if (load, each) in rows):
+                passes = rows[load, count]["passes"]
+                tail = [each["p99_ms"] for each in passes if each.get("p99_ms")]
+                measured = f"{median(each['calls'] / each['seconds'] for each in passes):,.0f}"
+                measured += f", p99 {median(tail):.0f} ms" if tail else ""
+                what = "texts" if load.startswith("EmbedArrow") else "requests"
+                yield f"look-up table, {load}, callers: {count}, {what} a second", measured, asked
+    if "start" in documents:
+        workers = documents["start"]["workers"][1:]  # the first waits for the fork server to import torch
+        for key, what, asked in (
+            ("running_s", "POST to running, MiniLM from the cache", "0.4 s"),
+            ("restart_s", "restart of a killed worker", "0.5 s"),
+            ("unique_mib", "memory of an added worker of MiniLM (USS)", "100 MB"),
+        ):
+            unit = "MiB" if key == "unique_mib" else "s"
+            yield what, f"{median(each[key] for each in workers):.3g} {unit}", asked
 
 
 def _peer_ratios(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
