@@ -301,9 +301,10 @@ def _matrix(column: Any) -> Vectors:
 
 def _failures(column: Any, table: Any) -> dict[int, str]:
     """Row → reason of the rows without a vector."""
-    reasons = table.column("error").to_pylist() if "error" in table.column_names else [None] * table.num_rows
-    if not column.null_count:
-        return {row: reason for row, reason in enumerate(reasons) if reason is not None}
+    explained = table.column("error") if "error" in table.column_names else pa.nulls(table.num_rows)
+    if not column.null_count and explained.null_count == table.num_rows:
+        return {}  # as nearly always, and without a Python object for each row
+    reasons = explained.to_pylist()
     missing = column.is_null().to_pylist()
     return {
         row: reason or "no vector"
