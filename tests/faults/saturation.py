@@ -143,12 +143,16 @@ def report(found: Run) -> tuple[list[str], dict[str, Any]]:
         last = [s for at, s in calls if at >= found.elapsed_s - minute]
         rows.append((surface, len(calls), *(_percentile(part, q) for part in (first, last) for q in (0.5, 0.99))))
     memory = [(name, *pair, 100 * (pair[1] / pair[0] - 1)) for name, pair in sorted(found.growth().items())]
+    by_minute = {surface: _p50_by_minute(calls) for surface, calls in found.latencies.items()}
     heads = ("surface", "calls", "first minute: p50, ms", "p99", "last minute: p50, ms", "p99")
     lines = [
         f"{found.texts} texts in {found.elapsed_s:.0f} s on tiny BERT models (width 32, two layers), each vector "
         f"compared with sentence-transformers; {len(found.breaches)} broken invariants.",
         "",
         *markdown(heads, rows),
+        "",
+        "p50 of every fifth minute, ms: "
+        + "; ".join(f"{surface} {', '.join(f'{p50:.3g}' for p50 in p50s[::5])}" for surface, p50s in by_minute.items()),
         "",
         *markdown(("process", "after the warm-up, MiB", "at the end, MiB", "growth, %"), memory),
         "",
@@ -157,12 +161,21 @@ def report(found: Run) -> tuple[list[str], dict[str, Any]]:
     facts = {"texts": found.texts, "seconds": round(found.elapsed_s, 1), "breaches": found.breaches}
     return lines, facts | {
         "latency_ms": [dict(zip(heads, row, strict=True)) for row in rows],
+        "p50_ms_by_minute": by_minute,
         "memory_mib": {name: pair for name, *pair in memory},
-        "memory_mib_by_minute": _by_minute(found),
+        "memory_mib_by_minute": _memory_by_minute(found),
     }
 
 
-def _by_minute(found: Run) -> dict[str, list[float]]:
+def _p50_by_minute(calls: Sequence[tuple[float, float]]) -> list[float]:
+    """Of each minute: what tells a drift from a slow minute of the machine."""
+    minutes: dict[int, list[float]] = defaultdict(list)
+    for at, seconds in calls:
+        minutes[int(at // 60)].append(seconds)
+    return [round(_percentile(minutes[minute], 0.5), 1) for minute in sorted(minutes)]
+
+
+def _memory_by_minute(found: Run) -> dict[str, list[float]]:
     """The first sample of each minute of each process."""
     minutes: dict[str, dict[int, float]] = defaultdict(dict)
     for at, mib in found.memory:
