@@ -42,8 +42,9 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, fleet() as running:
         model = weights.random_reranker(Path(folder) / "model", weights.minilm(), options.shape)
         tasks = {BASELINE: Task("cross-encoder", str(model))}
+        in_one_call = ["--max-client-batch-size", str(options.candidates)]  # the default is TEI's, 32
         for dtype in ("float32", "auto"):
-            running.client.create(dtype, str(model), dtype=dtype)
+            running.client.create(dtype, str(model), dtype=dtype, extra_args=in_one_call)
             running.client.wait_until_running(dtype, deadline_s=120)
             tasks[f"teimgr daemon, Rerank, {dtype}"] = Task("reranked", grpc=running.grpc, instance=dtype)
         own_cpu = {name: running.cpu_s for name in tasks if name != BASELINE}
