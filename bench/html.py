@@ -80,12 +80,8 @@ def _ratios(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "bulk lost beside 20 queries a second", f"{row['lost']:.1f} %", "5 % at most"
         yield "their p99 above 2 × idle, in tokens of bulk", f"{row['over_tokens']:,.0f}", "one batch"
     if "front" in documents:
-        rate = {
-            row["load"]: median(each["calls"] / each["seconds"] for each in row["passes"])
-            for row in documents["front"]["rows"]
-            if row["checkout"] == "here"
-        }
-        as_base64, as_arrow = rate.get("/v1/embeddings base64 × 64"), rate.get("mux EmbedArrow × 64")
+        rates = {load: rate for (load, _), (rate, _) in _front(documents["front"]).items()}
+        as_base64, as_arrow = rates.get("/v1/embeddings base64 × 64"), rates.get("mux EmbedArrow × 64")
         if as_base64 and as_arrow:
             yield "OpenAI base64 ÷ Arrow, batches of 64 texts, look-up table", f"{as_base64 / as_arrow:.0%}", "85 %"
 
@@ -100,18 +96,16 @@ def _absolute(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         for point, asked in (("p50", "3 ms"), ("p99", "5 ms")):
             yield f"one query every 50 ms through the mux, {point}", f"{row[f'idle_{point}_ms']:.1f} ms", asked
     if "front" in documents:
-        rows = {(row["load"], row["callers"]): row for row in documents["front"]["rows"] if row["checkout"] == "here"}
+        found = _front(documents["front"])
         for load, callers, asked in (
             ("mux Embed", (256,), "12,000"),
             ("/v1/embeddings", (64, 256), "8,000, p99 60 ms"),
             ("/embed", (64, 256), "9,000, p99 60 ms"),
             ("EmbedArrow by the client", (1,), "150,000"),
         ):
-            for count in (each for each in callers if (load, each) in rows):
-                passes = rows[load, count]["passes"]
-                tail = [each["p99_ms"] for each in passes if each.get("p99_ms")]
-                measured = f"{median(each['calls'] / each['seconds'] for each in passes):,.0f}"
-                measured += f", p99 {median(tail):.0f} ms" if tail else ""
+            for count in (each for each in callers if (load, each) in found):
+                rate, p99_ms = found[load, count]
+                measured = f"{rate:,.0f}" + (f", p99 {p99_ms:.0f} ms" if p99_ms else "")
                 what = "texts" if load.startswith("EmbedArrow") else "requests"
                 yield f"look-up table, {load}, callers: {count}, {what} a second", measured, asked
     if "start" in documents:
@@ -123,6 +117,16 @@ def _absolute(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         ):
             unit = "MiB" if key == "unique_mib" else "s"
             yield what, f"{median(each[key] for each in workers):.3g} {unit}", asked
+
+
+def _front(document: dict[str, Any]) -> dict[tuple[str, int], tuple[float, float | None]]:
+    """Load and callers → calls (of the client's bulk jobs texts) a second and p99 in ms, of this checkout's passes."""
+    found = {}
+    for row in (row for row in document["rows"] if row["checkout"] == "here"):
+        p99s_ms = [each["p99_ms"] for each in row["passes"] if each.get("p99_ms")]
+        rate = median(each["calls"] / each["seconds"] for each in row["passes"])
+        found[row["load"], row["callers"]] = (rate, median(p99s_ms) if p99s_ms else None)
+    return found
 
 
 def _peer_ratios(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
@@ -149,11 +153,9 @@ def _interfaces() -> Iterator[str]:
     """Throughput against latency, a line for each interface with its callers."""
     name = newest("front")
     lines: dict[str, list[tuple[float, float]]] = {}
-    for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
-        passes = [each for each in row["passes"] if each.get("p99_ms")]
-        if row["checkout"] == "here" and passes:
-            rate = median(each["calls"] / each["seconds"] for each in passes)
-            lines.setdefault(row["load"], []).append((rate, median(each["p99_ms"] for each in passes)))
+    for (load, _), (rate, p99_ms) in _front(json.loads((RESULTS / f"{name}.json").read_text())).items():
+        if p99_ms:
+            lines.setdefault(load, []).append((rate, p99_ms))
     several = {load: points for load, points in lines.items() if len(points) > 1}
     if several:
         yield curves("Interfaces around a look-up table", ("calls/s", "p99 in ms"), source(name), several)
