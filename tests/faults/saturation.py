@@ -143,7 +143,7 @@ def report(found: Run) -> tuple[list[str], dict[str, Any]]:
         last = [s for at, s in calls if at >= found.elapsed_s - minute]
         rows.append((surface, len(calls), *(_percentile(part, q) for part in (first, last) for q in (0.5, 0.99))))
     memory = [(name, *pair, 100 * (pair[1] / pair[0] - 1)) for name, pair in sorted(found.growth().items())]
-    by_minute = {surface: _p50_by_minute(calls) for surface, calls in found.latencies.items()}
+    by_minute = {surface: _p50_by_minute(calls, found.elapsed_s) for surface, calls in found.latencies.items()}
     heads = ("surface", "calls", "first minute: p50, ms", "p99", "last minute: p50, ms", "p99")
     lines = [
         f"{found.texts} texts in {found.elapsed_s:.0f} s on tiny BERT models (width 32, two layers), each vector "
@@ -167,12 +167,13 @@ def report(found: Run) -> tuple[list[str], dict[str, Any]]:
     }
 
 
-def _p50_by_minute(calls: Sequence[tuple[float, float]]) -> list[float]:
-    """Of each minute: what tells a drift from a slow minute of the machine."""
-    minutes: dict[int, list[float]] = defaultdict(list)
+def _p50_by_minute(calls: Sequence[tuple[float, float]], elapsed_s: float) -> list[float]:
+    """p50 in ms of each whole minute of the run: a drift shows in all of them, a slow minute of the machine in one."""
+    minutes: list[list[float]] = [[] for _ in range(int(elapsed_s // 60))]
     for at, seconds in calls:
-        minutes[int(at // 60)].append(seconds)
-    return [round(_percentile(minutes[minute], 0.5), 1) for minute in sorted(minutes)]
+        if at < len(minutes) * 60:
+            minutes[int(at // 60)].append(seconds)
+    return [round(_percentile(minute, 0.5), 1) for minute in minutes]
 
 
 def _memory_by_minute(found: Run) -> dict[str, list[float]]:
