@@ -7,7 +7,7 @@ import json
 import logging
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +15,21 @@ import pytest
 from cryptography import x509
 
 from teimgr.cluster import node_identity
-from teimgr.cluster.authority import new_request, utc_now
+from teimgr.cluster.authority import FleetAuthority, new_request, utc_now
 from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.messages import Versions
 from teimgr.cluster.node_identity import renew, seconds_to_renewal
 from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, Unavailable
-from teimgr.fleet_tls import CLOCKS_APART_S, FleetIdentity, FleetName, Peer, new_context, peer_of
+from teimgr.fleet_tls import (
+    CLOCKS_APART_S,
+    DAEMON,
+    FleetIdentity,
+    FleetName,
+    Peer,
+    new_context,
+    peer_of,
+    write_identity,
+)
 
 HOST = "127.0.0.1"
 
@@ -86,6 +95,41 @@ async def test_other_versions_are_refused_by_name_and_leave_the_token_unused(
     with pytest.raises(InvalidConfig, match="versions differ"):
         await node_identity.enter(*server.address, identity, older)
     await renew(*server.address, identity)  # it goes on: a host that is updated later keeps its links
+
+
+async def test_a_host_whose_clock_is_late_is_refused_by_name_and_leaves_the_token_unused(
+    server: EnrolmentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, identity = server.join_token(None, 60), FleetIdentity(tmp_path / "a", "a")
+    late_s = CLOCKS_APART_S + 60
+
+    with monkeypatch.context() as late:
+        late.setattr(node_identity, "utc_now", lambda: utc_now() - timedelta(seconds=late_s))
+        refused = rf"this host's clock is {late_s:.0f} s behind the daemon's, at most {CLOCKS_APART_S:.0f} s"
+        with pytest.raises(InvalidConfig, match=refused):
+            await node_identity.join(*server.address, token, identity, VERSIONS)
+        late.setattr(node_identity, "utc_now", lambda: utc_now() - timedelta(seconds=CLOCKS_APART_S - 60))
+        assert await node_identity.join(*server.address, token, identity, VERSIONS) == "ray's token"
+        late.setattr(node_identity, "utc_now", lambda: utc_now() - timedelta(seconds=late_s))
+        with pytest.raises(InvalidConfig, match=refused):
+            await node_identity.enter(*server.address, identity, VERSIONS)
+    assert await node_identity.enter(*server.address, identity, VERSIONS) == "ray's token"
+
+
+@pytest.mark.parametrize(("apart", "reason"), [(3, "certificate is not yet valid"), (-96, "certificate has expired")])
+async def test_a_daemon_is_refused_with_this_hosts_clock_where_its_certificate_is_not_valid_by_that(
+    tmp_path: Path, apart: float, reason: str
+) -> None:
+    server = enrolment(tmp_path / "cluster")
+    authority = FleetAuthority(tmp_path / "cluster" / "ca", lambda: utc_now() + timedelta(hours=apart))
+    write_identity(server.identity.folder, *authority.issue_own(DAEMON), authority.authorities())
+    await server.start(HOST, 0)
+    try:
+        clock = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+        with pytest.raises(Unauthenticated, match=rf"{reason} by this host's clock, {clock}.*: set it"):
+            await joined(server, tmp_path / "a")
+    finally:
+        await server.close()
 
 
 async def test_a_host_with_a_certificate_needs_no_token_and_a_refused_one_needs_a_new(
@@ -220,6 +264,15 @@ async def test_malformed_requests_get_a_typed_refusal(server: EnrolmentServer, l
     answer = await ask(server, line)
 
     assert answer["error"]["code"] == 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize("clock", ["null", "true", '"1"', "NaN", "Infinity", "-1", "1" + 400 * "0"])
+async def test_a_clock_that_is_no_time_gets_a_typed_refusal(server: EnrolmentServer, clock: str) -> None:
+    line = f'{{"op": "join", "node": "a", "versions": {json.dumps(asdict(VERSIONS))}, "clock": {clock}}}\n'
+
+    answer = await ask(server, line.encode())
+
+    assert answer == {"error": {"code": 3, "message": "enrolment request: clock: a time in seconds since the epoch is expected"}}
 
 
 async def test_what_is_no_daemon_is_unavailable(tmp_path: Path) -> None:

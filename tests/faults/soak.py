@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ async def inject(world: WorldT, callers: Callers, kind: str, fault: Kind[WorldT]
         ended = time.monotonic()
         report.recovery_s[kind].append(ended - began)
     except Exception as error:  # whatever it is, the run is over and the report has it
+        traceback.print_exception(error)
         world.breaches.append(f"{where}: {error!r}")
         return time.monotonic() - first
     world.check_state_file()

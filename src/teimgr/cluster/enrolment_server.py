@@ -2,16 +2,19 @@
 
 A connection has one request and one answer:
 
-    {"op": "authorities"}                                    → {"authorities": PEM}
-    {"op": "join", "token", "node", "request", "versions"}   → {"certificate": PEM, "authorities": PEM, "ray_token"}
-    {"op": "enter", "request", "versions"}                   → the same; the client's certificate names the node
-    {"op": "renew", "request"}                               → {"certificate": PEM, "authorities": PEM}, in the same way
-    any of them                                              → {"error": {"code": number, "message": …}}
+    {"op": "authorities"}            → {"authorities": PEM}
+    {"op": "join", "token", "node", "request", "versions", "clock"}
+                                     → {"certificate": PEM, "authorities": PEM, "ray_token"}
+    {"op": "enter", "request", "versions", "clock"}
+                                     → the same; the client's certificate names the node
+    {"op": "renew", "request"}       → {"certificate": PEM, "authorities": PEM}, in the same way
+    any of them                      → {"error": {"code": number, "message": …}}
 
-`request` is a signing request (CSR) as PEM, `versions` an object as `messages.Versions`. The first one is asked before
-the joining node trusts anything: it compares the answer with the fingerprint in its token, and sends the token on a
-second connection, which it verifies by that authority. A node that has a certificate already enters with it. Other
-versions than the daemon's are refused before a token counts as used; a renewal does not ask for them.
+`request` is a signing request (CSR) as PEM, `versions` an object as `messages.Versions`, `clock` the node's time in
+seconds since the epoch. The first one is asked before the joining node trusts anything: it compares the answer with the
+fingerprint in its token, and sends the token on a second connection, which it verifies by that authority. A node that
+has a certificate already enters with it. Other versions than the daemon's, and a clock too late for its certificates,
+are refused before a token counts as used; a renewal does not ask for them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,16 @@ from teimgr.cluster.authority import MAX_REQUEST_BYTES, FleetAuthority
 from teimgr.cluster.enrolment import Enrolment, JoinToken
 from teimgr.cluster.messages import Versions
 from teimgr.errors import Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated, Unavailable
-from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of, write_identity, write_removed
+from teimgr.fleet_tls import (
+    CLOCKS_APART_S,
+    DAEMON,
+    HANDSHAKE_LIMIT_S,
+    FleetIdentity,
+    FleetName,
+    peer_of,
+    write_identity,
+    write_removed,
+)
 from teimgr.http_server import bind
 
 log = logging.getLogger(__name__)
@@ -38,6 +51,8 @@ MAX_LINE_BYTES = 4 * MAX_REQUEST_BYTES
 _REQUEST_LIMIT_S = 10.0
 _MAX_CONNECTIONS = 64
 _MAINTENANCE_S = 3600.0
+_LATEST = 2**40
+"""Seconds since the epoch that no clock shows."""
 
 Message = dict[str, Any]
 
@@ -185,6 +200,7 @@ class EnrolmentServer:
         ray = {}
         if op != "renew":
             self._check(message.get("versions"))
+            _check_clock(message.get("clock"))
             ray = {"ray_token": self._ray_token()}
         if op == "join":
             node = _text(message, "node")
@@ -206,6 +222,16 @@ class EnrolmentServer:
             raise InvalidInput(f"enrolment request: versions: {error}; is it another version of teimgr?") from error
         if different := self._versions.differences(found):
             raise InvalidConfig(f"versions differ from the daemon's: {different}; install the same on this host")
+
+
+def _check_clock(there: Any) -> None:
+    """Refuse a host by whose clock the daemon's certificates, renewed every hour, would not have begun."""
+    if type(there) not in (int, float) or not 0 <= there < _LATEST:
+        raise ValueError("clock: a time in seconds since the epoch is expected")
+    if (late_s := time.time() - there) > CLOCKS_APART_S:
+        raise InvalidConfig(
+            f"this host's clock is {late_s:.0f} s behind the daemon's, at most {CLOCKS_APART_S:.0f} s are allowed: set it"
+        )
 
 
 def _read(line: bytes) -> Message:

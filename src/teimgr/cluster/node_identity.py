@@ -34,6 +34,8 @@ _LIMIT_S = 15.0
 _RENEW_AT = 1 / 3
 """The part of a certificate's life after which it is renewed."""
 _RETRY_S = 60.0
+_NOT_VALID_NOW = (9, 10)
+"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL's x509_vfy.h, which `ssl` has no names for."""
 _LEAST_PAUSE_S = 60.0
 """Between two renewals, also where this host's clock is so far ahead that each certificate looks old at once."""
 
@@ -44,7 +46,7 @@ async def admission(host: str, port: int, identity: FleetIdentity, token: str, v
     With a certificate a token is not needed, and tried only where that one is refused, as after a removal.
 
     Raises:
-        InvalidConfig: there is neither, or the versions differ from the daemon's. Others as `join`.
+        InvalidConfig: there is neither. Others as `join`.
     """
     if has_certificate(identity):
         try:
@@ -68,8 +70,9 @@ async def join(host: str, port: int, token: str, identity: FleetIdentity, versio
 
     Raises:
         ValidationError: the token or the name is malformed.
-        InvalidConfig: the versions differ from the daemon's.
-        Unauthenticated, Forbidden: the daemon refuses the token, or is not the one that made it.
+        InvalidConfig: the versions differ from the daemon's, or this host's clock is too late for its certificates.
+        Unauthenticated, Forbidden: the daemon refuses the token, or is not the one that made it; or its certificate is
+            not valid by this host's clock.
         Unavailable: the daemon cannot be reached.
         OSError: the files cannot be written.
     """
@@ -81,7 +84,7 @@ async def join(host: str, port: int, token: str, identity: FleetIdentity, versio
     pinned = _pinned(offered.get("authorities"), parsed.fingerprint)
     context = new_context(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=pinned)
-    message = {"op": "join", "token": str(parsed), "node": identity.node, "versions": asdict(versions)}
+    message = {"op": "join", "token": str(parsed), "node": identity.node, **_about_this_host(versions)}
     answer = await _take(host, port, context, message, identity.folder)
     log.info("joined the fleet", extra={"node": identity.node})
     return _ray_token(answer)
@@ -89,7 +92,7 @@ async def join(host: str, port: int, token: str, identity: FleetIdentity, versio
 
 async def enter(host: str, port: int, identity: FleetIdentity, versions: Versions) -> str:
     """As `join`, by the right of the present certificate."""
-    message = {"op": "enter", "versions": asdict(versions)}
+    message = {"op": "enter", **_about_this_host(versions)}
     return _ray_token(await _take(host, port, identity.client_context(), message, identity.folder))
 
 
@@ -158,6 +161,11 @@ async def _take(host: str, port: int, context: ssl.SSLContext, message: dict[str
     return answer
 
 
+def _about_this_host(versions: Versions) -> dict[str, Any]:
+    """What the daemon compares with its own before it admits a node."""
+    return {"versions": asdict(versions), "clock": utc_now().timestamp()}
+
+
 def _ray_token(answer: dict[str, Any]) -> str:
     if not isinstance(token := answer.get("ray_token"), str):
         raise Unavailable("the daemon's answer has no token of Ray")
@@ -179,6 +187,10 @@ async def _ask(host: str, port: int, context: ssl.SSLContext, message: dict[str,
             await writer.drain()
             answer = json.loads(await reader.readline())
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _NOT_VALID_NOW:
+            raise Unauthenticated(
+                f"{host}:{port}: {error.verify_message} by this host's clock, {utc_now():%Y-%m-%d %H:%M:%S} UTC: set it"
+            ) from error
         raise Unauthenticated(f"{host}:{port} is not of this fleet: {error.verify_message}") from error
     except (OSError, ValueError) as error:  # TimeoutError is an OSError
         raise Unavailable(f"{host}:{port}: {error or 'no answer'}") from error
