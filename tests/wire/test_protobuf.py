@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.wire.protobuf import Target, read_envelope, read_target, without_fields
+from teimgr.wire.protobuf import Target, bytes_field, read_envelope, read_target, without_fields
 
 
 def _shadow() -> type[Message]:
@@ -154,3 +154,16 @@ def test_options_of_the_first_arrow_request_merge_into_a_later_one() -> None:
 def test_groups_nested_without_end_are_refused_without_recursing_without_end() -> None:
     with pytest.raises(InvalidInput, match="Malformed"):
         read_envelope(b"\x1b" * 10_000, 2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.binary(max_size=300)), max_size=5))
+def test_a_field_of_bytes_is_its_last_value_as_protobuf_has_it(fields: list[tuple[int, bytes]]) -> None:
+    message = b"".join(field(number, content) for number, content in fields)
+
+    assert bytes_field(message, 1) == mux_pb2.EmbedArrowResponse.FromString(message).arrow_ipc
+
+
+@pytest.mark.parametrize("message", [b"\x0a\x05ab", b"\x0a", b"\x00", b"\x0f"])
+def test_a_field_of_bytes_in_what_is_no_message_is_refused(message: bytes) -> None:
+    with pytest.raises(InvalidInput, match="Malformed message"):
+        bytes_field(message, 1)

@@ -24,12 +24,12 @@ from teimgr.client.payloads import (
     ArrowOptions,
     Compression,
     EmbedOptions,
+    Gathered,
     Routing,
     TextOptions,
     Texts,
     arrow_request,
     embed_request,
-    joined,
     pack_texts,
     slices,
     target,
@@ -253,15 +253,18 @@ class InferenceCalls(RpcCalls):
         A text that fails alone has its reason in `Embedded.errors`; a failing call raises.
         """
         check_options(options, ArrowOptions)
+        pieces = list(slices(texts, batch_rows))
+        gathered = Gathered(len(texts))
 
-        async def embed_slice(at: int, piece: Texts) -> Embedded:
+        async def embed_slice(at: int, piece: Texts) -> None:
             request = arrow_request(pack_texts(piece, compression, first_row=at * batch_rows), options)
             embedded = unpack_vectors(await self._grpc.unary("EmbedArrow", request, self._timeout_s))
             if len(embedded.vectors) != len(piece):
                 raise Internal(f"the server answered {len(embedded.vectors)} rows for {len(piece)} texts")
-            return embedded
+            gathered.add(at * batch_rows, embedded)
 
-        return joined(await self._each(list(slices(texts, batch_rows)), in_flight, embed_slice))
+        await self._each(pieces, in_flight, embed_slice)
+        return gathered.result()
 
     async def embed_arrow_stream(
         self,

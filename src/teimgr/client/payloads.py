@@ -12,10 +12,11 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from teimgr.client.checks import check_limit, check_sequence, check_source, check_text
 from teimgr.client.values import Embedded, Vectors
 from teimgr.config.schema import quoted
-from teimgr.errors import Internal, ValidationError
+from teimgr.errors import Internal, InvalidInput, ValidationError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
+from teimgr.wire.protobuf import bytes_field
 
 
 class Routing(TypedDict, total=False):
@@ -194,6 +195,7 @@ def vector(reply: bytes) -> Vectors:
 Texts: TypeAlias = Sequence[str | None] | pa.Array | pa.ChunkedArray
 Compression = Literal["lz4", "zstd"]
 
+_ARROW_IPC = mux_pb2.EmbedArrowResponse.ARROW_IPC_FIELD_NUMBER
 _COMPRESSIONS = (None, "lz4", "zstd")
 _STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
 
@@ -240,7 +242,7 @@ def pack_table(table: pa.Table, compression: Compression | None) -> bytes:
 
 
 def unpack_vectors(reply: bytes) -> Embedded:
-    """All rows of an `EmbedArrowResponse`; float16 becomes float32. Without nulls nothing is copied.
+    """All rows of an `EmbedArrowResponse`; float16 becomes float32. Of float32 without nulls nothing is copied.
 
     The vectors are the column `embeddings`, else the first; the column `error` may be missing.
 
@@ -248,25 +250,45 @@ def unpack_vectors(reply: bytes) -> Embedded:
         Internal: the bytes are no such reply.
     """
     try:
-        table = pa.ipc.open_stream(mux_pb2.EmbedArrowResponse.FromString(reply).arrow_ipc).read_all()
+        # Parsed as a message, the reply would be copied twice.
+        table = pa.ipc.open_stream(bytes_field(reply, _ARROW_IPC)).read_all()
         column = table.column("embeddings" if "embeddings" in table.column_names else 0)
         matrices = [_matrix(chunk) for chunk in column.chunks] or [np.empty((0, column.type.list_size), np.float32)]
         vectors = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
         return Embedded(vectors, _failures(column, table))
-    except (pa.ArrowException, AttributeError, IndexError, ValueError) as error:
+    except (pa.ArrowException, AttributeError, IndexError, ValueError, InvalidInput) as error:
         raise Internal(f"the reply is no Arrow stream of vectors: {error}") from error
 
 
-def joined(parts: Sequence[Embedded]) -> Embedded:
-    """Consecutive answers as one; there must be at least one."""
-    if len(parts) == 1:
-        return parts[0]
-    errors: dict[int, str] = {}
-    offset = 0
-    for part in parts:
-        errors.update({offset + row: reason for row, reason in part.errors.items()})
-        offset += len(part.vectors)
-    return Embedded(np.concatenate([part.vectors for part in parts]), errors)
+class Gathered:
+    """The answer for `rows` texts from answers for parts of them, each copied into its place as it arrives."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._vectors: Vectors | None = None
+        self._errors: dict[int, str] = {}
+
+    def add(self, first_row: int, part: Embedded) -> None:
+        """Take the answer for the texts from `first_row` on.
+
+        Raises:
+            Internal: its vectors have another width than those before.
+        """
+        if len(part.vectors) == self._rows:
+            self._vectors = part.vectors
+        else:
+            if self._vectors is None:
+                self._vectors = np.empty((self._rows, part.vectors.shape[1]), np.float32)
+            if part.vectors.shape[1] != self._vectors.shape[1]:
+                widths = f"{self._vectors.shape[1]} and {part.vectors.shape[1]}"
+                raise Internal(f"the server answered vectors of {widths} numbers for texts of one job")
+            self._vectors[first_row : first_row + len(part.vectors)] = part.vectors
+        self._errors.update({first_row + row: reason for row, reason in part.errors.items()})
+
+    def result(self) -> Embedded:
+        """The whole answer, in the order of the rows, once all parts were added."""
+        assert self._vectors is not None
+        return Embedded(self._vectors, dict(sorted(self._errors.items())))
 
 
 def _column(texts: Texts, name: str, first_row: int) -> Any:

@@ -82,6 +82,19 @@ def without_fields(message: bytes, *numbers: int) -> bytes:
     return b"".join(kept)
 
 
+def bytes_field(message: bytes, number: int) -> memoryview:
+    """The last value of a field of bytes, as a view of `message`; empty where the field is absent.
+
+    Raises:
+        InvalidInput: the bytes are not a protobuf message.
+    """
+    found = memoryview(b"")
+    for field, wire_type, start, end in scan(message):
+        if field == number and wire_type == _BYTES:
+            found = memoryview(message)[start:end]
+    return found
+
+
 def varint(value: int) -> bytes:
     """A non-negative integer in protobuf's base-128 form."""
     out = bytearray()
