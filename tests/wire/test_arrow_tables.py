@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from teimgr.errors import InvalidInput
 from teimgr.wire.arrow_tables import (
     Column,
+    Keys,
     error_column,
     failed_rows,
     matrix_column,
@@ -135,3 +136,22 @@ def test_a_batch_carries_its_own_rows_and_not_the_whole_column() -> None:
     sizes = [len(write_table([matrix_column("m", matrices, 32)], rows)) for rows in ([20], [1] * 20)]
 
     assert sizes[1] < sizes[0] * 1.2
+
+
+@pytest.mark.parametrize("lz4", [False, True])
+@pytest.mark.parametrize("width", [4, 384])
+def test_a_stream_is_the_same_behind_a_head_of_its_size_and_in_a_measured_buffer(width: int, lz4: bool) -> None:
+    vectors = np.random.default_rng(0).standard_normal((500, width), np.float32)
+    words = pa.array(["a", "b"] * 250).dictionary_encode()  # batches of dictionaries count too
+    keys = Keys([pa.field("key", words.type)], [[words[:200]], [words[200:]]])
+    columns = [vector_column("v", vectors, None), error_column(500, {7: InvalidInput("no")})]
+
+    def head(size: int) -> bytes:
+        return f"{size} bytes:".encode()
+
+    stream = bytes(write_table(columns, [200, 300], keys, lz4))
+    assert bytes(write_table(columns, [200, 300], keys, lz4, head)) == head(len(stream)) + stream
+    read = pa.ipc.open_stream(stream).read_all()
+    read.validate(full=True)
+    assert read["key"].to_pylist() == ["a", "b"] * 250
+    np.testing.assert_array_equal(np.stack(read["v"].to_numpy()), vectors)

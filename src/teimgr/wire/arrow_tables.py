@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,21 +96,49 @@ def error_column(count: int, errors: Mapping[int, TeimgrError]) -> Column:
     return Column(pa.field("error", pa.string()), values)
 
 
+# From this size on a stream is measured before it is written: its buffer need not grow, nor be copied behind a head.
+_MEASURED_BYTES = 256 * 1024
+
+
 def write_table(
-    columns: Sequence[Column], rows: Sequence[int], keys: Keys | None = None, lz4: bool = False
+    columns: Sequence[Column],
+    rows: Sequence[int],
+    keys: Keys | None = None,
+    lz4: bool = False,
+    head: Callable[[int], bytes] = lambda size: b"",
 ) -> memoryview:
-    """The IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies."""
+    """The IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies.
+
+    Before it is what `head` makes of its size in bytes: the tag of a message's field, for one.
+    """
     fields, kept = keys or Keys([], [[]] * len(rows))
     schema = pa.schema([*fields, *(column.field for column in columns)])
-    sink = pa.BufferOutputStream()
+    batches = []
+    start = 0
+    for repeated, count in zip(kept, rows, strict=True):
+        results = [column.values.slice(start, count) for column in columns]
+        batches.append(pa.record_batch([*repeated, *results], schema=schema))
+        start += count
+    if lz4 or sum(column.values.nbytes for column in columns) < _MEASURED_BYTES:
+        sink = pa.BufferOutputStream()
+        _write_stream(sink, schema, batches, lz4)
+        ipc = sink.getvalue()
+        return memoryview(b"".join((head(ipc.size), ipc)))
+    measured = pa.MockOutputStream()
+    _write_stream(measured, schema, batches, lz4)
+    begin = head(measured.size())
+    buffer = pa.allocate_buffer(len(begin) + measured.size())
+    with pa.FixedSizeBufferWriter(buffer) as whole:
+        whole.write(begin)
+        _write_stream(whole, schema, batches, lz4)
+    return memoryview(buffer)
+
+
+def _write_stream(sink: Any, schema: pa.Schema, batches: Sequence[pa.RecordBatch], lz4: bool) -> None:
     options = pa.ipc.IpcWriteOptions(compression="lz4" if lz4 else None)
     with pa.ipc.new_stream(sink, schema, options=options) as writer:
-        start = 0
-        for repeated, count in zip(kept, rows, strict=True):
-            results = [column.values.slice(start, count) for column in columns]
-            writer.write_batch(pa.record_batch([*repeated, *results], schema=schema))
-            start += count
-    return memoryview(sink.getvalue())
+        for batch in batches:
+            writer.write_batch(batch)
 
 
 def _vector_type(precision: Precision, elements: int) -> pa.DataType:
@@ -136,14 +164,15 @@ def write_vectors(
     precision: Precision = Precision.FLOAT32,
     *,
     lz4: bool = False,
+    head: Callable[[int], bytes] = lambda size: b"",
 ) -> memoryview:
-    """The IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows.
+    """The IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows; `head` as `write_table`.
 
     `lz4` compresses bodies, which gains nothing on vectors and is there because the contract has it.
     """
     failed = failed_rows(len(vectors), errors)
     columns = [vector_column("embeddings", vectors, failed, precision), error_column(len(vectors), errors)]
-    return write_table(columns, rows, lz4=lz4)
+    return write_table(columns, rows, lz4=lz4, head=head)
 
 
 def write_sparse(
@@ -152,7 +181,8 @@ def write_sparse(
     rows: Sequence[int],
     *,
     lz4: bool = False,
+    head: Callable[[int], bytes] = lambda size: b"",
 ) -> memoryview:
-    """The IPC stream of sparse `vectors` (ascending indices, values; None where the row failed)."""
+    """The IPC stream of sparse `vectors` (ascending indices, values; None where the row failed); `head` as above."""
     columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]
-    return write_table(columns, rows, lz4=lz4)
+    return write_table(columns, rows, lz4=lz4, head=head)

@@ -70,7 +70,7 @@ _DTYPE_NAMES = {precision: name for name, precision in _DTYPES.items()}
 
 
 class ReadTable(NamedTuple):
-    """The rows of a request's table, and the function that writes the finished job as an IPC stream."""
+    """The rows of a request's table, and the function that writes the finished job as a message with an IPC stream."""
 
     inputs: Sequence[Input]
     write: Callable[[Job], memoryview]
@@ -91,7 +91,7 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     def read(limits: _Limits) -> ReadTable:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
         return ReadTable(
-            texts, lambda job: tables.write_vectors(job.vectors, job.errors, rows, form.dense, lz4=form.lz4)
+            texts, lambda job: tables.write_vectors(job.vectors, job.errors, rows, form.dense, lz4=form.lz4, head=response_head)
         )
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
@@ -104,7 +104,7 @@ def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
     def read(limits: _Limits) -> ReadTable:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
-        return ReadTable(texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4))
+        return ReadTable(texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4, head=response_head))
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
 
@@ -131,7 +131,8 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
         def write(job: Job) -> memoryview:
             errors = job.errors | batches.refused
-            return tables.write_table(reply_columns(model, form, job, errors), batches.rows, batches.keys, lz4=form.lz4)
+            columns = reply_columns(model, form, job, errors)
+            return tables.write_table(columns, batches.rows, batches.keys, lz4=form.lz4, head=response_head)
 
         return ReadTable(inputs, write)
 
@@ -160,7 +161,7 @@ def _serve_table(
 
         def encode(job: Job) -> CallReply:
             limits.check_reply(ragged_bytes(dispatcher.engine.info, form, job))
-            reply = arrow_response(table.write(job))
+            reply = table.write(job)
             limits.check_reply(len(reply))
             return CallReply(reply)
 
@@ -272,9 +273,9 @@ def _known(field: str, number: int, meanings: Mapping[int, T], choices: str) -> 
     return meanings[number]
 
 
-def arrow_response(ipc: memoryview) -> bytes:
-    """`EmbedArrowResponse` and its like: the Arrow IPC stream is their field 1, wire type 2."""
-    return b"".join((b"\x0a", varint(len(ipc)), ipc))
+def response_head(ipc_bytes: int) -> bytes:
+    """`EmbedArrowResponse` and its like up to the Arrow IPC stream, which is their field 1, wire type 2."""
+    return b"\x0a" + varint(ipc_bytes)
 
 
 # Columns of a reply.

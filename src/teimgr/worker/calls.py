@@ -33,7 +33,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 class CallReply(NamedTuple):
     """The bytes a caller gets, and what they cost where the interface reports it."""
 
-    payload: bytes
+    payload: bytes | memoryview
     timings: Timings | None = None
 
 

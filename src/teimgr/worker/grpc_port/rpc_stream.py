@@ -104,13 +104,13 @@ class RpcStream:
         self._opened = True
         await self._stream.send_headers([*_HEAD, *_encoded(metadata or {})])
 
-    async def send(self, message: bytes) -> None:
+    async def send(self, message: bytes | memoryview) -> None:
         """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
         if len(message) > self._max_message_bytes:
             raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_message_bytes} bytes)")
         if not self._opened:
             await self.open()
-        framed = b"\0" + len(message).to_bytes(4, "big") + message
+        framed = b"".join((b"\0", len(message).to_bytes(4, "big"), message))
         try:
             await self._stream.send_data(framed)
         except Stalled as error:
