@@ -110,9 +110,9 @@ def _served(checkout: Path | None, file: Path) -> Iterator[Target]:
 
 def _round(target: Target, queries: list[str], options: argparse.Namespace, found: Found, alone_first: bool) -> None:
     end = time.perf_counter() + options.idle
-    idle, _ = asyncio.run(_queries(target, queries, options.rate, lambda: time.perf_counter() > end))
+    idle, _ = asyncio.run(paced(target.grpc, queries, options.rate, lambda: time.perf_counter() > end))
     alone_s = float(target.bulk.ask("pass")["seconds"]) if alone_first else 0.0
-    beside, beside_s = asyncio.run(_queries(target, queries, options.rate, None))
+    beside, beside_s = asyncio.run(paced(target.grpc, queries, options.rate, target.bulk))
     alone_s = alone_s or float(target.bulk.ask("pass")["seconds"])
     found.idle_ms += idle
     found.beside_ms += beside
@@ -120,15 +120,17 @@ def _round(target: Target, queries: list[str], options: argparse.Namespace, foun
     found.beside.append(options.texts / beside_s)
 
 
-async def _queries(
-    target: Target, texts: list[str], rate: float, enough: Callable[[], bool] | None
+async def paced(
+    grpc: str, texts: list[str], rate: float, until: Callable[[], bool] | Child
 ) -> tuple[list[float], float]:
-    """Latencies in ms, from the moment each query was due, until `enough` or the end of a bulk pass, which is begun
-    here; the seconds of that pass."""
+    """Latencies in ms of `rate` queries a second, each from the moment it was due, less those of the first second;
+    until the function is true, or for as long as a pass of the bulk caller takes, which is begun here. The seconds of
+    that pass are the second result.
+    """
     samples: list[tuple[float, float]] = []
-    async with AsyncClient(grpc=target.grpc) as client, asyncio.TaskGroup() as group:
+    async with AsyncClient(grpc=grpc) as client, asyncio.TaskGroup() as group:
         await client.embed(texts[0], instance=_INSTANCE)
-        bulk = None if enough else asyncio.create_task(asyncio.to_thread(target.bulk.ask, "pass"))
+        bulk = asyncio.create_task(asyncio.to_thread(until.ask, "pass")) if isinstance(until, Child) else None
         began = time.perf_counter()
 
         async def one(text: str, due: float) -> None:
@@ -136,7 +138,7 @@ async def _queries(
             samples.append((due - began, (time.perf_counter() - due) * 1e3))
 
         number = 0
-        while not (bulk.done() if bulk else enough and enough()):
+        while not (until() if callable(until) else bulk and bulk.done()):
             number += 1
             due = began + number / rate
             await asyncio.sleep(due - time.perf_counter())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -60,14 +61,16 @@ class Child:
 
 
 @contextmanager
-def child(task: Task | LoadTask) -> Iterator[Child]:
-    """A child that has loaded its encoder, or a load generator; it is gone when the block ends.
+def child(task: Task | LoadTask, checkout: Path | None = None) -> Iterator[Child]:
+    """A child that has loaded its encoder, or a load generator; it is gone when the block ends. With another `checkout`
+    its teimgr, so its client, is that one's.
 
     Raises:
         ChildFailed: it could not load.
     """
     module = "bench.child" if isinstance(task, Task) else "bench.load"
     command = [sys.executable, "-m", module, json.dumps(asdict(task))]
+    environ = os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout / "src")})
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -75,6 +78,7 @@ def child(task: Task | LoadTask) -> Iterator[Child]:
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=_ROOT,
+        env=environ,
         start_new_session=True,  # an interrupt from the terminal is for this process, which ends the child
     ) as process:
         try:

@@ -25,7 +25,7 @@ from bench.contest import Child, ChildFailed, child
 from bench.encoders import Task
 from bench.fleet import Fleet, fleet
 from bench.load import LoadTask
-from bench.machine import busy_s, cpu_s
+from bench.machine import busy_s, cpu_s, revision
 from bench.progress import partial, rounds, say
 from bench.report import publish
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
@@ -88,8 +88,10 @@ def run(options: argparse.Namespace) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = weights.random_static(folder / "static", weights.minilm())
         targets = {
-            name: Target(stack, stack.enter_context(fleet(checkout)), model, texts, options.bulk, folder / name)
-            for name, checkout in checkouts.items()
+            name: Target(
+                stack, stack.enter_context(fleet(path)), model, texts, options.bulk, folder / name, checkout=path
+            )
+            for name, path in checkouts.items()
         }
         # The other checkout may have no Unix sockets.
         turns = [(name, load) for load in loads for name in targets if not load.over_tcp or name == "here"]
@@ -110,6 +112,8 @@ def run(options: argparse.Namespace) -> int:
         "processes of the other checkout, or of the calls to the port, over that here; the load generator shares the "
         "cores",
     }
+    if options.against:
+        facts["against"] = revision(options.against)
     data = [
         {"load": load.name, "callers": load.callers, "checkout": name, "passes": passes[name, load]}
         for name, load in passes
@@ -145,17 +149,24 @@ def _label(name: str, load: Load) -> str:
 
 
 class Target:
-    """A daemon with one static model, and the load generators that call it."""
+    """A daemon with one static model, and the load generators that call it; of another `checkout` with its client."""
 
     def __init__(
-        self, stack: ExitStack, running: Fleet, model: Path, texts: Sequence[str], bulk: int, folder: Path
+        self,
+        stack: ExitStack,
+        running: Fleet,
+        model: Path,
+        texts: Sequence[str],
+        bulk: int,
+        folder: Path,
+        checkout: Path | None = None,
     ) -> None:
         running.client.create(INSTANCE, str(model))
         running.client.wait_until_running(INSTANCE, deadline_s=120)
         self._pids = running.pids(INSTANCE)
         port = running.client.get(INSTANCE).port
         folder.mkdir()
-        self._stack, self._folder = stack, folder
+        self._stack, self._checkout, self._folder = stack, checkout, folder
         batches = [texts[start : start + _BATCH_TEXTS] for start in range(0, len(texts), _BATCH_TEXTS)]
         openai = LoadTask("http", running.api_port, "/v1/embeddings")
         in_float: dict[str, Any] = {"model": INSTANCE}
@@ -202,7 +213,7 @@ class Target:
 
     def _start(self, name: str) -> Child:
         task, _ = self._tasks[name]
-        entrant = self._children[name] = self._stack.enter_context(child(task))
+        entrant = self._children[name] = self._stack.enter_context(child(task, self._checkout))
         if isinstance(task, Task):
             part = _STREAMED_PART if task.kind == "streamed" else 1
             entrant.ask("texts", str(self.texts(self._bulk[: len(self._bulk) // part])))

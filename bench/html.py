@@ -24,6 +24,21 @@ td:first-child,th:first-child{text-align:left}svg{max-width:46rem;width:100%;dis
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#16181c}td,th{border-color:#333}.n{color:#aaa}}
 """
 # Results of further shapes of a scenario have names of their own.
+# Figures of 534a7b9 on the machine of the targets, by which a target becomes a ratio that is the same everywhere.
+_FORMER_RATES = {
+    ("mux Embed", 256): (10_528, 12_000),
+    ("/v1/embeddings", 64): (3_541, 8_000),
+    ("/v1/embeddings", 256): (4_147, 8_000),
+    ("/embed", 64): (7_040, 9_000),
+    ("/embed", 256): (5_415, 9_000),
+    ("EmbedArrow by the client", 1): (59_000, 150_000),
+}
+_FORMER_TIMES = {
+    "queries back to back, p50 ms": (4.0, 2.1),
+    "one query every 50 ms, p50 ms": (12.5, 3.0),
+    "one query every 50 ms, p99 ms": (29.0, 5.0),
+}
+_FORMER_BULK = {"bulk, mixed texts": "1.35", "bulk, short texts": "1.35", "bulk, long texts": "1.5"}
 _NAMES = SCENARIOS | {
     f"peers-{shape}": f"{SCENARIOS['peers']}, {name}"
     for shape, name in {"base": "BERT-base", "large": "BERT-large"}.items()
@@ -40,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     documents = {name: json.loads((RESULTS / f"{newest(name)}.json").read_text()) for name in found}
     last = max(documents.values(), key=lambda document: str(document["date"]))
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in found)
-    targets = markdown_table(("figure", "measured", "asked"), [*_ratios(documents), *_absolute(documents)])
+    targets = markdown_table(("figure", "measured", "asked"), [*_ratios(documents), *_since(documents), *_absolute(documents)])
     sections = "\n".join(line for name in found for line in _section(name, documents[name]))
     head = "".join(f'<p class="n">{escape(line)}</p>' for line in machine_lines(last["machine"]))
     page = f"""<!doctype html>
@@ -84,6 +99,24 @@ def _ratios(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         as_base64, as_arrow = rates.get("/v1/embeddings base64 × 64"), rates.get("mux EmbedArrow × 64")
         if as_base64 and as_arrow:
             yield "OpenAI base64 ÷ Arrow, batches of 64 texts, look-up table", f"{as_base64 / as_arrow:.0%}", "85 %"
+
+
+def _since(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Times as fast as the version that the targets were set for, in one run; asked is the target over its figure."""
+    if "versions" in documents:
+        for row in documents["versions"]["rows"]:
+            former, target = _FORMER_TIMES.get(row["figure"], (0.0, 1.0))
+            asked = f"{former / target:.2f}" if former else _FORMER_BULK.get(row["figure"], "")
+            yield f"{row['figure']}, × as fast as {documents['versions']['facts']['there']}", f"{row['times']:.2f}", asked
+    if "front" in documents:
+        passes = {(row["checkout"], row["load"], row["callers"]): row["passes"] for row in documents["front"]["rows"]}
+        for (load, callers), (former, target) in _FORMER_RATES.items():
+            here, there = (passes.get((checkout, load, callers), []) for checkout in ("here", "against"))
+            pairs = zip(here, there, strict=False)
+            times = [own["calls"] / own["seconds"] * other["seconds"] / other["calls"] for own, other in pairs]
+            if times:
+                name = f"look-up table, {load}, callers: {callers}, × as fast as {documents['front']['facts']['against']}"
+                yield name, f"{median(times):.2f}", f"{target / former:.2f}"
 
 
 def _absolute(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

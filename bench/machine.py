@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,17 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "versions": versions(),
+        "revision": revision(),
     }
+
+
+def revision(checkout: Path | None = None) -> str:
+    """The commit of a checkout (this one), with `-dirty` where files differ from it; empty where git cannot say."""
+    command = ["git", "-C", str(checkout or Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def versions() -> dict[str, str]:

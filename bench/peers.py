@@ -31,13 +31,13 @@ _MODELS = {
     "large": "BERT-large (24 × 1,024), random weights, 512 tokens at most",
 }
 _TEXTS = {"minilm": 240, "base": 50, "large": 20}
-_CORPORA = ("mixed", "short", "long")
+CORPORA = ("mixed", "short", "long")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
     parser.add_argument("--texts", type=int, help="of mixed lengths (240; of BERT-base 50, of BERT-large 20)")
-    parser.add_argument("--corpora", nargs="+", choices=_CORPORA, default=_CORPORA, help="which texts (all)")
+    parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=CORPORA, help="which texts (all)")
     parser.add_argument(
         "--only", nargs="+", metavar="PATH", help="measure only paths whose name begins with one of these"
     )
@@ -80,7 +80,7 @@ def _contest(directory: Path, options: argparse.Namespace) -> None:
     counts = {}
     with entrants(tasks, skip_failing=True) as children, partial():
         failed = ", ".join(tasks.keys() - children.keys())
-        for corpus_name, texts in _corpora(options.texts or _TEXTS[options.shape]).items():
+        for corpus_name, texts in corpora(options.texts or _TEXTS[options.shape]).items():
             if corpus_name not in options.corpora or incomplete():
                 continue
             say(f"{corpus_name} texts")
@@ -114,7 +114,7 @@ def _line(row: Row, baseline: Row, limits: dict[str, Row], tokens: int) -> list[
     return [row.name, row.dtype, *rates, factor["median"], factor["best"], share, *cosines]
 
 
-def _corpora(count: int) -> dict[str, list[str]]:
+def corpora(count: int) -> dict[str, list[str]]:
     """Different texts: of mixed lengths, of 5 to 20 words, and longer than the model takes."""
     chooser = random.Random(_SEED)
     mixed = list(dict.fromkeys(corpus.corpus(count)))

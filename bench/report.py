@@ -74,7 +74,8 @@ def machine_lines(machine: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     sets = ", ".join(machine["instruction_sets"]) or "none of note"
     size = f"{machine['cores']} cores, {machine['cpu']} ({sets}), {machine['memory_gib']} GiB"
+    revision = machine.get("revision", "")  # which older results do not have
     return [
         f"Machine: {size}, {machine['system']}.",
-        f"Python {machine['python']}, {versions}.",
+        f"Python {machine['python']}, {versions}." + (f" Commit {revision}." if revision else ""),
     ]
