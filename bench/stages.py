@@ -30,7 +30,7 @@ HEADER = ("stage", "µs", "least", "most", "of the whole")
 _QUERY, _BULK = "one query: ", "one bulk text: "
 _EMBED, _MUX, _OPENAI = "/embed", "mux Embed", "/v1/embeddings"
 _PROCESSES = ("daemon", "mux", "worker")
-_THREADS = ("tokenizer", "engine", "finisher")
+_THREADS = ("tokenizer", "engine-bulk", "finisher")
 _REPEATS = 50
 
 
@@ -129,9 +129,9 @@ def _thread_s() -> dict[str, float]:
     """CPU seconds of the engine's threads in this process."""
     clocks = {thread.name.removeprefix("teimgr-"): thread.ident for thread in threading.enumerate()}
     return {
-        name: time.clock_gettime(time.pthread_getcpuclockid(clocks[name]))
+        name: time.clock_gettime(time.pthread_getcpuclockid(ident))
         for name in _THREADS
-        if clocks.get(name) is not None
+        if (ident := clocks.get(name)) is not None
     }
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +98,25 @@ def test_a_batch_that_takes_long_is_a_load_before_it_ends(path: Path) -> None:
 
     with other.computing(4):
         until(lambda: mine.threads(1, 4) == 2)
+
+
+def test_batches_of_two_threads_count_together_until_the_last_one_ends(path: Path) -> None:
+    mine, other = CoreLoad(path), CoreLoad(path)
+    begun, end = threading.Event(), threading.Event()
+
+    def query() -> None:
+        with other.computing(1):
+            begun.set()
+            assert end.wait(WAIT_S)
+
+    querying = threading.Thread(target=query)
+    with other.computing(3):
+        querying.start()
+        assert begun.wait(WAIT_S)
+        until(lambda: mine.threads(0, 8) == 4)  # what four threads leave of eight cores
+        end.set()
+        querying.join(WAIT_S)
+        until(lambda: mine.threads(0, 8) == 5)
 
 
 def test_slots_are_free_again_after_a_close(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

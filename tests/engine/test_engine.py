@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
@@ -46,22 +47,26 @@ DENSE = frozenset({Output.DENSE})
 
 
 class Gate:
-    """Holds the engine thread before its next batch until opened, or lets it do something else instead."""
+    """Holds the engine's threads before their next batches until opened, or lets them do something else instead."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = threading.Event()
         self.open = threading.Event()
-        self.instead: Callable[[PackedBatch], dict[Output, Rows]] | None = None
-        original = Model.run
+        self.instead: Callable[[Model, PackedBatch], dict[Output, Rows]] | None = None
+        self._passing_tokens = 0
+        self.original = original = Model.run
 
         def run(model: Model, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
-            self.held.set()
-            assert self.open.wait(WAIT_S)
-            return original(model, batch, outputs) if self.instead is None else self.instead(batch)
+            if batch.tokens > self._passing_tokens:
+                self.held.set()
+                assert self.open.wait(WAIT_S)
+            return original(model, batch, outputs) if self.instead is None else self.instead(model, batch)
 
         monkeypatch.setattr(Model, "run", run)
 
-    def hold(self) -> None:
+    def hold(self, passing_tokens: int = 0) -> None:
+        """Hold batches from now on, but for those of up to so many tokens."""
+        self._passing_tokens = passing_tokens
         self.held.clear()
         self.open.clear()
 
@@ -176,19 +181,45 @@ def test_bad_options_are_refused_at_the_door(bert: Served) -> None:
     assert bert.embed(["fog"], dimensions=32).errors == {}
 
 
-def test_a_query_overtakes_bulk_work(bert: Served, gate: Gate) -> None:
+def test_a_query_waits_for_no_batch_of_bulk(bert: Served, gate: Gate) -> None:
     bert.embed(["warm"])
-    gate.hold()
-    first = bert.send(["rain"], Lane.BULK)
-    assert gate.held.wait(WAIT_S)
+    gate.hold(passing_tokens=10)
     bulk = bert.send([LONG] * 400, Lane.BULK)
-    query = bert.send(["fog"], Lane.INTERACTIVE)
-    until(lambda: bert.engine.stats().queued_texts >= 401)
-    gate.open.set()
-    bert.wait(query)
+    assert gate.held.wait(WAIT_S)
+    assert bert.wait(bert.send(["fog"], Lane.INTERACTIVE)).errors == {}
 
     assert not bert.was_delivered(bulk)
-    assert bert.wait(first).errors == bert.wait(bulk).errors == {}
+    assert bert.engine.stats().running_tokens > 10
+    gate.open.set()
+    assert bert.wait(bulk).errors == {}
+
+
+def test_bulk_yields_the_cores_to_queries(bert: Served) -> None:
+    bert.embed(["warm"], Lane.BULK)
+    threads = {each.name: each.native_id for each in bert.engine._running}
+    nicenesses = {name: os.getpriority(os.PRIO_PROCESS, number or 0) for name, number in threads.items()}
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert nicenesses == {"teimgr-engine": own, "teimgr-engine-bulk": min(own + 6, 19)}
+
+
+def test_a_query_overtakes_bulk_work_where_one_thread_computes_both(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEIMGR_NATIVE", "attention")
+    served = serve(model_dir("bert"))
+    assert served.engine.info.forward == "library"
+    gate.hold()
+    first = served.send(["rain"], Lane.BULK)
+    assert gate.held.wait(WAIT_S)
+    bulk = served.send([LONG] * 400, Lane.BULK)
+    query = served.send(["fog"], Lane.INTERACTIVE)
+    until(lambda: served.engine.stats().queued_texts >= 401)
+    gate.open.set()
+    served.wait(query)
+
+    assert not served.was_delivered(bulk)
+    assert served.wait(first).errors == served.wait(bulk).errors == {}
 
 
 def test_a_cancelled_job_is_never_delivered(bert: Served, gate: Gate) -> None:
@@ -249,7 +280,7 @@ def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
     with pytest.raises(Overloaded, match="Model is overloaded"):
         served.send([LONG], Lane.BULK)
     query = served.send(["fog"], Lane.INTERACTIVE)
-    until(lambda: served.engine.stats().queued_texts >= 11)
+    until(lambda: served.engine.stats().queued_texts >= 10)
 
     gate.open.set()
     assert all(not served.wait(job).errors for job in (held, query, waiting))
@@ -261,7 +292,7 @@ def test_what_was_cancelled_makes_room_when_its_turn_comes(
 ) -> None:
     served = serve(model_dir("bert"), max_queued_tokens=1000)
     gate.hold()
-    held = served.send(["rain"])
+    held = served.send(["rain"], Lane.BULK)
     assert gate.held.wait(WAIT_S)
     gone = served.send([LONG] * 10, Lane.BULK)
     until(lambda: served.engine.stats().queued_texts >= 10)
@@ -276,16 +307,11 @@ def test_what_was_cancelled_makes_room_when_its_turn_comes(
 
 def test_out_of_memory_costs_only_the_text_that_does_not_fit(bert: Served, gate: Gate) -> None:
     whole = bert.embed(["fog", "dog", LONG]).vectors
-    original = Model.run
 
-    def scarce(batch: PackedBatch) -> dict[Output, Rows]:
+    def scarce(model: Model, batch: PackedBatch) -> dict[Output, Rows]:
         if batch.tokens > 20:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        gate.instead = None
-        try:
-            return original(bert.engine._runner._model, batch, DENSE)
-        finally:
-            gate.instead = scarce
+        return gate.original(model, batch, DENSE)
 
     gate.instead = scarce
     job = bert.embed(["fog", LONG, "dog"])
@@ -303,14 +329,10 @@ def test_a_text_without_a_result_fails_alone_and_the_self_test_runs_at_once(
     """As an overflow in float16 does; the neighbours are answered, and the engine stays healthy."""
     texts = ["fog", "rain and fog", "dog"]
     length = len(bert.engine.tokenize(texts[1], True, None))
-    whole, original = bert.embed(texts).vectors, Model.run
+    whole = bert.embed(texts).vectors
 
-    def spoilt(batch: PackedBatch) -> dict[Output, Rows]:
-        gate.instead = None
-        try:
-            vectors = original(bert.engine._runner._model, batch, DENSE)[Output.DENSE].values.clone()
-        finally:
-            gate.instead = spoilt
+    def spoilt(model: Model, batch: PackedBatch) -> dict[Output, Rows]:
+        vectors = gate.original(model, batch, DENSE)[Output.DENSE].values.clone()
         bad = np.diff(batch.cu_seqlens) == length
         if bad.any() and fault == "overflow":
             raise OverflowError("int too big to convert")
@@ -334,7 +356,7 @@ def test_a_device_that_fails_its_self_test_after_a_bad_result_is_reported_at_onc
     faults: queue.Queue[str] = queue.Queue()
     bert.engine._on_fault = faults.put
 
-    def fail(batch: PackedBatch) -> dict[Output, Rows]:
+    def fail(_model: Model, batch: PackedBatch) -> dict[Output, Rows]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     gate.instead = fail
@@ -448,7 +470,7 @@ def test_a_device_that_answers_wrongly_fails_the_proof(
     bert: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("teimgr.engine.engine._RECENT_BATCH_S", 0.0)
-    gate.instead = lambda batch: {Output.DENSE: Rows(torch.ones(batch.texts, 32))}
+    gate.instead = lambda _model, batch: {Output.DENSE: Rows(torch.ones(batch.texts, 32))}
 
     with pytest.raises(Unavailable, match="another vector"):
         bert.engine.self_test(WAIT_S)

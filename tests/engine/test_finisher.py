@@ -46,9 +46,12 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
     job = Job(["a"], InferOptions(), Lane.BULK)
     job.vectors = np.zeros((1, 4), dtype=np.float32)
     entry = QueueEntry(job, np.zeros(1, np.intp), Encoded(np.zeros(1, dtype=np.int32)))
+    limit = finisher.new_limit()
+    for _ in range(4):
+        limit.enter(1, 0)
     for _ in range(3):  # one is at hand, and two fill the queue
-        finisher.put(StartedBatch([entry], np.zeros(1, np.intp), hang, 0, 1))
-    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], np.zeros(1, np.intp), hang, 0, 1),))
+        finisher.put(StartedBatch([entry], np.zeros(1, np.intp), hang, limit, 1))
+    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], np.zeros(1, np.intp), hang, limit, 1),))
     stuck.start()
     closing = threading.Thread(target=finisher.close, args=(0.1,))
     closing.start()

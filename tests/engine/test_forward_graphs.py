@@ -100,7 +100,7 @@ def test_an_engine_answers_alike_with_and_without_graphs(
     card: StandInCard, model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve(model_dir("bert"), dtype="float16")
-    backbone: Any = served.engine._runner._model.backbone
+    backbone: Any = served.engine._runners[0]._model.backbone
     for text in TEXTS * 4:
         served.embed([text])
     assert backbone.graphs > 0
@@ -110,7 +110,7 @@ def test_an_engine_answers_alike_with_and_without_graphs(
 
     monkeypatch.setenv("TEIMGR_CUDA_GRAPHS", "0")
     without = serve(model_dir("bert"), dtype="float16")
-    plain: Any = without.engine._runner._model.backbone
+    plain: Any = without.engine._runners[0]._model.backbone
     assert plain._graphs is None
     np.testing.assert_allclose(vectors, without.embed(TEXTS).vectors, atol=2e-3)
 

@@ -6,6 +6,8 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
+from queue import Queue
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, LaneThroughput, QueueEntry, halves
 
+WAIT_S = 60.0
 LIMITS = BatchLimits(tokens=100, bulk_tokens_beside_interactive=20)
 
 
@@ -311,3 +314,24 @@ def test_time_without_work_is_no_backlog_though_rows_of_the_last_batch_still_cou
         clock.now += 0.5
 
     assert queue.tokens_per_s(Lane.BULK) is None
+
+
+def test_lanes_with_threads_of_their_own_do_not_wait_for_each_other() -> None:
+    queue = EntryQueue(replace(LIMITS, own_threads=True))
+    queries, bulk = (Lane.INTERACTIVE,), (Lane.BULK,)
+    taken: Queue[tuple[Lane, int]] = Queue()
+
+    def serve(lanes: tuple[Lane, ...]) -> None:
+        while (draft := queue.next_batch(WAIT_S, lanes)) is not None:
+            taken.put((draft.entries[0].job.lane, draft.tokens))
+
+    threads = [threading.Thread(target=serve, args=(lanes,)) for lanes in (queries, bulk)]
+    for thread in threads:
+        thread.start()
+    for lane, length in ((Lane.BULK, 7), (Lane.INTERACTIVE, 5), (Lane.INTERACTIVE, 6), (Lane.BULK, 90)):
+        queue.put([entry(length, lane)])
+        assert taken.get(timeout=WAIT_S) == (lane, length)  # of bulk more than LIMITS has beside queries
+    queue.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()

@@ -214,10 +214,10 @@ def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(m
     for _ in range(2):
         device.started.get(timeout=WAIT_S)
     waiting.put(entries_of(query, length=7))
-    assert runner.running_tokens == 20
+    assert finisher.running_tokens == 20
     device.finish.release()
     assert device.started.get(timeout=WAIT_S) == 7  # nothing was taken from the queue before there was room for it
-    assert runner.running_tokens == 17
+    assert finisher.running_tokens == 17
 
     device.finish.release(10)
     waiting.close()
@@ -226,7 +226,7 @@ def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(m
     assert finisher.stats.batches == 7
     assert finisher.stats.busy_s * 1e9 <= elapsed_ns
     assert 6 * bulk.inference_ns + query.inference_ns <= elapsed_ns
-    assert runner.running_tokens == 0
+    assert finisher.running_tokens == 0
 
     finisher.close(WAIT_S)
     for thread in threads:

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ _BUSY_CORES = 0.1  # a worker with a smaller load, in cores, is not among those 
 class CoreLoad:
     """The slot of this worker in the file at `path`, which is made where it is missing.
 
-    Used by one thread. Where all slots are taken, the worker computes with its share of the cores alone.
+    Used by the engine's threads. Where all slots are taken, the worker computes with its share of the cores alone.
 
     Raises:
         OSError: the file cannot be made or mapped.
@@ -52,6 +53,8 @@ class CoreLoad:
         if self._slot is not None:
             self._table[self._slot] = 0.0
         self._read_at = 0.0
+        self._lock = threading.Lock()
+        self._computing: dict[int, tuple[float, int]] = {}  # by thread: when its batch began, and on how many
         self._used_s, self._window_began = 0.0, time.monotonic()
         self._others = 0.0, 0
 
@@ -75,29 +78,37 @@ class CoreLoad:
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:
-        """Note that a batch runs on so many threads."""
-        began = time.monotonic()
-        if self._slot is not None:
-            self._table[self._slot, _SINCE] = began
-            self._table[self._slot, _RUNNING] = threads
+        """Note that a batch of the calling thread runs on so many threads."""
+        caller, began = threading.get_ident(), time.monotonic()
+        with self._lock:
+            self._computing[caller] = began, threads
+            self._write_running()
         try:
             yield
         finally:
             now = time.monotonic()
-            self._used_s += (now - began) * threads
-            if self._slot is not None:
-                self._table[self._slot, _RUNNING] = 0.0
-                if (elapsed := now - self._window_began) >= _WINDOW_S:
+            with self._lock:
+                del self._computing[caller]
+                self._write_running()
+                self._used_s += (now - began) * threads
+                if self._slot is not None and (elapsed := now - self._window_began) >= _WINDOW_S:
                     self._table[self._slot, _LOAD], self._table[self._slot, _WRITTEN] = self._used_s / elapsed, now
                     self._used_s, self._window_began = 0.0, now
 
-    def close(self) -> None:
-        """Free the slot."""
+    def _write_running(self) -> None:
         if self._slot is not None:
-            self._table[self._slot] = 0.0
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, self._slot))
-            self._slot = None
-        os.close(self._file)
+            began = [moment for moment, _ in self._computing.values()]
+            self._table[self._slot, _SINCE] = min(began, default=0.0)
+            self._table[self._slot, _RUNNING] = sum([threads for _, threads in self._computing.values()])
+
+    def close(self) -> None:
+        """Free the slot; not called twice."""
+        with self._lock:
+            if self._slot is not None:
+                self._table[self._slot] = 0.0
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, self._slot))
+                self._slot = None
+            os.close(self._file)
 
     def _load_of_others(self, now: float) -> tuple[float, int]:
         """The cores that other workers compute on, and how many workers these are."""

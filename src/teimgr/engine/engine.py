@@ -1,8 +1,9 @@
-"""The engine: a model on a device, fed by three threads.
+"""The engine: a model on a device, fed by a few threads.
 
     submit ─► tokenizer thread ─► queue ─► engine thread ─► finisher thread ─► deliver
 
-On a GPU the finisher waits for the device while the engine thread already packs and starts the next batch.
+On a GPU the finisher waits for the device while the engine thread already packs and starts the next batch. Where the
+native forward computes on the CPU, there is an engine thread for each lane: queries are computed beside a bulk batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
-from teimgr.engine.finisher import EngineStats, Failures, Finisher, failed_rows
+from teimgr.engine.finisher import EngineStats, Failures, Finisher, InFlightLimit, failed_rows
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, check_supported
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
@@ -69,24 +70,22 @@ class Engine:
         self._reference: SelfTest | None = None
         self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; finisher thread
         self._doubted_at = -_BAD_RESULT_PAUSE_S
-        self._departures = 0  # of batches, at the last call of `detect_hang`
-        self._stalled_s = 0.0
+        self._stalls: dict[InFlightLimit, Stall] = {}
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
         self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
         self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
-        self._runner = Runner(
-            parts.model,
-            self._queue,
-            self._finisher,
-            CpuThreads(options.threads, options.threads),
-            parts.serial_tokens,
-            _core_load(options),
-        )
+        self._core_load = _core_load(options)
+        threads = CpuThreads(options.threads, options.threads)
+        self._runners = [
+            Runner(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load, lanes)
+            for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
+        ]
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
-        self._running = self._thread("engine", self._runner.run)
+        names = ("engine", "engine-bulk")
+        self._running = [self._thread(name, runner.run) for name, runner in zip(names, self._runners, strict=False)]
         self._finishing = self._thread("finisher", self._finisher.run)
 
     @classmethod
@@ -107,7 +106,7 @@ class Engine:
             DeviceFailed: the device, not the model, is at fault.
         """
         engine = cls(load_parts(options), options, deliver, on_fault)
-        for thread in (engine._tokenizing, engine._running, engine._finishing):
+        for thread in (engine._tokenizing, *engine._running, engine._finishing):
             thread.start()
         try:
             engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
@@ -143,7 +142,7 @@ class Engine:
         if (rate := self._queue.tokens_per_s(lane)) is None:
             return None
         own = sum(self._intake.estimate(job, self.prompts.tokenize_options(job.options)) for job in jobs)
-        return (ahead + self._runner.running_tokens + own) / rate
+        return (ahead + self._finisher.running_tokens + own) / rate
 
     def check(self, options: InferOptions) -> None:
         """Check that the model supports `options`.
@@ -183,18 +182,20 @@ class Engine:
 
         The intervals count, not the clock: time in which the whole process was stopped, or had no processor, does not.
         """
-        in_flight = self._finisher.in_flight
-        if not in_flight.tokens or in_flight.departures != self._departures:
-            self._departures, self._stalled_s = in_flight.departures, 0.0
-            return
-        self._stalled_s += passed_s
-        limit_s = self._finisher.forward_limit_s(_HANG_FLOOR_S, _HANG_FACTOR)
-        if self._stalled_s > limit_s and self._fault is None:
-            log.error("a forward hangs", extra={"tokens": in_flight.tokens, "stacks": thread_stacks()})
-            self._mark_unhealthy(f"a forward of {in_flight.tokens} tokens has not ended within {limit_s:.3g} s")
+        for in_flight in self._finisher.limits:
+            stall = self._stalls.get(in_flight)
+            if stall is None or not in_flight.tokens or in_flight.departures != stall.departures:
+                self._stalls[in_flight] = Stall(in_flight.departures)
+                continue
+            stall.seconds += passed_s
+            limit_s = self._finisher.forward_limit_s(in_flight.tokens, _HANG_FLOOR_S, _HANG_FACTOR)
+            if stall.seconds > limit_s and self._fault is None:
+                log.error("a forward hangs", extra={"tokens": in_flight.tokens, "stacks": thread_stacks()})
+                self._mark_unhealthy(f"a forward of {in_flight.tokens} tokens has not ended within {limit_s:.3g} s")
 
     def set_threads(self, threads: CpuThreads) -> None:
-        self._runner.use_threads(threads)
+        for runner in self._runners:
+            runner.use_threads(threads)
 
     def stats(self) -> EngineStats:
         done, on_cuda = self._finisher.stats, self._device.type == "cuda"
@@ -203,7 +204,7 @@ class Engine:
             done,
             queued_texts=len(self._queue),
             queued_tokens=sum(waiting.values()),
-            running_tokens=self._runner.running_tokens,
+            running_tokens=self._finisher.running_tokens,
             healthy=self._fault is None,
             by_texts=list(done.by_texts),
             by_tokens=list(done.by_tokens),
@@ -228,9 +229,9 @@ class Engine:
         if not _joined(self._tokenizing, deadline):
             self._intake.abandon()
         self._queue.close()
-        if not _joined(self._running, deadline):
+        if not all(_joined(thread, deadline) for thread in self._running):
             self._queue.abandon()
-        for thread in (self._tokenizing, self._running):
+        for thread in (self._tokenizing, *self._running):
             _joined(thread, deadline + _LAST_BATCH_S)
         last = max(deadline, time.monotonic()) + _LAST_ANSWERS_S
         error = Unavailable("the engine was closed")
@@ -239,6 +240,8 @@ class Engine:
         self._finisher.close(last - time.monotonic())
         if not _joined(self._finishing, last):
             self._finisher.abandon()
+        if self._core_load is not None:
+            self._core_load.close()
 
     def _thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=self._supervise, args=(body,), name=f"teimgr-{name}", daemon=True)
@@ -297,6 +300,14 @@ class Engine:
         if 0 in test.errors:
             raise Unavailable(test.errors[0].message)
         return test
+
+
+@dataclass(slots=True)
+class Stall:
+    """For how many seconds no batch has left since there were so many `departures`."""
+
+    departures: int
+    seconds: float = 0.0
 
 
 class SelfTest(Job):

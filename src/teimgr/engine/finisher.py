@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,29 +42,44 @@ def vector_options(job: Job) -> VectorOptions:
 
 
 class InFlightLimit:
-    """Bounds the batches between start and finish, and counts their tokens. One thread enters, another leaves."""
+    """Bounds the batches of one engine thread between start and finish, and counts their tokens. That thread enters,
+    the finisher leaves.
+
+    `began_ns` is a monotonic moment: when the oldest batch in flight started, and not before the last one ended, since
+    the batches of one thread are computed one after the other.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._batches = 0
+        self._starts: deque[int] = deque()  # of the batches in flight, monotonic moments in ns
+        self._last_left_ns = 0
         self._abandoned = False
         self.tokens = 0
         self.departures = 0  # batches that left since the start: progress of the device
 
+    @property
+    def began_ns(self) -> int | None:
+        starts = self._starts
+        try:
+            return max(starts[0], self._last_left_ns)
+        except IndexError:  # none is in flight, or the last one left just now
+            return None
+
     def wait_for_room(self) -> bool:
         """Wait until another batch may start; False once none may, since the finisher has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._abandoned or self._batches < _BATCHES_IN_FLIGHT)
+            self._changed.wait_for(lambda: self._abandoned or len(self._starts) < _BATCHES_IN_FLIGHT)
             return not self._abandoned
 
-    def enter(self, tokens: int) -> None:
+    def enter(self, tokens: int, now_ns: int) -> None:
         with self._changed:
-            self._batches += 1
+            self._starts.append(now_ns)
             self.tokens += tokens
 
-    def leave(self, tokens: int) -> None:
+    def leave(self, tokens: int, now_ns: int) -> None:
         with self._changed:
-            self._batches -= 1
+            self._starts.popleft()
+            self._last_left_ns = now_ns
             self.tokens -= tokens
             self.departures += 1
             self._changed.notify()
@@ -113,13 +128,14 @@ class StartedBatch:
 
     The texts of all entries, one entry behind the other, are the texts `places` (int64 [texts]) of the results: equal
     inputs have the same one. Where `finished` is set,
-    vectors are cut and normalised by these options already, which are those of all jobs.
+    vectors are cut and normalised by these options already, which are those of all jobs. `in_flight` is that of the
+    thread that started it.
     """
 
     entries: Sequence[QueueEntry]
     places: NDArray[np.intp]
     wait: Callable[[], Mapping[Output, HostRows]]
-    started_ns: int
+    in_flight: InFlightLimit
     tokens: int
     finished: VectorOptions | None = None
 
@@ -196,7 +212,7 @@ class Finisher:
 
     `deliver` receives the jobs that one batch completed, `on_fault` the reason why results cannot be trusted any more.
     `on_bad_result` is called when the forward of a text failed or gave no numbers; the text fails alone. `activation`
-    turns logits into scores. Callers count a batch in `in_flight` before they put it.
+    turns logits into scores. Callers count a batch in an `InFlightLimit` of `new_limit` before they put it.
     """
 
     def __init__(
@@ -212,12 +228,21 @@ class Finisher:
         self._activation = activation
         self._inbox: queue.Queue[StartedBatch | Failures | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
-        self._device_free_ns = 0  # a monotonic moment: before it the device had another batch
-        self.in_flight = InFlightLimit()
+        self._counted_ns = 0  # until this monotonic moment `busy_s` is complete
+        self.limits: list[InFlightLimit] = []
         self.stats = EngineStats()
         self.fault: str | None = None  # a lasting one of the device: no batch succeeds any more
         self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
         self.slowest_s = 0.0  # per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest batch of late
+
+    def new_limit(self) -> InFlightLimit:
+        """The bound on the batches in flight of one more thread that starts them; not called once `run` has begun."""
+        self.limits.append(InFlightLimit())
+        return self.limits[-1]
+
+    @property
+    def running_tokens(self) -> int:
+        return sum([limit.tokens for limit in self.limits])
 
     def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
@@ -244,7 +269,8 @@ class Finisher:
     def abandon(self) -> None:
         """Let `run` return after its current item, however long that takes, and release all that wait for it."""
         self._ended.set()
-        self.in_flight.abandon()
+        for limit in self.limits:
+            limit.abandon()
 
     def run(self) -> None:
         try:
@@ -275,11 +301,13 @@ class Finisher:
             failure = InferenceFailed(f"Backend error: {error}")
             return self._fail(failed_rows(batch.entries, failure))
         finally:
-            self.in_flight.leave(batch.tokens)
-        began_ns = max(batch.started_ns, self._device_free_ns)
-        self._device_free_ns = time.monotonic_ns()
-        duration_ns = self._device_free_ns - began_ns
-        self._count(batch, duration_ns)
+            now_ns = time.monotonic_ns()
+            running = [moment for limit in self.limits if (moment := limit.began_ns) is not None]
+            began_ns = batch.in_flight.began_ns or now_ns
+            batch.in_flight.leave(batch.tokens, now_ns)
+        duration_ns = now_ns - began_ns
+        self._count(batch, duration_ns, now_ns - max(self._counted_ns, min(running, default=now_ns)))
+        self._counted_ns = now_ns
         results = BatchResults(rows, self._activation, batch.finished)
         jobs: list[Job] = []
         for job, entries, places in batch.by_job():
@@ -307,7 +335,7 @@ class Finisher:
             self._on_bad_result()
         return list(dict.fromkeys(job for job, _, _ in rows))
 
-    def _count(self, batch: StartedBatch, duration_ns: int) -> None:
+    def _count(self, batch: StartedBatch, duration_ns: int, busy_ns: int) -> None:
         stats, texts = self.stats, batch.texts
         lane = stats.lanes[batch.entries[0].job.lane.value]  # a batch is of one lane
         for counts in (stats, lane):
@@ -316,16 +344,14 @@ class Finisher:
             counts.tokens += batch.tokens
         stats.by_texts[(texts - 1).bit_length()] += 1
         stats.by_tokens[(batch.tokens - 1).bit_length()] += 1
-        stats.busy_s += duration_ns / 1e9
+        stats.busy_s += busy_ns / 1e9
         stats.padding_saved_tokens += texts * max(entry.length for entry in batch.entries) - batch.tokens
         self.slowest_s = max(duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS), self.slowest_s * _FORGET)
         self.finished_at = time.monotonic()
 
-    def forward_limit_s(self, floor_s: float, factor: float) -> float:
-        """How long the batches in flight may take: `factor` times what the slowest one of late would have taken."""
-        return max(
-            floor_s, factor * self.slowest_s * (self.in_flight.tokens + _BATCHES_IN_FLIGHT * BATCH_OVERHEAD_TOKENS)
-        )
+    def forward_limit_s(self, tokens: int, floor_s: float, factor: float) -> float:
+        """How long batches of `tokens` in flight may take: `factor` times what the slowest of late would have taken."""
+        return max(floor_s, factor * self.slowest_s * (tokens + _BATCHES_IN_FLIGHT * BATCH_OVERHEAD_TOKENS))
 
 
 def failed_rows(entries: Sequence[QueueEntry], error: TeimgrError) -> list[tuple[Job, int, TeimgrError]]:

@@ -7,6 +7,7 @@ still in the cache when the next one reads it. The residual stream and the norms
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,10 +178,11 @@ class ForwardKernel:
             level=self._level,
         )
         self._positions = 0
+        self._growing = threading.Lock()
         self._grow_tables(_FIRST_POSITIONS)
 
     def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
-        """Hidden states, float32 [T, width]; `positions` are int64 [T].
+        """Hidden states, float32 [T, width]; `positions` are int64 [T]. Any number of threads may call at a time.
 
         Raises:
             RuntimeError: there is no memory for a thread's part of the batch.
@@ -206,9 +208,12 @@ class ForwardKernel:
         return out
 
     def _grow_tables(self, positions: int) -> None:
-        self._positions = positions
-        for step, place, table in self._tables:
-            self._steps[step].tables[place] = self._address(table.rows(positions))
+        """Have tables of so many positions; those before stay in memory, since another thread may be reading them."""
+        with self._growing:
+            if positions > self._positions:
+                for step, place, table in self._tables:
+                    self._steps[step].tables[place] = self._address(table.rows(positions))
+                self._positions = positions
 
     def _address(self, tensor: Tensor) -> int:
         kept = tensor.detach().float().contiguous()

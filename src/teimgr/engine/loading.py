@@ -221,7 +221,9 @@ def _limits(options: EngineOptions, model: Model) -> BatchLimits:
     affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
     few = _TABLE_BATCH_TOKENS if isinstance(model.backbone, StaticTable) else _CPU_BATCH_TOKENS
     tokens = min(options.max_batch_tokens, few, affordable)
-    return BatchLimits(tokens, min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE), options.max_batch_requests)
+    beside = min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE)
+    is_native = model.backbone.batching is Batching.NATIVE  # which several threads may call at a time
+    return BatchLimits(tokens, beside, options.max_batch_requests, own_threads=is_native)
 
 
 def _serial_tokens(model: Model) -> int:

@@ -32,7 +32,7 @@ _NO_HIDDEN = torch.empty(0)
 
 
 class Model:
-    """A model on one device; one thread uses it at a time.
+    """A model on one device; one thread uses it at a time, with a native backbone any number.
 
     Where `heads` are not those of the reference, `whole` is the same model with these, such as the library's own head.
     """

@@ -9,6 +9,9 @@ equal length, so texts in bulk cost nothing each. The rules of `next_batch`:
 3. A batch holds the lane's oldest texts and then those of nearest length, until a bound is reached. So no text
    starves, and texts of equal length are batched together.
 4. Bulk batches are small while interactive entries arrived lately: the next query waits for at most one such batch.
+
+Where each lane has a thread of its own (`BatchLimits.own_threads`), 2 and 4 do not apply: a query waits for no batch of
+bulk, and the scheduler of the system divides the processor between the lanes.
 """
 
 from __future__ import annotations
@@ -204,13 +207,17 @@ BATCH_OVERHEAD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The bounds of a batch. A text longer than a token bound is a batch by itself."""
+    """The bounds of a batch. A text longer than a token bound is a batch by itself.
+
+    `own_threads`: each lane is served by a thread of its own, at the same time.
+    """
 
     tokens: int
     bulk_tokens_beside_interactive: int
     texts: int | None = None
     bulk_share: float = 0.2
     interactive_memory_s: float = 1.0
+    own_threads: bool = False
 
 
 @dataclass(slots=True)
@@ -270,7 +277,7 @@ class LaneThroughput:
 
 
 class EntryQueue:
-    """Entries of both lanes; any thread puts, one thread takes batches.
+    """Entries of both lanes; any thread puts, one thread takes the batches of a lane.
 
     `clock` gives monotonic seconds. After `close` the remaining entries are still served, after `abandon` none.
     """
@@ -278,9 +285,11 @@ class EntryQueue:
     def __init__(self, limits: BatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # of what a thread that takes both lanes, or bulk, waits for
+        self._has_queries = threading.Condition(lock) if limits.own_threads else self._changed
         self._lanes = {lane: LengthBuckets() for lane in Lane}
-        self.token_cap = TokenCap(limits.tokens, clock)  # of the thread that takes batches
+        self.token_cap = TokenCap(limits.tokens, clock)  # of the threads that take batches
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
         self._closed = False
@@ -295,17 +304,20 @@ class EntryQueue:
                 self._lanes[entry.job.lane].put(entry)
                 if entry.job.lane is Lane.INTERACTIVE:
                     self._interactive_seen = self._clock()
-            self._changed.notify()
+                    self._has_queries.notify()
+                else:
+                    self._changed.notify()
 
-    def next_batch(self, timeout_s: float) -> BatchDraft | None:
-        """The next batch; an empty one after `timeout_s` without entries; None once closed and empty."""
-        with self._changed:
+    def next_batch(self, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> BatchDraft | None:
+        """The next batch of `lanes`; an empty one after `timeout_s` without entries; None once closed and empty."""
+        changed = self._has_queries if lanes == (Lane.INTERACTIVE,) else self._changed
+        with changed:
             if not len(self) and not any(map(self.waiting_before, Lane)):
                 self._throughput.idle()  # what seemed to wait at the last batch was in it, or was cancelled since
-            self._changed.wait_for(lambda: self._closed or len(self), timeout_s)
-            if self._abandoned or (self._closed and not len(self)):
+            changed.wait_for(lambda: self._closed or self._texts(lanes), timeout_s)
+            if self._abandoned or (self._closed and not self._texts(lanes)):
                 return None
-            lane = self._next_lane()
+            lane = self._next_lane() if len(lanes) > 1 else lanes[0]
             now = self._clock()
             draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, now)
             self._settle(lane, draft.tokens)
@@ -332,7 +344,10 @@ class EntryQueue:
         return waiting.texts < _AHEAD_TEXTS and waiting.tokens < ahead
 
     def __len__(self) -> int:
-        return sum(buckets.texts for buckets in self._lanes.values())
+        return self._texts(tuple(Lane))
+
+    def _texts(self, lanes: Sequence[Lane]) -> int:
+        return sum([self._lanes[lane].texts for lane in lanes])
 
     def drain(self) -> list[QueueEntry]:
         with self._changed:
@@ -343,11 +358,13 @@ class EntryQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._has_queries.notify_all()
 
     def abandon(self) -> None:
         with self._changed:
             self._closed = self._abandoned = True
             self._changed.notify_all()
+            self._has_queries.notify_all()
 
     def _next_lane(self) -> Lane:
         interactive, bulk = self._lanes[Lane.INTERACTIVE], self._lanes[Lane.BULK]
@@ -359,7 +376,7 @@ class EntryQueue:
 
     def _budget(self, lane: Lane) -> int:
         recently = self._clock() - self._interactive_seen < self._limits.interactive_memory_s
-        is_small = lane is Lane.BULK and recently
+        is_small = lane is Lane.BULK and recently and not self._limits.own_threads
         most = self._limits.bulk_tokens_beside_interactive if is_small else self._limits.tokens
         return min(most, self.token_cap.tokens)
 

@@ -1,14 +1,16 @@
-"""The engine thread: pack the next batch, start it on the device, pass it to the finisher."""
+"""An engine thread: pack the next batch, start it on the device, pass it to the finisher."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,7 @@ from teimgr.engine.finisher import (
 )
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish_on_device
-from teimgr.engine.job import Output
+from teimgr.engine.job import Lane, Output
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import NO_MEMORY
 from teimgr.engine.queue import EntryQueue, QueueEntry, halves
@@ -48,6 +50,9 @@ _RETURN_MEMORY_S = 30.0
 # The results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four batches
 # may exist at a time: two in flight, two with the finisher.
 MAX_RESULT_BYTES = 128 << 20
+# Linux divides a core by weights, each 1.25 times that of the next niceness: six steps are four to one.
+_BULK_NICENESS = 6
+_TOKENS_OF_A_THREAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,11 @@ class _StartError:
 
 
 class Runner:
-    """Serves the queue with one model; `run` is the thread's body, until the queue is closed and empty, or the finisher
-    has ended.
+    """Serves `lanes` of the queue with one model; `run` is the thread's body, until the queue is closed and empty, or
+    the finisher has ended.
+
+    One of all lanes has a device to itself. Of two, one for each lane, that of bulk has the lower priority: the
+    scheduler gives it what queries leave, and a fifth of the processor beside as many queries as can be computed.
 
     Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads.own`, or by up to `threads.most`
     while the other workers of the host (`core_load`) leave cores idle.
@@ -76,7 +84,9 @@ class Runner:
         threads: CpuThreads,
         serial_tokens: int = 0,
         core_load: CoreLoad | None = None,
+        lanes: tuple[Lane, ...] = tuple(Lane),
     ) -> None:
+        self._lanes = lanes
         self._model = model
         self._queue = queue
         self._finisher = finisher
@@ -86,19 +96,19 @@ class Runner:
         self._core_load = core_load
         self._memory_returned = True
         self._returned_at = time.monotonic()
-        self._in_flight = finisher.in_flight
+        self._in_flight = finisher.new_limit()
         self._pack = pack_as_given if isinstance(model.backbone, StaticTable) else pack
-
-    @property
-    def running_tokens(self) -> int:
-        return self._in_flight.tokens
 
     def use_threads(self, threads: CpuThreads) -> None:
         """Use these CPU threads from the next batch on."""
         self._threads = threads
 
     def run(self) -> None:
-        while self._in_flight.wait_for_room() and (draft := self._queue.next_batch(_IDLE_WAIT_S)) is not None:
+        if self._lanes == (Lane.BULK,):
+            _lower_priority()
+        while (
+            self._in_flight.wait_for_room() and (draft := self._queue.next_batch(_IDLE_WAIT_S, self._lanes)) is not None
+        ):
             if draft.expired:
                 self._fail(draft.expired, DeadlineExceeded())
             if draft.entries:
@@ -108,8 +118,6 @@ class Runner:
             if is_due and not self._memory_returned:
                 return_freed_memory()
                 self._memory_returned, self._returned_at = True, time.monotonic()
-        if self._core_load is not None:
-            self._core_load.close()
 
     def _fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
         self._finisher.put(Failures(failed_rows(entries, error)))
@@ -167,12 +175,11 @@ class Runner:
         """
         inputs, inputs_of = self._distinct_inputs(entries)
         tokens = sum([each.ids.size for each in inputs])
-        threads = 1 if tokens <= self._serial_tokens else self._threads_now()
+        threads = 1 if tokens <= self._serial_tokens else self._threads_now(tokens)
         if threads != self._threads_in_use:
             torch.set_num_threads(threads)  # here: OpenMP keeps the number per thread
             self._threads_in_use = threads
-        self._in_flight.enter(tokens)
-        started_ns = time.monotonic_ns()
+        self._in_flight.enter(tokens, time.monotonic_ns())
         try:
             batch = self._pack(inputs)
             with self._noted(threads):
@@ -181,10 +188,10 @@ class Runner:
             if finished is not None:
                 rows[Output.DENSE] = Rows(finish_on_device(rows[Output.DENSE].values, *finished))
             places = np.argsort(batch.order)[inputs_of]
-            started = StartedBatch(entries, places, _to_host(rows), started_ns, tokens, finished)
+            started = StartedBatch(entries, places, _to_host(rows), self._in_flight, tokens, finished)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
-            self._in_flight.leave(tokens)
+            self._in_flight.leave(tokens, time.monotonic_ns())
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
         self._finisher.put(started)
@@ -197,9 +204,13 @@ class Runner:
         wanted = {vector_options(job) for job in {e.job for e in entries} if Output.DENSE in job.options.outputs}
         return wanted.pop() if len(wanted) == 1 else None
 
-    def _threads_now(self) -> int:
+    def _threads_now(self, tokens: int) -> int:
         own, most = self._threads
-        return own if self._core_load is None else self._core_load.threads(own, most)
+        if self._core_load is not None:
+            own = self._core_load.threads(own, most)
+        is_beside_bulk = self._lanes == (Lane.INTERACTIVE,) and self._finisher.running_tokens > self._in_flight.tokens
+        # Threads that share a step wait for each other, so for those of the bulk batch that has the cores.
+        return 1 if is_beside_bulk and tokens < _TOKENS_OF_A_THREAD * own else own
 
     def _noted(self, threads: int) -> AbstractContextManager[None]:
         return nullcontext() if self._core_load is None else self._core_load.computing(threads)
@@ -236,6 +247,14 @@ def _keys(encoded: Encoded) -> Iterator[tuple[Any, ...]]:
     for begin in range(0, encoded.ids.size, size):
         own = None if types is None else types[begin : begin + size]
         yield ids[4 * begin : 4 * (begin + size)], own, *settings
+
+
+def _lower_priority() -> None:
+    """Of the calling thread, and of those that OpenMP starts for it."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _BULK_NICENESS)
 
 
 def return_freed_memory() -> None:
