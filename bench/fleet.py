@@ -23,6 +23,7 @@ from teimgr.errors import Unavailable
 _LISTEN_S = 60.0
 _STOP_S = 60.0
 _PORTS = 64
+_MUX_MODULES = {"teimgr.mux.process", "teimgr.front.mux"}  # here, and in checkouts until 534a7b9
 _fleets = count()
 
 
@@ -43,7 +44,7 @@ class Fleet:
 
     def pids(self, instance: str) -> dict[str, int]:
         """The daemon, the mux and the worker of an instance with one replica."""
-        muxes = [each for each in self.process.children() if "teimgr.mux.process" in " ".join(each.cmdline())]
+        muxes = [each for each in self.process.children() if not _MUX_MODULES.isdisjoint(each.cmdline())]
         worker = self.client.get(instance).pid
         assert worker is not None
         return {"daemon": self.process.pid, "mux": muxes[0].pid, "worker": worker}
