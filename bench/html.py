@@ -55,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
     documents = {name: json.loads((RESULTS / f"{newest(name)}.json").read_text()) for name in found}
     last = max(documents.values(), key=lambda document: str(document["date"]))
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in found)
-    targets = markdown_table(("figure", "measured", "asked"), [*_ratios(documents), *_since(documents), *_absolute(documents)])
+    targets = markdown_table(
+        ("figure", "measured", "asked"), [*_ratios(documents), *_since(documents), *_absolute(documents)]
+    )
     sections = "\n".join(line for name in found for line in _section(name, documents[name]))
     head = "".join(f'<p class="n">{escape(line)}</p>' for line in machine_lines(last["machine"]))
     page = f"""<!doctype html>
@@ -107,7 +109,11 @@ def _since(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         for row in documents["versions"]["rows"]:
             former, target = _FORMER_TIMES.get(row["figure"], (0.0, 1.0))
             asked = f"{former / target:.2f}" if former else _FORMER_BULK.get(row["figure"], "")
-            yield f"{row['figure']}, × as fast as {documents['versions']['facts']['there']}", f"{row['times']:.2f}", asked
+            yield (
+                f"{row['figure']}, × as fast as {documents['versions']['facts']['there']}",
+                f"{row['times']:.2f}",
+                asked,
+            )
     if "front" in documents:
         passes = {(row["checkout"], row["load"], row["callers"]): row["passes"] for row in documents["front"]["rows"]}
         for (load, callers), (former, target) in _FORMER_RATES.items():
@@ -115,7 +121,9 @@ def _since(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             pairs = zip(here, there, strict=False)
             times = [own["calls"] / own["seconds"] * other["seconds"] / other["calls"] for own, other in pairs]
             if times:
-                name = f"look-up table, {load}, callers: {callers}, × as fast as {documents['front']['facts']['against']}"
+                name = (
+                    f"look-up table, {load}, callers: {callers}, × as fast as {documents['front']['facts']['against']}"
+                )
                 yield name, f"{median(times):.2f}", f"{target / former:.2f}"
 
 

@@ -129,4 +129,3 @@ def _record(figure: str, found: dict[str, list[dict[str, float]]]) -> dict[str, 
         "most": max(factors),
         "rounds": {"here": here, "there": there},
     }
-

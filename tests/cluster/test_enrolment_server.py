@@ -272,7 +272,9 @@ async def test_a_clock_that_is_no_time_gets_a_typed_refusal(server: EnrolmentSer
 
     answer = await ask(server, line.encode())
 
-    assert answer == {"error": {"code": 3, "message": "enrolment request: clock: a time in seconds since the epoch is expected"}}
+    assert answer == {
+        "error": {"code": 3, "message": "enrolment request: clock: a time in seconds since the epoch is expected"}
+    }
 
 
 async def test_what_is_no_daemon_is_unavailable(tmp_path: Path) -> None:

@@ -230,7 +230,8 @@ def _check_clock(there: Any) -> None:
         raise ValueError("clock: a time in seconds since the epoch is expected")
     if (late_s := time.time() - there) > CLOCKS_APART_S:
         raise InvalidConfig(
-            f"this host's clock is {late_s:.0f} s behind the daemon's, at most {CLOCKS_APART_S:.0f} s are allowed: set it"
+            f"this host's clock is {late_s:.0f} s behind the daemon's, at most {CLOCKS_APART_S:.0f} s are allowed: "
+            "set it"
         )
 
 

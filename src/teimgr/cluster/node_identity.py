@@ -35,7 +35,7 @@ _RENEW_AT = 1 / 3
 """The part of a certificate's life after which it is renewed."""
 _RETRY_S = 60.0
 _NOT_VALID_NOW = (9, 10)
-"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL's x509_vfy.h, which `ssl` has no names for."""
+"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL's x509_vfy.h; `ssl` does not name them."""
 _LEAST_PAUSE_S = 60.0
 """Between two renewals, also where this host's clock is so far ahead that each certificate looks old at once."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from teimgr.errors import DeadlineExceeded, InvalidInput, TooLarge
 from teimgr.grpc_core.rpc_table import Rpc
@@ -58,8 +58,8 @@ class StreamReply(Protocol):
     """Reply to one message of a stream."""
 
     @property
-    def payload(self) -> bytes:
-        """The response message, serialised."""
+    def payload(self) -> bytes | memoryview:
+        """The response message, serialised: bytes, but of a worker's own port, which sends views too."""
 
 
 class StreamCall(Protocol):
@@ -87,7 +87,7 @@ class StreamPump:
         *,
         receive: Receive,
         start: Callable[[bytes, Flag], Awaitable[StreamCall | None]],
-        send: Callable[[bytes], Awaitable[None]],
+        send: Callable[[Any], Awaitable[None]],
     ) -> None:
         self._rpc = rpc
         self._window = StreamWindow(min(window, ARROW_WINDOW) if rpc.arrow_field else window)

@@ -16,6 +16,8 @@ _ENTRY = pa.struct([pa.field("index", pa.uint32(), nullable=False), pa.field("va
 ENTRY_BYTES = 8
 
 Failed = NDArray[np.bool_] | None
+Head = Callable[[int], bytes]
+"""What is written before a stream, by the stream's size in bytes: the tag of a message's field, for one."""
 
 
 class Column(NamedTuple):
@@ -96,6 +98,10 @@ def error_column(count: int, errors: Mapping[int, TeimgrError]) -> Column:
     return Column(pa.field("error", pa.string()), values)
 
 
+def _no_head(size: int) -> bytes:
+    return b""
+
+
 # From this size on a stream is measured before it is written: its buffer need not grow, nor be copied behind a head.
 _MEASURED_BYTES = 256 * 1024
 
@@ -105,12 +111,9 @@ def write_table(
     rows: Sequence[int],
     keys: Keys | None = None,
     lz4: bool = False,
-    head: Callable[[int], bytes] = lambda size: b"",
+    head: Head = _no_head,
 ) -> memoryview:
-    """The IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies.
-
-    Before it is what `head` makes of its size in bytes: the tag of a message's field, for one.
-    """
+    """`head`, and the IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies."""
     fields, kept = keys or Keys([], [[]] * len(rows))
     schema = pa.schema([*fields, *(column.field for column in columns)])
     batches = []
@@ -164,7 +167,7 @@ def write_vectors(
     precision: Precision = Precision.FLOAT32,
     *,
     lz4: bool = False,
-    head: Callable[[int], bytes] = lambda size: b"",
+    head: Head = _no_head,
 ) -> memoryview:
     """The IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows; `head` as `write_table`.
 
@@ -181,7 +184,7 @@ def write_sparse(
     rows: Sequence[int],
     *,
     lz4: bool = False,
-    head: Callable[[int], bytes] = lambda size: b"",
+    head: Head = _no_head,
 ) -> memoryview:
     """The IPC stream of sparse `vectors` (ascending indices, values; None where the row failed); `head` as above."""
     columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]

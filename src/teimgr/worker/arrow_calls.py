@@ -91,7 +91,10 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     def read(limits: _Limits) -> ReadTable:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
         return ReadTable(
-            texts, lambda job: tables.write_vectors(job.vectors, job.errors, rows, form.dense, lz4=form.lz4, head=response_head)
+            texts,
+            lambda job: tables.write_vectors(
+                job.vectors, job.errors, rows, form.dense, lz4=form.lz4, head=response_head
+            ),
         )
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
@@ -104,7 +107,9 @@ def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
     def read(limits: _Limits) -> ReadTable:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
-        return ReadTable(texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4, head=response_head))
+        return ReadTable(
+            texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4, head=response_head)
+        )
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
 

@@ -393,7 +393,7 @@ def single(kind: type[InferenceRequest]) -> HttpHandler:
     return handle
 
 
-def json_reply(body: bytes, headers: Mapping[str, str] | None = None) -> HttpReply:
+def json_reply(body: bytes | memoryview, headers: Mapping[str, str] | None = None) -> HttpReply:
     return HttpReply(200, {**JSON_TYPE, **(headers or {})}, body)
 
 
