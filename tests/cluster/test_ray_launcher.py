@@ -86,14 +86,22 @@ async def test_a_stop_ends_the_worker_and_its_actor(launcher: RayLauncher) -> No
     assert not (await launcher.find()).alive
 
 
-async def test_a_replica_runs_at_most_twice_in_the_whole_cluster(launcher: RayLauncher) -> None:
+async def test_a_replica_runs_at_most_twice_in_the_whole_cluster_and_a_third_waits_for_one_to_end(
+    launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = [await launcher.launch(spec()), await launcher.launch(spec())]
 
-    with pytest.raises(LaunchFailed, match="runs twice in the cluster already"):
-        await launcher.launch(spec())
-
+    with monkeypatch.context() as hasty:
+        hasty.setattr(launcher, "_placement_limit_s", 0.1)
+        with pytest.raises(LaunchFailed, match=r"runs twice in the cluster already.* within 0\.1 s"):
+            await launcher.launch(spec())
+    waiting = asyncio.create_task(launcher.launch(spec()))
     other = await launcher.launch(spec(replica=1))
-    await asyncio.gather(*(each.stop(0) for each in (*both, other)))
+    assert not waiting.done()
+    await both[0].stop(0)
+    third = await waiting
+
+    await asyncio.gather(*(each.stop(0) for each in (both[1], third, other)))
 
 
 async def test_a_worker_ends_with_its_actor(daemon: tuple[ClusterHead, RayLauncher]) -> None:

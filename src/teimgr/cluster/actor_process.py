@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from itertools import cycle
 from typing import Any, Self
 
 from teimgr.cluster.bridge import ActorAbsent, ActorExists, ActorLost, AnswerLate, Bridge, BridgeLost, RayRefused
@@ -108,28 +109,37 @@ class ActorProcess:
 async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> str:
     """Create the actor of a replica on a host; the result is its name.
 
+    Where the replica has all its actors it waits for one to end: a process that a rolling change replaced ends its
+    calls first, and the next change may begin meanwhile.
+
     Raises:
         NoHost: the host is not in the cluster or takes no workers, or Ray did not place the actor in time.
         Unavailable: there is no connection to Ray.
-        LaunchFailed: the replica has all its actors.
+        LaunchFailed: none of the replica's actors has ended in time.
     """
     member = head.members.get(host)
     if member is None or member.problem:
         reason = member.problem if member else "it is not in the cluster"
         raise NoHost(f"host {host!r} takes no workers: {reason}")
-    for slot in SLOTS:
+    clock = asyncio.get_running_loop().time
+    ends = clock() + limit_s
+    for slot in cycle(SLOTS):
         name = f"{replica}/{slot}"
         try:
             await head.bridge.call("place", name=name, node=member.ray_id, limit_s=limit_s)
         except ActorExists:
-            continue
+            if slot == SLOTS[-1]:
+                if clock() > ends:
+                    break
+                await asyncio.sleep(_RETRY_PAUSE_S)
         except AnswerLate:
             text = f"Ray placed no actor on host {host!r} within {limit_s:g} s"
             raise NoHost(f"{text} (cluster.placement_timeout_secs)") from None
         except (ActorLost, RayRefused) as error:
             raise NoHost(f"Ray cannot place an actor on host {host!r}: {error}") from error
-        return name
-    raise LaunchFailed(f"{replica} runs twice in the cluster already")
+        else:
+            return name
+    raise LaunchFailed(f"{replica} runs twice in the cluster already, and neither has ended within {limit_s:g} s")
 
 
 async def launch(head: ClusterHead, name: str, host: str, arguments: Sequence[str], limit_s: float) -> HeldWorker:
