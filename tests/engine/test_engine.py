@@ -17,12 +17,13 @@ import pytest
 import torch
 from bench import weights
 from tests.engine.conftest import WAIT_S, Served
+from tests.support import models
 from tests.support.models import build
 from tests.support.polling import until
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads import Rows
-from teimgr.engine.job import Input, Lane, Output
+from teimgr.engine.job import Input, Job, Lane, Output, Pair
 from teimgr.engine.model import Model
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
@@ -192,6 +193,72 @@ def test_a_query_waits_for_no_batch_of_bulk(bert: Served, gate: Gate) -> None:
     assert bert.engine.stats().running_tokens > 10
     gate.open.set()
     assert bert.wait(bulk).errors == {}
+
+
+KINDS_OF_MODEL: dict[str, Callable[[Path], Path]] = {
+    "dense": lambda folder: models.build("bert", folder),
+    "causal": lambda folder: models.build("qwen3", folder),
+    "cross-encoder": lambda folder: models.build_cross_encoder("bert", folder),
+    "yes-no reranker": models.build_yes_no_reranker,
+    "sparse": lambda folder: models.build_splade("bert", folder),
+    "late interaction": lambda folder: models.build_multi_vector("bert", folder),
+    "m3": models.build_m3,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MODEL)
+def test_both_lanes_at_once_give_each_text_its_own_results(
+    kind: str, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    served = serve(KINDS_OF_MODEL[kind](tmp_path))
+    outputs = frozenset(map(Output, served.engine.info.outputs))
+    words = [
+        "rain and fog",
+        "a dog",
+        "the lamps are still lit tonight",
+        "fog",
+        "rain",
+        "late in the day",
+        "why",
+        "dog fog",
+    ]
+    texts: list[Input] = [Pair("what", text) if outputs == {Output.SCORES} else text for text in words]
+    how: dict[str, Any] = {"outputs": outputs, "normalize": False, "raw_scores": True}
+    alone = [results(served.embed([text], **how))[0] for text in texts]
+
+    bulk = served.send(texts * 40, Lane.BULK, **how)
+    asked = 0
+    while not served.was_delivered(bulk):
+        [found] = results(served.embed([texts[asked % len(texts)]], Lane.INTERACTIVE, **how))
+        for one, expected in zip(found, alone[asked % len(texts)], strict=True):
+            np.testing.assert_allclose(one, expected, atol=2e-5)
+        asked += 1
+
+    assert asked
+    for row, found in enumerate(results(bulk)):
+        for one, expected in zip(found, alone[row % len(texts)], strict=True):
+            np.testing.assert_allclose(one, expected, atol=2e-5)
+
+
+def results(job: Job) -> list[list[np.ndarray]]:
+    """Of each row, every output that was requested."""
+    assert not job.errors
+    found: list[list[np.ndarray]] = [[] for _ in job.inputs]
+    for row, of in enumerate(found):
+        for output in sorted(job.options.outputs, key=list(Output).index):
+            if output is Output.SPARSE:
+                sparse = job.sparse[row]
+                assert sparse is not None
+                of += [sparse.indices, sparse.values]
+            else:
+                rows: Any = {
+                    Output.DENSE: job.vectors,
+                    Output.SCORES: job.scores,
+                    Output.TOKENS: job.tokens_of,
+                    Output.MULTI_VECTOR: job.multi_vectors,
+                }[output]
+                of.append(np.array(rows[row]))
+    return found
 
 
 def test_bulk_yields_the_cores_to_queries(bert: Served) -> None:

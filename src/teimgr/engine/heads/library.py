@@ -6,6 +6,7 @@ the given states. A trial at load compares the result with that of the whole mod
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ _ROW_STEP = 8  # oneDNN creates and caches a kernel for every number of rows
 
 
 class LibraryHead:
-    """The part of a transformers `module` behind its backbone; between calls `module` is unchanged.
+    """The part of a transformers `module` behind its backbone; between calls `module` is unchanged. Calls of several
+    threads run one after the other, since the module has one stub.
 
     Raises:
         ValueError: the class does not keep its backbone under `base_model_prefix`.
@@ -38,6 +40,7 @@ class LibraryHead:
         self.module = module
         self.backbone = module._modules[self._prefix]
         self._stub = _StubBackbone(self.backbone)
+        self._stubbed = threading.Lock()
         config = module.config.get_text_config()
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = -1  # no token has it: without any padding id decoders refuse batches
@@ -62,13 +65,14 @@ class LibraryHead:
 
     @contextmanager
     def _stubbed_backbone(self, hidden: Tensor) -> Iterator[None]:
-        self._stub.hidden = hidden
-        self.module._modules[self._prefix] = self._stub
-        try:
-            yield
-        finally:
-            self.module._modules[self._prefix] = self.backbone
-            self._stub.hidden = None
+        with self._stubbed:
+            self._stub.hidden = hidden
+            self.module._modules[self._prefix] = self._stub
+            try:
+                yield
+            finally:
+                self.module._modules[self._prefix] = self.backbone
+                self._stub.hidden = None
 
 
 class _StubBackbone(nn.Module):
