@@ -187,6 +187,7 @@ async def clocks_apart(world: ClusterWorld) -> None:
             told.append(f"{ahead_s:+} s: joined, shown as {shown:+.0f} s")
         await world.lose_host("two")
         node.environ = dict(clock_ahead(world.folder, TOO_LATE_S))
+        await asyncio.to_thread(node.start)
         refused = await _refused(node, "this host's clock")
         told.append(f"{TOO_LATE_S:+} s: refused, {refused}")
     finally:

@@ -23,6 +23,9 @@ NO_ANSWER = (AnswerLate, BridgeLost, RayRefused)
 _DESCRIBE_LIMIT_S = 10.0
 _ASK_LIMIT_S = 5.0
 _RETRY_PAUSE_S = 0.25
+_LEFT_TO_RAY = 2 / 3
+"""The last part of a placement's time, in which actors of the replica that cannot be reached are removed; before it Ray
+may find out by itself that their host is gone."""
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +113,8 @@ async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> s
     """Create the actor of a replica on a host; the result is its name.
 
     Where the replica has all its actors it waits for one to end: a process that a rolling change replaced ends its
-    calls first, and the next change may begin meanwhile.
+    calls first, and the next change may begin meanwhile. One that cannot be reached is removed: after a restart Ray may
+    keep for ever what died with its former process.
 
     Raises:
         NoHost: the host is not in the cluster or takes no workers, or Ray did not place the actor in time.
@@ -128,6 +132,8 @@ async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> s
         try:
             await head.bridge.call("place", name=name, node=member.ray_id, limit_s=limit_s)
         except ActorExists:
+            if clock() > ends - limit_s * _LEFT_TO_RAY:
+                await _remove_unreachable(head, name)
             if slot == SLOTS[-1]:
                 if clock() > ends:
                     break
@@ -140,6 +146,18 @@ async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> s
         else:
             return name
     raise LaunchFailed(f"{replica} runs twice in the cluster already, and neither has ended within {limit_s:g} s")
+
+
+async def _remove_unreachable(head: ClusterHead, name: str) -> None:
+    """Remove an actor that Ray lists and cannot reach. One that is slow to answer stays."""
+    try:
+        await head.bridge.call("ask", name=name, method="describe", arguments=[], limit_s=_ASK_LIMIT_S)
+    except ActorLost as error:
+        log.warning("an actor that cannot be reached is removed", extra={"actor": name, "reason": str(error)})
+        with suppress(*LOST, *NO_ANSWER):
+            await end(head, name)
+    except (*LOST, *NO_ANSWER):
+        return
 
 
 async def launch(head: ClusterHead, name: str, host: str, arguments: Sequence[str], limit_s: float) -> HeldWorker:
