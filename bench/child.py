@@ -2,7 +2,7 @@
 
     {"texts": FILE}    load the texts of a JSON file, and warm up on the first of them
     {"pass": null}     encode them all              → {"seconds": s, "cpu_seconds": s}
-    {"save": FILE}     encode them all, keep the vectors as .npy
+    {"save": FILE}     encode them all, keep the results as .npy
     {"memory": null}                                → {"peak_rss_mib": m, "unique_mib": m}
 
 The first line it writes, when it is loaded, is {"dtype": name, "load_seconds": s}; a failure is {"error": text}.
@@ -19,9 +19,24 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from bench.encoders import KINDS, Encoder, Task
+from bench import encoders, exported
+from bench.encoders import Encoder, Task
 from bench.machine import peak_rss_mib, unique_mib
 
+KINDS: dict[str, type[Any]] = {
+    "sentence-transformers": encoders.SentenceTransformers,
+    "sparse-encoder": encoders.SparseEncoder,
+    "cross-encoder": encoders.CrossEncoder,
+    "padded": encoders.Padded,
+    "openvino": exported.OpenVino,
+    "openvino-latency": exported.OpenVinoLatency,
+    "onnxruntime": exported.OnnxRuntime,
+    "engine": encoders.Bare,
+    "products": encoders.Products,
+    "served": encoders.Served,
+    "streamed": encoders.Streamed,
+    "reranked": encoders.Reranked,
+}
 _WARM_UP_TEXTS = 128
 
 
@@ -55,7 +70,8 @@ def _do(verb: str, argument: Any, encoder: Encoder, texts: list[str]) -> dict[st
         encoder.encode(texts)
         return {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - began_cpu}
     if verb == "save":
-        np.save(argument, encoder.encode(texts))
+        found = encoder.encode(texts)
+        np.save(argument, found.to_dense() if hasattr(found, "to_dense") else found)
     if verb == "memory":
         return {"peak_rss_mib": peak_rss_mib(os.getpid()), "unique_mib": unique_mib(os.getpid())}
     return {}

@@ -94,7 +94,10 @@ def child(task: Task | LoadTask, checkout: Path | None = None) -> Iterator[Child
 
 @dataclass
 class Row:
-    """One entrant's results. `foreign_cores` is what others used of the machine during each pass."""
+    """One entrant's results. `foreign_cores` is what others used of the machine during each pass.
+
+    Cosines are those of vectors, differences the absolute ones of scores; `scores` are the lowest and the highest.
+    """
 
     name: str
     dtype: str = ""
@@ -103,6 +106,20 @@ class Row:
     memory: dict[str, float] = field(default_factory=dict)
     cosine_min: float = 1.0
     cosine_mean: float = 1.0
+    difference_mean: float = 0.0
+    difference_max: float = 0.0
+    scores: tuple[float, float] = (0.0, 0.0)
+
+    def compare(self, results: Any, reference: Any) -> None:
+        """Results of all inputs against the reference's: scores by their differences, vectors by their cosines."""
+        if reference.shape[1] == 1:
+            differences = np.abs(results - reference)
+            self.scores = float(results.min()), float(results.max())
+            self.difference_mean, self.difference_max = float(differences.mean()), float(differences.max())
+            return
+        norms = np.linalg.norm(results, axis=1) * np.linalg.norm(reference, axis=1)
+        cosines = (results * reference).sum(axis=1) / norms
+        self.cosine_min, self.cosine_mean = float(cosines.min()), float(cosines.mean())
 
     @property
     def best_s(self) -> float:
@@ -137,7 +154,7 @@ def entrants(tasks: dict[str, Task], skip_failing: bool = False) -> Iterator[dic
 
 
 def compete(children: dict[str, Child], texts: Sequence[str], rounds: int, own_cpu: dict[str, Any]) -> list[Row]:
-    """`rounds` times one pass of each in turn; cosines are against the first one's vectors.
+    """`rounds` times one pass of each in turn; cosines and differences are to the results of the first one.
 
     `own_cpu` maps a name to a function that gives the CPU seconds of its further processes (a server's), so
     that they do not count as foreign. An interrupt ends the rounds, where the first is complete.
@@ -174,11 +191,9 @@ def _compare(children: dict[str, Child], rows: dict[str, Row], folder: Path) -> 
     for name, entrant in children.items():
         file = folder / f"{len(list(folder.iterdir()))}.npy"
         entrant.ask("save", str(file))
-        vectors = np.load(file)
-        reference = vectors if reference is None else reference
-        norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(reference, axis=1)
-        cosines = (vectors * reference).sum(axis=1) / norms
-        rows[name].cosine_min, rows[name].cosine_mean = float(cosines.min()), float(cosines.mean())
+        results = np.load(file)
+        reference = results if reference is None else reference
+        rows[name].compare(results, reference)
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

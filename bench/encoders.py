@@ -1,10 +1,8 @@
-"""What runs in a child process: each turns texts into vectors in its own way."""
+"""What runs in a child process: each turns texts into vectors, scores or sparse weights in its own way."""
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bench import weights
+
 
 @dataclass(frozen=True)
 class Task:
-    """What a child is to measure. `kind` is a name in `KINDS`; `threads` are the engine's, 0 for those of all cores;
-    `grpc` and `instance` are for the one that calls us."""
+    """What a child is to measure. `kind` is a name in `child.KINDS`; `threads` are the engine's, 0 for those of all
+    cores; `grpc` and `instance` are for the one that calls us."""
 
     kind: str
     model: str = ""
@@ -34,7 +34,7 @@ class Encoder(Protocol):
     dtype: str
 
     def encode(self, texts: list[str]) -> Any:
-        """Unit vectors, float32 [n, dim], on the host."""
+        """Unit vectors, float32 [n, dim], or a reranker's scores [n - 1, 1], on the host; or what has `to_dense`."""
 
 
 class SentenceTransformers:
@@ -55,6 +55,40 @@ class SentenceTransformers:
             texts, batch_size=self._batch_size, normalize_embeddings=True, show_progress_bar=False
         )
         return np.asarray(vectors, np.float32)
+
+
+class SparseEncoder:
+    """sentence-transformers' `SparseEncoder.encode` as its users call it."""
+
+    def __init__(self, task: Task) -> None:
+        import torch
+        from sentence_transformers import SparseEncoder
+
+        self.dtype = task.dtype
+        kinds = {"torch_dtype": getattr(torch, task.dtype)}
+        self._model = SparseEncoder(task.model, device=task.device, model_kwargs=kinds)
+        self._batch_size = task.batch_size
+
+    def encode(self, texts: list[str]) -> Any:
+        """A sparse tensor [n, vocabulary]."""
+        return self._model.encode(texts, batch_size=self._batch_size, show_progress_bar=False)
+
+
+class Tokens:
+    """The tokenizer of a model, for encoders that make batches themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._longest = weights.longest_input(folder)
+        self._is_reranker = weights.is_reranker(folder)
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, of a reranker of each pair, cut at the longest input."""
+        sides = ([texts[0]] * (len(texts) - 1), texts[1:]) if self._is_reranker else (texts,)
+        found: list[list[int]] = self._tokenizer(*sides, truncation=True, max_length=self._longest)["input_ids"]
+        return found
 
 
 class Padded:
@@ -83,143 +117,12 @@ class Padded:
         return vectors[np.argsort(order)]
 
     def _batch(self, texts: list[str]) -> Any:
-        longest = {"truncation": True, "max_length": _longest(Path(self._task.model))}
+        longest = {"truncation": True, "max_length": weights.longest_input(Path(self._task.model))}
         inputs = self._tokenizer(texts, padding=True, return_tensors="pt", **longest).to(self._task.device)
         hidden = self._model(**inputs).last_hidden_state
         mask = inputs["attention_mask"].unsqueeze(-1)
         pooled = (hidden * mask).sum(1) / mask.sum(1)
         return self._torch.nn.functional.normalize(pooled, dim=1)
-
-
-class Exported:
-    """A BERT with mean pooling as one graph of another runtime: sorted by length, batches of a number of padded tokens.
-
-    The graph is traced from transformers' own layers with an additive mask, so that lengths stay free in it.
-    """
-
-    padded_tokens = 2048
-
-    def __init__(self, task: Task) -> None:
-        import torch
-        from transformers import AutoModel, AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(task.model)
-        self._longest = _longest(Path(task.model))
-        self._threads = len(os.sched_getaffinity(0))
-        model = AutoModel.from_pretrained(task.model, dtype=torch.float32, attn_implementation="eager").eval()
-
-        class Pooled(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.embeddings, self.layers = model.embeddings, model.encoder.layer
-
-            def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-                hidden = self.embeddings(input_ids=input_ids)
-                mask = (1.0 - attention_mask[:, None, None, :].float()) * -1e4
-                for layer in self.layers:
-                    result = layer(hidden, mask)
-                    hidden = result[0] if isinstance(result, tuple) else result
-                kept = attention_mask.unsqueeze(-1).float()
-                return torch.nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=1)
-
-        self._torch, self._module = torch, Pooled().eval()
-        self._example = torch.ones(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.int64)
-
-    def encode(self, texts: list[str]) -> Any:
-        """Shortest first."""
-        encoded = self._tokenizer(texts, truncation=True, max_length=self._longest)["input_ids"]
-        order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
-        batches: list[list[int]] = [[]]
-        for index in order:
-            if len(encoded[index]) * (len(batches[-1]) + 1) > self.padded_tokens and batches[-1]:
-                batches.append([])
-            batches[-1].append(index)
-        vectors: Any = None
-        for batch, found in zip(
-            batches, self._run_all([self._padded(encoded, batch) for batch in batches]), strict=True
-        ):
-            vectors = np.empty((len(texts), found.shape[1]), np.float32) if vectors is None else vectors
-            vectors[batch] = found
-        return vectors
-
-    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
-        raise NotImplementedError
-
-    @staticmethod
-    def _padded(encoded: list[list[int]], batch: list[int]) -> tuple[Any, Any]:
-        longest = max(len(encoded[index]) for index in batch)
-        ids, mask = np.zeros((2, len(batch), longest), np.int64)
-        for row, index in enumerate(batch):
-            ids[row, : len(encoded[index])] = encoded[index]
-            mask[row, : len(encoded[index])] = 1
-        return ids, mask
-
-
-class OpenVino(Exported):
-    """OpenVINO's CPU plugin with its throughput hint, in the precision of the task."""
-
-    hint = "THROUGHPUT"
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        import openvino
-
-        self.dtype = task.dtype
-        shapes = [openvino.PartialShape([-1, -1])] * 2
-        graph = openvino.convert_model(self._module, example_input=self._example, input=shapes)
-        settings = {
-            "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[task.dtype],
-            "PERFORMANCE_HINT": self.hint,
-            "INFERENCE_NUM_THREADS": self._threads,
-        }
-        self._queue = openvino.AsyncInferQueue(openvino.Core().compile_model(graph, "CPU", settings))
-
-    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
-        found: list[Any] = [None] * len(batches)
-
-        def keep(request: Any, at: int) -> None:
-            found[at] = request.get_output_tensor().data.copy()
-
-        self._queue.set_callback(keep)
-        for at, batch in enumerate(batches):
-            self._queue.start_async(list(batch), at)
-        self._queue.wait_all()
-        return found
-
-
-class OpenVinoLatency(OpenVino):
-    """As `OpenVino`, one batch at a time on all cores."""
-
-    hint = "LATENCY"
-
-
-class OnnxRuntime(Exported):
-    """ONNX Runtime's CPU provider with all its graph optimisations: float32, or int8 by its dynamic quantisation."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        import onnxruntime
-
-        self.dtype = task.dtype
-        free = {0: "texts", 1: "length"}
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.onnx"
-            names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["vectors"]}
-            axes = {"input_ids": free, "attention_mask": free, "vectors": {0: "texts"}}
-            self._torch.onnx.export(
-                self._module, self._example, path, dynamo=False, opset_version=17, dynamic_axes=axes, **names
-            )
-            if task.dtype == "int8":
-                from onnxruntime.quantization import QuantType, quantize_dynamic
-
-                path, exported = Path(folder) / "int8.onnx", path
-                quantize_dynamic(exported, path, per_channel=True, weight_type=QuantType.QInt8)
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = self._threads
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
-        return [self._session.run(None, {"input_ids": ids, "attention_mask": mask})[0] for ids, mask in batches]
 
 
 class Bare:
@@ -241,7 +144,7 @@ class Bare:
         self.dtype = self._engine.info.dtype
 
     def encode(self, texts: list[str]) -> Any:
-        """All texts as one bulk job."""
+        """All texts as one bulk job: vectors, of a reranker scores [texts - 1, 1], of a sparse model `SparseRows`."""
         return self._job(texts, is_bulk=True)
 
     def query(self, text: str) -> Any:
@@ -249,56 +152,100 @@ class Bare:
         return self._job([text], is_bulk=False)
 
     def _job(self, texts: list[str], is_bulk: bool) -> Any:
-        from teimgr.engine.job import InferOptions, Job, Lane
+        from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
+        from teimgr.spec import Kind
 
+        kind = Kind(self._engine.info.kind)
+        output = {Kind.RERANKER: Output.SCORES, Kind.SPARSE: Output.SPARSE}.get(kind, Output.DENSE)
+        inputs = [Pair(*pair) for pair in weights.pairs(texts)] if kind is Kind.RERANKER else texts
         self._delivered.clear()
-        job = Job(texts, InferOptions(), Lane.BULK if is_bulk else Lane.INTERACTIVE)
+        job = Job(inputs, InferOptions(frozenset({output})), Lane.BULK if is_bulk else Lane.INTERACTIVE)
         self._engine.submit(job)
         self._delivered.wait()
         if job.errors:
             raise next(iter(job.errors.values()))
-        return job.vectors
+        if output is Output.SPARSE:
+            return SparseRows(job.sparse, self._engine.info.dimension)
+        return job.scores if output is Output.SCORES else job.vectors
 
     def close(self) -> None:
         """End the engine's threads."""
         self._engine.close(grace_s=5.0)
 
 
+@dataclass(frozen=True)
+class SparseRows:
+    """Sparse results of the engine, of `width` numbers each with their zeros."""
+
+    rows: list[Any]
+    width: int
+
+    def to_dense(self) -> Any:
+        """float32 [n, width]."""
+        dense = np.zeros((len(self.rows), self.width), np.float32)
+        for at, row in enumerate(self.rows):
+            dense[at, row.indices] = row.values
+        return dense
+
+
 class Products:
-    """The matrix products of a BERT's linear layers alone, by oneDNN, for as many tokens as the texts have.
+    """The matrix products of a model's linear layers alone, by oneDNN, for as many tokens as the texts have.
 
     No forward that multiplies in this type with this library can be faster: it is what the others are a fraction of.
-    Attention's own products are not in it. The vectors are zeros.
+    Attention's own products are not in it, and not the layers behind a pooling. The vectors are zeros.
     """
 
     _TOKENS = 2048  # of a batch
+    _BYTES = 2**25  # of a result in float32: the memory of a larger one is mapped anew by every product
 
     def __init__(self, task: Task) -> None:
         import torch
-        from transformers import AutoConfig, AutoTokenizer
 
         from teimgr.engine.backbone import PackedLinear
 
         self.dtype = task.dtype
-        self._torch, self._longest = torch, _longest(Path(task.model))
-        self._tokenizer = AutoTokenizer.from_pretrained(task.model)
-        config, dtype = AutoConfig.from_pretrained(task.model), getattr(torch, task.dtype)
+        self._torch, self._tokens = torch, Tokens(Path(task.model))
+        dtype = getattr(torch, task.dtype)
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        hidden, wide = config.hidden_size, config.intermediate_size
-        shapes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, wide), (wide, hidden))
-        self._layers = [PackedLinear(torch.nn.Linear(*shape), dtype) for shape in shapes] * config.num_hidden_layers
-        self._rows = {size: torch.randn(self._TOKENS, size).to(dtype) for size in (hidden, wide)}
+        shapes = linear_shapes(Path(task.model))
+        made = {shape: PackedLinear(torch.nn.Linear(*shape), dtype) for shape in dict.fromkeys(shapes)}
+        self._layers = [(made[shape], self._BYTES // (4 * shape[1])) for shape in shapes]
+        self._rows = {inputs: torch.randn(self._TOKENS, inputs).to(dtype) for inputs, _ in made}
 
     def encode(self, texts: list[str]) -> Any:
-        """Zeros [texts, 1]."""
-        encoded = self._tokenizer(texts, truncation=True, max_length=self._longest)["input_ids"]
+        """Zeros [results, 1]."""
+        encoded = self._tokens(texts)
         left = sum(map(len, encoded))
         with self._torch.inference_mode():
             while left > 0:
-                for layer in self._layers:
-                    layer(self._rows[layer.in_features][:left])
+                for layer, most_rows in self._layers:
+                    for rows in self._rows[layer.in_features][:left].split(most_rows):
+                        layer(rows)
                 left -= self._TOKENS
-        return np.zeros((len(texts), 1), np.float32)
+        return np.zeros((len(encoded), 1), np.float32)
+
+
+# Linear layers of a module that read the same rows: one product can have the results of all.
+_SAME_ROWS = (("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_BEHIND_POOLING = ("pooler", "classifier")  # layers that run once a text
+
+
+def linear_shapes(folder: Path) -> list[tuple[int, int]]:
+    """Inputs and outputs of the products of a model's linear layers for every token, without its weights."""
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        kind = getattr(transformers, weights.architecture(folder))
+        model = kind(transformers.AutoConfig.from_pretrained(folder))
+    shapes: dict[tuple[str, object], tuple[int, int]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and not name.startswith(_BEHIND_POOLING):
+            module, _, own = name.rpartition(".")
+            product = module, next((names for names in _SAME_ROWS if own in names), own)
+            _, outputs = shapes.get(product, (0, 0))
+            shapes[product] = layer.in_features, outputs + layer.out_features
+    return list(shapes.values())
 
 
 class Served:
@@ -338,8 +285,7 @@ class CrossEncoder:
 
     def encode(self, texts: list[str]) -> Any:
         """Scores [texts - 1, 1]."""
-        pairs = [(texts[0], text) for text in texts[1:]]
-        scores = self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False)
+        scores = self._model.predict(weights.pairs(texts), batch_size=self._batch_size, show_progress_bar=False)
         return np.asarray(scores, np.float32).reshape(-1, 1)
 
 
@@ -351,23 +297,3 @@ class Reranked(Served):
         ranks = self._client.rerank(texts[0], texts[1:], instance=self._instance)
         scores = {rank.index: rank.score for rank in ranks}
         return np.array([[scores[index]] for index in range(len(texts) - 1)], np.float32)
-
-
-KINDS: dict[str, type[Any]] = {
-    "sentence-transformers": SentenceTransformers,
-    "padded": Padded,
-    "openvino": OpenVino,
-    "openvino-latency": OpenVinoLatency,
-    "onnxruntime": OnnxRuntime,
-    "engine": Bare,
-    "products": Products,
-    "served": Served,
-    "streamed": Streamed,
-    "cross-encoder": CrossEncoder,
-    "reranked": Reranked,
-}
-
-
-def _longest(model: Path) -> int:
-    longest: int = json.loads((model / "sentence_bert_config.json").read_text())["max_seq_length"]
-    return longest

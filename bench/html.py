@@ -41,7 +41,14 @@ _FORMER_TIMES = {
 _FORMER_BULK = {"bulk, mixed texts": "1.35", "bulk, short texts": "1.35", "bulk, long texts": "1.5"}
 _NAMES = SCENARIOS | {
     f"peers-{shape}": f"{SCENARIOS['peers']}, {name}"
-    for shape, name in {"base": "BERT-base", "large": "BERT-large"}.items()
+    for shape, name in {
+        "base": "BERT-base",
+        "large": "BERT-large",
+        "xlm-r-reranker": "a reranker of XLM-RoBERTa-base's shape",
+        "splade": "SPLADE of BERT-base's shape",
+        "modernbert": "ModernBERT-base",
+        "qwen3": "Qwen3-Embedding-0.6B",
+    }.items()
 }
 
 

@@ -1,10 +1,12 @@
-"""The models that are measured: the real MiniLM, and a bigger shape with random weights."""
+"""The models that are measured: the real MiniLM, and shapes with random weights (others: `published`)."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from teimgr.hub import find_packaged
 
@@ -51,10 +53,7 @@ def random_reranker(folder: Path, like: Path, shape: str) -> Path:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    folder.mkdir(parents=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
-        if (like / name).exists():
-            shutil.copy(like / name, folder)
+    copy_tokenizer(folder, like)
     torch.manual_seed(0)
     sizes = _sizes(shape, 512) | {"num_labels": 1}
     config = BertConfig(**json.loads((like / "config.json").read_text()) | sizes)
@@ -83,13 +82,49 @@ def random_static(folder: Path, like: Path, width: int = 256) -> Path:
 
 
 def count_tokens(model: Path, texts: list[str]) -> int:
-    """Real tokens, special ones included, as the model sees them: cut at its longest input, never padded."""
+    """Real tokens, special ones included, as the model sees them: cut at its longest input, never padded.
+
+    Of a reranker they are those of its pairs.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.no_padding()
-    tokenizer.enable_truncation(json.loads((model / "sentence_bert_config.json").read_text())["max_seq_length"])
-    return sum(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))
+    tokenizer.enable_truncation(longest_input(model))
+    inputs: list[Any] = list(pairs(texts) if is_reranker(model) else texts)
+    return sum(len(encoding.ids) for encoding in tokenizer.encode_batch(inputs))
+
+
+def longest_input(model: Path) -> int:
+    """The tokens at which the model's inputs are cut."""
+    settings, tokenizer = model / "sentence_bert_config.json", model / "tokenizer_config.json"
+    key, file = ("max_seq_length", settings) if settings.exists() else ("model_max_length", tokenizer)
+    found: int = json.loads(file.read_text())[key]
+    return found
+
+
+def architecture(model: Path) -> str:
+    """The name of the model's class in transformers, "" where its files have none."""
+    found: list[str] = json.loads((model / "config.json").read_text()).get("architectures") or [""]
+    return found[0]
+
+
+def is_reranker(model: Path) -> bool:
+    """Whether the model scores pairs of texts."""
+    return architecture(model).endswith("ForSequenceClassification")
+
+
+def pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """The inputs of a reranker: the first text, the query, with each of the others."""
+    return [(texts[0], text) for text in texts[1:]]
+
+
+def copy_tokenizer(folder: Path, like: Path) -> None:
+    """The tokenizer of `like` in `folder`, which is made."""
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        if (like / name).exists():
+            shutil.copy(like / name, folder)
 
 
 def _sizes(shape: str, longest: int) -> dict[str, int]:

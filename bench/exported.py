@@ -1,0 +1,179 @@
+"""An encoder with its head as one graph of another runtime: OpenVINO and ONNX Runtime."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.encoders import Task, Tokens
+from bench.weights import architecture
+
+
+def _mean(model: Any, hidden: Any, mask: Any) -> Any:
+    """Vectors of length 1."""
+    from torch.nn import functional
+
+    kept = mask.unsqueeze(-1).float()
+    return functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=1)
+
+
+def _score(model: Any, hidden: Any, mask: Any) -> Any:
+    """Scores of XLM-RoBERTa's head, which reads the first token."""
+    return model.classifier(hidden).sigmoid()
+
+
+def _splade(model: Any, hidden: Any, mask: Any) -> Any:
+    """Weights with their zeros. Padding repeats the first token, which changes no maximum."""
+    tokens = hidden.where(mask.unsqueeze(-1).bool(), hidden[:, :1])
+    return model.cls(tokens).amax(1).relu().log1p()
+
+
+_HEADS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "BertModel": _mean,
+    "XLMRobertaForSequenceClassification": _score,
+    "BertForMaskedLM": _splade,
+}
+"""By the class of the model: results for each text from the model, its hidden states and its mask."""
+
+
+def graph(folder: Path) -> Any:
+    """The model in `folder` with its head, as a torch module of token ids and their mask.
+
+    It calls transformers' own layers with an additive mask, so that lengths stay free when it is traced.
+    """
+    import torch
+    import transformers
+
+    name = architecture(folder)
+    head = _HEADS[name]
+
+    class Graph(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = getattr(transformers, name)
+            self.model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            hidden = self.model.base_model.embeddings(input_ids=input_ids)
+            mask = (1.0 - attention_mask[:, None, None, :].float()) * -1e4
+            for layer in self.model.base_model.encoder.layer:
+                result = layer(hidden, mask)
+                hidden = result[0] if isinstance(result, tuple) else result
+            return head(self.model, hidden, attention_mask)
+
+    return Graph().eval().requires_grad_(False)
+
+
+class Exported:
+    """The graph of a model in another runtime: sorted by length, batches of a number of padded tokens."""
+
+    padded_tokens = 2048
+
+    def __init__(self, task: Task) -> None:
+        import torch
+
+        self.dtype = task.dtype
+        self._tokens = Tokens(Path(task.model))
+        self._threads = len(os.sched_getaffinity(0))
+        self._module = graph(Path(task.model))
+        self._example = torch.ones(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.int64)
+
+    def encode(self, texts: list[str]) -> Any:
+        """Shortest first; sparse weights with their zeros."""
+        encoded = self._tokens(texts)
+        order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
+        batches: list[list[int]] = [[]]
+        for index in order:
+            if len(encoded[index]) * (len(batches[-1]) + 1) > self.padded_tokens and batches[-1]:
+                batches.append([])
+            batches[-1].append(index)
+        results: Any = None
+        for batch, found in zip(
+            batches, self._run_all([self._padded(encoded, batch) for batch in batches]), strict=True
+        ):
+            results = np.empty((len(encoded), found.shape[1]), np.float32) if results is None else results
+            results[batch] = found
+        return results
+
+    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        raise NotImplementedError
+
+    @staticmethod
+    def _padded(encoded: list[list[int]], batch: list[int]) -> tuple[Any, Any]:
+        longest = max(len(encoded[index]) for index in batch)
+        ids, mask = np.zeros((2, len(batch), longest), np.int64)
+        for row, index in enumerate(batch):
+            ids[row, : len(encoded[index])] = encoded[index]
+            mask[row, : len(encoded[index])] = 1
+        return ids, mask
+
+
+class OpenVino(Exported):
+    """OpenVINO's CPU plugin with its throughput hint, in the precision of the task."""
+
+    hint = "THROUGHPUT"
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        import openvino
+
+        shapes = [openvino.PartialShape([-1, -1])] * 2
+        converted = openvino.convert_model(self._module, example_input=self._example, input=shapes)
+        settings = {
+            "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[task.dtype],
+            "PERFORMANCE_HINT": self.hint,
+            "INFERENCE_NUM_THREADS": self._threads,
+        }
+        self._queue = openvino.AsyncInferQueue(openvino.Core().compile_model(converted, "CPU", settings))
+
+    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        found: list[Any] = [None] * len(batches)
+
+        def keep(request: Any, at: int) -> None:
+            found[at] = request.get_output_tensor().data.copy()
+
+        self._queue.set_callback(keep)
+        for at, batch in enumerate(batches):
+            self._queue.start_async(list(batch), at)
+        self._queue.wait_all()
+        return found
+
+
+class OpenVinoLatency(OpenVino):
+    """As `OpenVino`, one batch at a time on all cores."""
+
+    hint = "LATENCY"
+
+
+class OnnxRuntime(Exported):
+    """ONNX Runtime's CPU provider with all its graph optimisations: float32, or int8 by its dynamic quantisation."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        import onnxruntime
+        import torch
+
+        free = {0: "texts", 1: "length"}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["results"]}
+            axes = {"input_ids": free, "attention_mask": free, "results": {0: "texts"}}
+            torch.onnx.export(
+                self._module, self._example, path, dynamo=False, opset_version=17, dynamic_axes=axes, **names
+            )
+            if task.dtype == "int8":
+                from onnxruntime.quantization import QuantType, quantize_dynamic
+
+                path, exported = Path(folder) / "int8.onnx", path
+                quantize_dynamic(exported, path, per_channel=True, weight_type=QuantType.QInt8)
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = self._threads
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        return [self._session.run(None, {"input_ids": ids, "attention_mask": mask})[0] for ids, mask in batches]
