@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from teimgr.engine.finisher import Finisher, HostRows
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.job import InferOptions, Job, Lane, Output
-from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
+from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.runner import Runner, _keys
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory, Unavailable
 from teimgr.spec import CpuThreads
@@ -249,6 +249,30 @@ def test_a_runner_ends_when_nobody_finishes_its_batches(monkeypatch: pytest.Monk
 
     assert not running.is_alive()
     assert device.started.empty()
+
+
+class NotingQueue(EntryQueue):
+    """Notes how long its caller would wait, for three batches, and does not wait itself."""
+
+    def __init__(self) -> None:
+        super().__init__(BatchLimits(10, 10))
+        self.waits_s: list[float] = []
+
+    def next_batch(self, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> BatchDraft | None:
+        self.waits_s.append(timeout_s)
+        return None if len(self.waits_s) > 3 else super().next_batch(0.0, lanes)
+
+
+def test_an_idle_thread_wakes_up_for_memory_to_return_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    waiting = NotingQueue()
+    monkeypatch.setattr("teimgr.engine.runner.return_freed_memory", lambda: returned.append(len(waiting.waits_s)))
+    finisher = Finisher(lambda jobs: None, pytest.fail)
+    waiting.put(entries_of(job_of(1), length=3))
+    Runner(Threads(), waiting, finisher, CpuThreads(1, 1)).run()  # type: ignore[arg-type]
+
+    assert waiting.waits_s == [60.0, 1.0, 60.0, 60.0]
+    assert returned == [2]
 
 
 class Threads:

@@ -44,6 +44,7 @@ from teimgr.spec import CpuThreads
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
+_ASLEEP_S = 60.0
 # Freed memory is returned when the queue is idle, and this often under load: heaps that are never trimmed grow by some
 # 2 % in half an hour of mixed batch sizes.
 _RETURN_MEMORY_S = 30.0
@@ -106,9 +107,11 @@ class Runner:
     def run(self) -> None:
         if self._lanes == (Lane.BULK,):
             _lower_priority()
-        while (
-            self._in_flight.wait_for_room() and (draft := self._queue.next_batch(_IDLE_WAIT_S, self._lanes)) is not None
-        ):
+        while self._in_flight.wait_for_room():
+            # An idle thread wakes up for memory that it has to return, else for work alone.
+            wait_s = _ASLEEP_S if self._memory_returned else _IDLE_WAIT_S
+            if (draft := self._queue.next_batch(wait_s, self._lanes)) is None:
+                return
             if draft.expired:
                 self._fail(draft.expired, DeadlineExceeded())
             if draft.entries:
