@@ -58,7 +58,8 @@ def test_what_is_preloaded_already_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 def listeners(run_dir: Path) -> set[tuple[str, int, str]]:
     """Address, port and process of each TCP socket on which Ray's processes and the bridge listen."""
     ray = psutil.Process(json.loads((run_dir / "ray.run").read_text())["pid"])
-    bridges = [each for each in psutil.Process().children() if "teimgr.cluster.bridge_process" in each.cmdline()]
+    children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    bridges = [each for each in children if "teimgr.cluster.bridge_process" in each.cmdline()]
     assert bridges, "the bridge's sockets are among those that are checked"
     return {
         (each.laddr.ip, each.laddr.port, process.name())

@@ -399,11 +399,11 @@ def busy(daemon: DaemonProcess) -> Iterator[None]:
 
 
 async def late(daemon: DaemonProcess) -> None:
-    """Ask the worker itself, with no time to spare: nobody cancels these calls when their time is over."""
+    """Ask the worker itself for more than it computes in their time: nobody cancels these calls when it is over."""
     (path,) = [path for path in (daemon.folder / "run").glob("*.sock") if not path.name.startswith("mux-")]
     _, link = await asyncio.get_running_loop().create_unix_connection(WorkerLink, str(path))
-    for _ in range(40):
-        await link.answers([link.embed("fog", deadline_ms=1) for _ in range(10)])
+    for _ in range(20):
+        await link.answers([link.embed(f"{number} " + "fog " * 60, deadline_ms=10) for number in range(200)])
     link.close()
     await link.closed()
 

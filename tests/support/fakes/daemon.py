@@ -3,7 +3,7 @@
     python -m tests.support.fakes.daemon FOLDER [--replicas N] [--change MODEL] [name=flags …]
 
 It boots, creates the instances, prints one JSON line {"name": pid} when all replicas run, begins to give each the model
-of `--change` (or a rolling restart, for `restart`, with a worker that takes long), and waits to be killed.
+of `--change` (or, for `restart`, a rolling restart), and waits to be killed.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, T
 
 _FLAGS = {
     "first-only": "the other flags hold for the first worker of this instance alone",
+    "slow-successor": "the workers of this instance after the first say ready after so many seconds",
     "exit-at-once": "exit with this status before anything else",
     "raise": "end with an exception",
     "never-ready": "stay in `loading`",
@@ -68,10 +69,10 @@ def _flags(spec: WorkerSpec, run_dir: Path) -> dict[str, str]:
     flags = dict(word.partition("=")[::2] for word in words if word)
     if unknown := flags.keys() - _FLAGS:
         raise ValueError(f"unknown flags {unknown}")
-    if "first-only" in flags:
+    if not flags.keys().isdisjoint({"first-only", "slow-successor"}):
         seen = run_dir / f"{spec.name}.seen"
         if seen.exists():
-            return {}
+            return {"slow-start": flags["slow-successor"]} if "slow-successor" in flags else {}
         seen.touch()
     return flags
 
