@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -388,7 +388,11 @@ async def test_a_port_of_another_process_is_not_joined(launcher: LocalLauncher) 
 
 
 def sockets_of(pid: int) -> set[str]:
-    return {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            found.add(str(path.readlink()))
+    return found
 
 
 async def test_a_descriptor_that_found_no_room_costs_a_launch_and_not_the_nursery(
