@@ -7,7 +7,7 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,13 @@ _CLOSE_GRACE_S = 5
 _SHOWN_COMMAND = 60
 _CONNECTION_CLOSE = (b"connection", b"close")
 AsgiApp = Callable[..., Any]
+AsyncioServers = list[asyncio.Server]
 
 
-def bind(host: str, port: int, setting: str = "") -> socket.socket:
+def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) -> socket.socket:
     """A TCP socket bound to the address, not listening yet; `setting` is the key that has the port, for the message.
+
+    Other processes of this user may listen on a port that `is_shared`, each for a part of its connections.
 
     Raises:
         PortConflict: the address is in use; the message has the process that listens there, if it may be seen.
@@ -44,6 +47,8 @@ def bind(host: str, port: int, setting: str = "") -> socket.socket:
     # With the protocol named, asyncio sets TCP_NODELAY on accepted connections, as uvloop always does.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
     except OSError as error:
@@ -80,6 +85,30 @@ def listening_process(port: int) -> str | None:
     return None
 
 
+async def listen_on(
+    sockets: Iterable[socket.socket], protocol: Callable[[], asyncio.Protocol], **options: Any
+) -> AsyncioServers:
+    """Servers on copies of listening sockets, with these options of `create_server`.
+
+    Raises:
+        OSError: such as a lack of descriptors; no server is left.
+    """
+    loop, servers = asyncio.get_running_loop(), []
+    try:
+        for sock in sockets:
+            copy = sock.dup()
+            try:
+                servers.append(await loop.create_server(protocol, sock=copy, **options))
+            except BaseException:
+                copy.close()
+                raise
+    except BaseException:
+        for each in servers:
+            each.close()
+        raise
+    return servers
+
+
 class Listener:
     """A running server."""
 
@@ -100,21 +129,9 @@ class Listener:
         server, config = self._server, self._server.config
         kind: Any = config.http_protocol_class
         protocol = partial(kind, config=config, server_state=server.server_state, app_state=server.lifespan.state)
-        loop = asyncio.get_running_loop()
-        former, present = server.servers, []
-        try:
-            for sock in [sock for each in former for sock in each.sockets]:
-                copy = sock.dup()
-                try:
-                    present.append(await loop.create_server(protocol, sock=copy, ssl=context, backlog=config.backlog))
-                except BaseException:
-                    copy.close()
-                    raise
-        except BaseException:  # such as a lack of descriptors: the former servers go on
-            for each in present:
-                each.close()
-            raise
-        server.servers = present
+        former = server.servers
+        sockets = [sock for each in former for sock in each.sockets]
+        server.servers = await listen_on(sockets, protocol, ssl=context, backlog=config.backlog)
         for each in former:
             each.close()
 

@@ -122,7 +122,7 @@ def test_the_client_runs_with_what_its_own_distribution_has(tmp_path: Path) -> N
         "import sys\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "for name in ('torch', 'transformers', 'tokenizers', 'safetensors', 'huggingface_hub', 'fastapi', 'uvicorn',\n"
-        "             'orjson', 'pynvml', 'grpclib', 'prometheus_client', 'msgpack', 'httptools'):\n"
+        "             'orjson', 'pynvml', 'hpack', 'prometheus_client', 'msgpack', 'httptools'):\n"
         "    sys.modules[name] = None\n"
         "import teimgr; assert teimgr.__file__.startswith(sys.path[0])\n"
         "from teimgr.client import AsyncClient, Client, RestClient, Embedded\n"

@@ -19,9 +19,11 @@ from tests.support.mux_process import MAX_MESSAGE_BYTES, Control, client, embed,
 
 from teimgr.auth.policy import Key, Policy, PolicyInForce, digest
 from teimgr.errors import Code, error_from_code
+from teimgr.http_server import bind
 from teimgr.mux import handlers
 from teimgr.mux.forwarding import CallCounters
-from teimgr.mux.handlers import MuxHandlers, MuxHealth, reflection_handlers
+from teimgr.mux.handlers import MuxHandlers, MuxHealth
+from teimgr.mux.server import GrpcServer
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.routing.links import LinkLimits
@@ -478,14 +480,12 @@ class Server:
         self._router.update(RoutingSnapshot(entries))
 
     async def __aenter__(self) -> int:
-        self._server = grpc.aio.server()
-        options: dict[str, Any] = {"request_timeout_s": 0, "window": 8, "policy": self._policy}
-        mux = MuxHandlers(self._router, CallCounters(()), **options)
-        health = MuxHealth(self._policy).generic_handler()
-        self._server.add_generic_rpc_handlers((*mux.generic_handlers(), health, *reflection_handlers()))
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        options: dict[str, Any] = {"request_timeout_s": 0, "window": 8, "policy": self._policy, "health": MuxHealth()}
+        self._server = GrpcServer(MuxHandlers(self._router, CallCounters(()), **options).protocol)
+        sock = bind("127.0.0.1", 0)
+        self._server.add(sock)
         await self._server.start()
-        return port
+        return int(sock.getsockname()[1])
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(None)
@@ -583,7 +583,7 @@ async def test_a_call_that_ends_without_a_message_is_invalid() -> None:
 async def test_client_streams_of_one_connection_hold_a_part_of_the_budget(
     start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handlers, "_COLLECTED_BYTES", 8000)
+    monkeypatch.setattr(handlers, "_HELD_BYTES", 8000)
     request = mux_pb2.RerankStreamRequest(
         target=to("a"), request=tei_pb2.RerankStreamRequest(query="q", text="x" * 1500)
     )

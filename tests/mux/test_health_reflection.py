@@ -16,7 +16,6 @@ from tests.support.frame_worker import TIMINGS, FrameWorker, echo, hold
 from tests.support.mux_process import Control, client, running, stub
 from tests.support.reflection import reflection
 
-from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.errors import WrongModelKind
 from teimgr.grpc_core.rpc_table import RPCS, Shape
 from teimgr.mux.handlers import MuxHealth
@@ -147,20 +146,16 @@ async def test_a_watch_hears_of_the_end_and_does_not_hold_it_up(start_mux: Any) 
 
 
 async def test_a_watch_hears_of_an_end_that_comes_while_it_speaks() -> None:
-    health = MuxHealth(PolicyInForce(Policy()))
-    said = []
+    health = MuxHealth()
+    sent = []
 
-    class StoppedMeanwhile:
-        async def read(self) -> health_pb2.HealthCheckRequest:
-            return ask("")
+    async def send(answer: health_pb2.HealthCheckResponse) -> None:
+        sent.append(answer.status)
+        health.stop()
 
-        async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
-            said.append(answer.status)
-            health.stop()
+    await health.watch("", send)
 
-    await health._watch(None, StoppedMeanwhile())
-
-    assert said == [SERVING, NOT_SERVING]
+    assert sent == [SERVING, NOT_SERVING]
 
 
 Status = grpc.StatusCode

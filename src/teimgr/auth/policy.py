@@ -37,7 +37,7 @@ CALLER, CERTIFICATE = "teimgr.caller", "teimgr.certificate"
 
 # TEI's text.
 _INVALID_KEY = "No valid auth token"
-# Attribute names of getpeercert() → the short names that OpenSSL, and so gRPC, prints.
+# Attribute names of getpeercert() → the short names that OpenSSL prints.
 _SHORT_NAMES = {
     "commonName": "CN",
     "organizationName": "O",
@@ -51,8 +51,6 @@ _SHORT_NAMES = {
     "givenName": "GN",
     "streetAddress": "street",
 }
-# Keys of gRPC's auth_context → kinds of alternative names.
-_GRPC_SANS = {"peer_dns": "DNS", "peer_ip": "IP", "peer_uri": "URI", "peer_email": "email"}
 
 
 class Right(str, Enum):
@@ -244,16 +242,14 @@ def authenticate_request(policy: Policy, scope: Scope) -> Caller:
     return policy.authenticate(scope.get(CERTIFICATE, NO_CERTIFICATE), key_in(authorization, x_api_key))
 
 
-def authenticate_call(policy: Policy, context: Any) -> Caller:
-    """Authenticate a gRPC call by its servicer context.
+def authenticate_call(policy: Policy, certificate: CertificateNames, metadata: Mapping[str, str]) -> Caller:
+    """Authenticate a gRPC call by the certificate of its connection and its metadata.
 
     Raises:
         Unauthenticated: the certificate is not allowed, or the key is unknown.
     """
     if policy.is_open:
         return ANONYMOUS
-    certificate = certificate_from_grpc(context.auth_context()) if policy.certificates.required else NO_CERTIFICATE
-    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     try:
         return policy.authenticate(certificate, key_in(metadata.get("authorization"), metadata.get("x-api-key")))
     except InvalidKey as error:
@@ -266,16 +262,6 @@ def certificate_from_tls(certificate: Mapping[str, Any]) -> CertificateNames:
     return CertificateNames(
         frozenset(f"{_SHORT_NAMES.get(kind, kind)}={value}" for kind, value in pairs),
         frozenset(alternative_name(kind, value) for kind, value in certificate.get("subjectAltName", ())),
-    )
-
-
-def certificate_from_grpc(properties: Mapping[str, Sequence[bytes]]) -> CertificateNames:
-    """The names in a certificate as returned by gRPC's `ServicerContext.auth_context()`."""
-    subjects = (subject_attributes(value.decode("utf-8", "replace")) for value in properties.get("x509_subject", ()))
-    sans = ((kind, value) for key, kind in _GRPC_SANS.items() for value in properties.get(key, ()))
-    return CertificateNames(
-        frozenset(part for subject in subjects for part in subject),
-        frozenset(alternative_name(kind, value.decode("utf-8", "replace")) for kind, value in sans),
     )
 
 

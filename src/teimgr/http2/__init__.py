@@ -1,4 +1,5 @@
 """HTTP/2 in clear text and over TLS: connections, streams, and HTTP requests on them.
 
-The `h2` library parses and writes frames. gRPC on an instance's port (`worker/grpc_port/`) uses the same connections.
+Frames are ours, header blocks are decoded by the `hpack` library. gRPC on the mux port and on the ports of instances
+uses the same connections (`grpc_core/rpc_stream.py`).
 """

@@ -11,31 +11,12 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, cast
 
-from h2.config import H2Configuration
-from h2.connection import H2Connection
-from h2.errors import ErrorCodes
-from h2.events import (
-    ConnectionTerminated,
-    DataReceived,
-    Event,
-    PingAckReceived,
-    PingReceived,
-    PriorityUpdated,
-    RemoteSettingsChanged,
-    RequestReceived,
-    SettingsAcknowledged,
-    StreamEnded,
-    StreamReset,
-    UnknownFrameReceived,
-    WindowUpdated,
-)
-from h2.exceptions import ProtocolError
-from h2.settings import SettingCodes, Settings
-from hyperframe.frame import GoAwayFrame
+from uvicorn.server import ServerState
 
+from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Headers
 from teimgr.http2.sender import Sender
-from teimgr.http2.stream import Headers, Stream, StreamLost
-from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, ServerConnections, StallGuard
+from teimgr.http2.stream import Stream, StreamLost
+from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, StallGuard
 
 log = logging.getLogger(__name__)
 # At lower levels hpack logs every header, API keys included.
@@ -60,19 +41,6 @@ _GOAWAY_S = 1.0
 # before 8.7 lose the response with the stream.
 _DISCARD_S = 30.0
 _DISCARDED_BYTES = 64 * 2**20
-_SETTINGS = {
-    SettingCodes.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
-    SettingCodes.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
-    SettingCodes.MAX_HEADER_LIST_SIZE: H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE,
-}
-_CONFIG = H2Configuration(
-    client_side=False,
-    header_encoding=None,
-    validate_inbound_headers=False,  # by what serves the stream, so that one bad request does not end the others
-    validate_outbound_headers=False,
-    normalize_inbound_headers=False,
-    normalize_outbound_headers=False,
-)
 
 Serve = Callable[[Stream], Coroutine[Any, Any, None]]
 """Serves one stream; runs as a task, cancelled when the stream is lost, unless it sets `Stream.on_lost`."""
@@ -92,15 +60,18 @@ class _Answered:
 class Connection(asyncio.Protocol):
     """One connection; registers with the server, which calls `shutdown` at its end and cancels tasks that take longer.
 
-    A connection without streams is closed after a time, by GOAWAY; `stays_open` is set for clients of which that is
-    not expected.
+    A connection without streams is closed after a time, by GOAWAY; one that `stays_open` only until its client has sent
+    its settings. Beyond `max_connections` it is aborted.
     """
 
-    def __init__(self, serve: Serve, state: ServerConnections) -> None:
+    def __init__(
+        self, serve: Serve, state: ServerState, *, stays_open: bool = False, max_connections: int | None = None
+    ) -> None:
         self._serve = serve
         self._state = state
-        self._h2 = H2Connection(_CONFIG)
-        self._h2.local_settings = Settings(client=False, initial_values=_SETTINGS)
+        self._framing = Framing(
+            self, max_streams=MAX_STREAMS, stream_window=_STREAM_WINDOW, connection_window=_CONNECTION_WINDOW
+        )
         self._streams: dict[int, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[int, _Answered] = {}  # whose clients still send
@@ -108,18 +79,21 @@ class Connection(asyncio.Protocol):
         self._allowance_at = 0.0
         self._idle: asyncio.TimerHandle | None = None
         self._is_stopping = self._sent_goaway = self._lingers = False
-        self.stays_open = False
+        self.stays_open = stays_open
+        self._max_connections = max_connections
 
     # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._loop = asyncio.get_running_loop()
-        self.sender = Sender(self._h2, self.transport)
+        self.closed = self._loop.create_future()
+        self.sender = Sender(self._framing, self.transport)
         self._stall_guard = StallGuard(self.transport)
+        if self._max_connections is not None and len(self._state.connections) >= self._max_connections:
+            self.transport.abort()
+            return
         self._state.connections.add(cast(Any, self))
-        self._h2.initiate_connection()
-        self._h2.increment_flow_control_window(_CONNECTION_WINDOW - self._h2.inbound_flow_control_window)
         self.sender.flush()
         self._await_request(HEAD_LIMIT_S)
 
@@ -128,12 +102,11 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         try:
-            for event in self._h2.receive_data(data):
-                process = _PROCESS.get(event.__class__)
-                if process is not None and not self.transport.is_closing():
-                    process(self, event)
-        except ProtocolError as error:
-            log.debug("an HTTP/2 connection broke: %r", error)
+            self._framing.receive(data)
+        except ConnectionBroken as error:
+            level = logging.WARNING if error.code is ErrorCode.ENHANCE_YOUR_CALM else logging.DEBUG
+            log.log(level, "an HTTP/2 connection broke: %s", error)
+            self._framing.goaway(error.code)
             self._break()
         except Exception as error:
             log.warning("an HTTP/2 connection broke: %r", error)
@@ -156,6 +129,7 @@ class Connection(asyncio.Protocol):
         self.sender.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set_result(None)
         self._stall_guard.resumed()
         self._stop_idle()
         self._state.connections.discard(cast(Any, self))
@@ -184,86 +158,80 @@ class Connection(asyncio.Protocol):
 
     # Called by streams.
 
-    def reset(self, stream: Stream, code: ErrorCodes) -> None:
-        try:
-            self._h2.reset_stream(stream.number, code)
-        except ProtocolError:  # the connection ends
-            return
+    def reset(self, stream: Stream, code: ErrorCode) -> None:
+        self._framing.reset(stream.number, code)
         self.sender.flush()
 
     def acknowledge(self, stream: Stream, size: int) -> None:
         if size and not self.transport.is_closing():
-            try:
-                self._h2.acknowledge_received_data(size, stream.number)
-            except ProtocolError:  # the connection ends
-                return
+            self._framing.acknowledge(stream.number, size)
             self.sender.flush()
 
-    # Receiving
+    # Called by the framing.
 
-    def _on_request(self, event: RequestReceived) -> None:
-        stream = Stream(self, event.stream_id, cast(Headers, event.headers))
+    def on_request(self, number: int, headers: Headers) -> bool:
         if self._sent_goaway or len(self._tasks) >= MAX_STREAMS or len(self._state.tasks) >= MAX_TASKS:
-            stream.reset(ErrorCodes.REFUSED_STREAM)
-            self._count()
-            return
+            return False
         self._stop_idle()
-        self._streams[stream.number] = stream
+        stream = Stream(self, number, headers)
+        self._streams[number] = stream
         task = self._loop.create_task(self._run(stream))
         stream.on_lost = task.cancel
-        for tasks in (self._tasks, self._state.tasks):
-            tasks.add(task)
+        self._tasks.add(task)
+        self._state.tasks.add(task)
         task.add_done_callback(partial(self._ended, stream))
+        return True
 
-    def _on_data(self, event: DataReceived) -> None:
-        stream, size = self._streams.get(event.stream_id), event.flow_controlled_length or 0
-        if stream is None or stream.is_lost:  # refused, or answered before its end
-            self._h2.acknowledge_received_data(size, event.stream_id)
-            self._discard(event.stream_id, size)
+    def on_data(self, number: int, data: bytes, size: int) -> None:
+        stream = self._streams.get(number)
+        if stream is None or stream.is_lost:  # answered before its end
+            self._framing.acknowledge(number, size)
+            self._discard(number, size)
         else:
-            stream.received.add(event.data or b"", size)
-        if not event.data and event.stream_ended is None:
-            self._count()
+            stream.received.add(data, size)
 
-    def _on_end(self, event: StreamEnded) -> None:
-        if (stream := self._streams.get(event.stream_id)) is not None:
+    def on_end(self, number: int) -> None:
+        if (stream := self._streams.get(number)) is not None:
             stream.received.end()
-        self._forget(event.stream_id)
+        self._forget(number)
 
-    def _on_reset(self, event: StreamReset) -> None:
-        if (stream := self._streams.get(event.stream_id)) is not None:
+    def on_reset(self, number: int) -> None:
+        if (stream := self._streams.get(number)) is not None:
             stream.lose()
-        self._forget(event.stream_id)
-        self._count()
+        self._forget(number)
 
-    def _on_window(self, event: WindowUpdated) -> None:
-        if event.stream_id and (stream := self._streams.get(event.stream_id)) is not None:
+    def on_window(self, number: int) -> None:
+        if number and (stream := self._streams.get(number)) is not None:
             self.sender.take_turn(stream)
 
-    def _on_settings(self, event: RemoteSettingsChanged) -> None:
-        if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
+    def on_settings(self, changes_windows: bool) -> None:
+        if self.stays_open:
+            self._stop_idle()
+        if changes_windows:
             for stream in self._streams.values():
                 self.sender.take_turn(stream)
             self._count(1 + len(self._streams) // _STREAMS_PER_CONTROL)
         else:
             self._count()
 
-    def _on_goaway(self, event: ConnectionTerminated) -> None:
-        self._break()  # h2 sends nothing on this connection any more
+    def on_goaway(self, code: int) -> None:
+        """Answer the open streams; the client opens no more."""
+        if code:
+            raise ConnectionBroken(ErrorCode.NO_ERROR, "the client reports an error")
+        self._send_goaway()
+        self._close_when_idle()
 
-    def _on_control(self, event: Event) -> None:
+    def on_control(self) -> None:
         self._count()
 
     def _count(self, frames: int = 1) -> None:
-        """Count control frames; close the connection of a client that sends too many."""
+        """Count control frames; break the connection of a client that sends too many."""
         now = self._loop.time()
         self._allowance += (now - self._allowance_at) * _CONTROL_PER_S
         self._allowance = min(self._allowance, _CONTROL_BURST) - frames
         self._allowance_at = now
         if self._allowance < 0 and not self.transport.is_closing():
-            log.warning("a client flooded its HTTP/2 connection with control frames")
-            self._h2.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
-            self._break()
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "the client floods its connection with control frames")
 
     # The end of streams and of the connection
 
@@ -284,7 +252,7 @@ class Connection(asyncio.Protocol):
             timer = self._loop.call_later(_DISCARD_S, self._discard, stream.number, _DISCARDED_BYTES + 1)
             self._answered[stream.number] = _Answered(stream, timer)
         else:
-            stream.reset(ErrorCodes.NO_ERROR if stream.has_ended else ErrorCodes.INTERNAL_ERROR)
+            stream.reset(ErrorCode.NO_ERROR if stream.has_ended else ErrorCode.INTERNAL_ERROR)
         self.acknowledge(stream, stream.received.unacknowledged())
         if self._sent_goaway:
             self._close_when_idle()
@@ -298,7 +266,7 @@ class Connection(asyncio.Protocol):
             answered.left -= size
             if answered.left < 0:
                 self._forget(number)
-                answered.stream.reset(ErrorCodes.NO_ERROR)
+                answered.stream.reset(ErrorCode.NO_ERROR)
 
     def _forget(self, number: int) -> None:
         if (answered := self._answered.pop(number, None)) is not None:
@@ -315,9 +283,8 @@ class Connection(asyncio.Protocol):
     def _send_goaway(self) -> None:
         if not self._sent_goaway and not self.transport.is_closing():
             self._sent_goaway = True
-            # The GOAWAY of h2 itself closes the connection at once.
-            goaway = GoAwayFrame(0, last_stream_id=self._h2.highest_inbound_stream_id)
-            self.transport.write(goaway.serialize())
+            self._framing.goaway(ErrorCode.NO_ERROR)
+            self.sender.flush()
 
     def _end_lingering(self) -> None:
         self._lingers = False
@@ -343,16 +310,3 @@ class Connection(asyncio.Protocol):
             stream.lose()
         for number in tuple(self._answered):
             self._forget(number)
-
-
-_PROCESS: dict[type[Event], Callable[[Connection, Any], None]] = {
-    RequestReceived: Connection._on_request,
-    DataReceived: Connection._on_data,
-    StreamEnded: Connection._on_end,
-    StreamReset: Connection._on_reset,
-    WindowUpdated: Connection._on_window,
-    RemoteSettingsChanged: Connection._on_settings,
-    ConnectionTerminated: Connection._on_goaway,
-    **dict.fromkeys((PingReceived, PingAckReceived, SettingsAcknowledged), Connection._on_control),
-    **dict.fromkeys((PriorityUpdated, UnknownFrameReceived), Connection._on_control),
-}

@@ -9,12 +9,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from h2.errors import ErrorCodes
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from teimgr.byte_budget import Charge
 from teimgr.http2.connection import Connection
+from teimgr.http2.framing import ErrorCode
 from teimgr.http2.request_head import InvalidHead, RequestHead, read_head
 from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_direct import FAILED, HOLD_S, MAX_BODY_BYTES, DirectReply, DirectRequest
@@ -108,7 +108,7 @@ class HttpStreams:
             if reply.body:
                 await stream.send_data(reply.body, end=True)
         except Stalled:
-            stream.reset(ErrorCodes.CANCEL)
+            stream.reset(ErrorCode.CANCEL)
         finally:
             charge.release()
 
@@ -176,7 +176,7 @@ class AsgiExchange:
         except StreamLost:
             self.finished.set()
         except Stalled:
-            self._stream.reset(ErrorCodes.CANCEL)
+            self._stream.reset(ErrorCode.CANCEL)
             self._stream.lose()
 
     async def _start(self, message: Any) -> None:

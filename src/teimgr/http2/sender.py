@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from h2.connection import H2Connection
-from h2.exceptions import ProtocolError
-
-from teimgr.http2.stream import Headers, Stalled, Stream, StreamLost
+from teimgr.http2.framing import Framing, Headers
+from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_protocol import LEAST_READ_BYTES, STALL_S
 
-_FRAME_BYTES = 16 * 1024
+# Longest DATA frame that is sent: others have their turn after it.
+_FRAME_BYTES = 64 * 1024
 
 
 class Sender:
     """Sends on one connection; `pause` and `resume` follow the transport's write buffer."""
 
-    def __init__(self, h2: H2Connection, transport: asyncio.Transport) -> None:
-        self._h2 = h2
+    def __init__(self, framing: Framing, transport: asyncio.Transport) -> None:
+        self._framing = framing
         self._transport = transport
         self._ready: deque[Stream] = deque()  # streams with data to send, whose own window was not found empty since
         self._writable = asyncio.Event()
@@ -31,21 +30,23 @@ class Sender:
     def resume(self) -> None:
         self._writable.set()
         self.send_waiting()
+        self.flush()
 
     def flush(self) -> None:
-        """Write the frames that h2 has made."""
-        data = self._h2.data_to_send()
-        if data and not self._transport.is_closing():
-            self._transport.write(data)
+        """Write the frames that were made."""
+        parts = self._framing.take()
+        if parts and not self._transport.is_closing():
+            self._transport.writelines(parts)
 
     async def send_headers(self, stream: Stream, headers: Headers, end: bool) -> None:
         """Send a block of headers once the client reads what was written; raises StreamLost."""
-        await self._writable.wait()
+        if not self._writable.is_set():
+            await self._writable.wait()
         stream.check_open()
         try:
-            self._h2.send_headers(stream.number, headers, end_stream=end)
-        except ProtocolError as error:  # the connection ends
-            raise StreamLost(str(error)) from error
+            self._framing.headers(stream.number, headers, end)
+        except KeyError:  # the connection ends
+            raise StreamLost(f"stream {stream.number} is closed") from None
         stream.has_ended = end
         self.flush()
 
@@ -56,61 +57,67 @@ class Sender:
             StreamLost: the stream or the connection ended first.
             Stalled: the client read too little of it.
         """
-        stream.unsent, stream.ends_after = data, end
-        stream.sent = sent = asyncio.get_running_loop().create_future()
-        self.take_turn(stream)
-        self.send_waiting()
+        stream.unsent, stream.ends_after, stream.is_sending = data, end, True
         try:
-            while not sent.done():
-                left, sent_before = len(stream.unsent), self._data_sent
-                await asyncio.wait({sent}, timeout=STALL_S)
-                if not sent.done() and self._is_stalled(stream, left, sent_before):
-                    raise Stalled(f"a part of it waited {STALL_S:g} s")
-            sent.result()
+            self.take_turn(stream)
+            self.send_waiting()
+            self.flush()
+            while stream.is_sending:
+                await self._progress(stream)
+            if stream.is_lost:
+                raise StreamLost(f"stream {stream.number} is lost")
         finally:
-            stream.unsent, stream.sent = memoryview(b""), None
+            stream.unsent, stream.is_sending, stream.sent = memoryview(b""), False, None
+
+    async def _progress(self, stream: Stream) -> None:
+        """Wait until all is sent, or for the time in which a client must read some; raises Stalled."""
+        left, sent_before = len(stream.unsent), self._data_sent
+        stream.sent = asyncio.get_running_loop().create_future()
+        await asyncio.wait({stream.sent}, timeout=STALL_S)
+        if stream.is_sending and self._is_stalled(stream, left, sent_before):
+            raise Stalled(f"a part of it waited {STALL_S:g} s")
 
     def take_turn(self, stream: Stream) -> None:
         """Line a stream up, where it has data to send."""
-        if stream.sent is not None and not stream.has_turn:
+        if stream.is_sending and not stream.has_turn:
             stream.has_turn = True
             self._ready.append(stream)
 
     def send_waiting(self) -> None:
-        """Send what flow control and the transport allow."""
+        """Make the frames that flow control and the transport allow."""
         while self._ready and self._writable.is_set() and not self._transport.is_closing():
-            if self._ready[0].unsent and self._h2.outbound_flow_control_window <= 0:
+            if self._ready[0].unsent and self._framing.send_window <= 0:
                 return
             stream = self._ready.popleft()
             stream.has_turn = False
-            if stream.sent is not None and not stream.sent.done():
+            if stream.is_sending:
                 try:
-                    self._send_frame(stream, stream.sent)
-                except ProtocolError:  # the connection ends
+                    self._send_frame(stream)
+                except KeyError:  # the connection ends
                     stream.lose()
 
-    def _send_frame(self, stream: Stream, sent: asyncio.Future[None]) -> None:
+    def _send_frame(self, stream: Stream) -> None:
         """Send a frame, and line the stream up for the next one; not where its window is empty: until that opens."""
         size = left = len(stream.unsent)
         if left:
-            window = self._h2.local_flow_control_window(stream.number)
-            size = min(left, window, self._h2.max_outbound_frame_size, _FRAME_BYTES)
+            window = min(self._framing.window_of(stream.number), self._framing.send_window)
+            size = min(left, window, self._framing.max_frame, _FRAME_BYTES)
             if size <= 0:
                 return
         is_last = size == left
-        self._h2.send_data(stream.number, stream.unsent[:size], end_stream=is_last and stream.ends_after)
-        self.flush()
+        self._framing.data(stream.number, stream.unsent[:size], is_last and stream.ends_after)
         self._data_sent += size
-        stream.unsent = stream.unsent[size:]
         if is_last:
             stream.has_ended = stream.ends_after
-            sent.set_result(None)
+            stream.end_sending()
         else:
+            self.flush()  # so that the transport's buffer is known
+            stream.unsent = stream.unsent[size:]
             self.take_turn(stream)
 
     def _is_stalled(self, stream: Stream, left: int, sent_before: int) -> bool:
         """Whether the client keeps the window of a stream closed, or reads too little of the connection."""
         if left - len(stream.unsent) >= LEAST_READ_BYTES:
             return False
-        is_own_window = self._h2.local_flow_control_window(stream.number) <= 0 < self._h2.outbound_flow_control_window
+        is_own_window = self._framing.window_of(stream.number) <= 0 < self._framing.send_window
         return is_own_window or self._data_sent - sent_before < LEAST_READ_BYTES

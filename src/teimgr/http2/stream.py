@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from h2.errors import ErrorCodes
+from teimgr.http2.framing import ErrorCode, Headers
 
 if TYPE_CHECKING:
     from teimgr.http2.connection import Connection
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 class StreamLost(Exception):
@@ -47,9 +45,7 @@ class ReceiveBuffer:
         """
         while len(self._data) < size and not self.has_ended:
             await self._wait()
-        taken = bytes(memoryview(self._data)[:size])
-        del self._data[:size]
-        return taken
+        return self.take(min(size, len(self._data)))
 
     async def read_some(self) -> bytes:
         """What was received and not read, at least a byte; none at the end of the stream. Raises as `read`."""
@@ -66,10 +62,18 @@ class ReceiveBuffer:
             await self._changed.wait()
         return len(self._data) <= limit_bytes
 
-    def take(self) -> bytes:
-        """All received bytes."""
-        taken = bytes(self._data)
-        self._data.clear()
+    def peek(self, size: int) -> bytes:
+        """The first `size` bytes, or fewer where fewer are received; they are not read."""
+        return bytes(self._data[:size])
+
+    def take(self, size: int | None = None) -> bytes:
+        """The first `size` received bytes, or all."""
+        if size is None or size == len(self._data):
+            taken = bytes(self._data)
+            self._data.clear()
+        else:
+            taken = bytes(memoryview(self._data)[:size])
+            del self._data[:size]
         return taken
 
     def fail(self, error: Exception) -> None:
@@ -128,7 +132,8 @@ class Stream:
         # What `send_data` waits for; the connection sends it as flow control allows.
         self.unsent = memoryview(b"")
         self.ends_after = False
-        self.sent: asyncio.Future[None] | None = None
+        self.is_sending = False
+        self.sent: asyncio.Future[None] | None = None  # resolved when all is sent or lost
         self.has_turn = False
 
     async def send_headers(self, headers: Headers, end: bool = False) -> None:
@@ -149,7 +154,7 @@ class Stream:
         self.check_open()
         await self.connection.sender.send_data(self, memoryview(data), end)
 
-    def reset(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
+    def reset(self, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
         """End the stream in both directions, where it has not ended."""
         if not self.is_lost and not (self.has_ended and self.received.has_ended):
             self.has_ended = True
@@ -159,12 +164,16 @@ class Stream:
         """Called by the connection when nothing can be received or sent any more."""
         if not self.is_lost:
             self.is_lost = True
-            lost = StreamLost(f"stream {self.number} is lost")
-            self.received.fail(lost)
-            if self.sent is not None and not self.sent.done():
-                self.sent.set_exception(lost)
+            self.received.fail(StreamLost(f"stream {self.number} is lost"))
+            self.end_sending()
             if self.on_lost is not None:
                 self.on_lost()
+
+    def end_sending(self) -> None:
+        """Called by the connection when all of `unsent` is sent or lost."""
+        self.is_sending = False
+        if self.sent is not None and not self.sent.done():
+            self.sent.set_result(None)
 
     def check_open(self) -> None:
         """Raises StreamLost where nothing can be sent any more."""

@@ -10,8 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Container
 from typing import Any
 
-from teimgr.byte_budget import Charge
-from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
+from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
 from teimgr.grpc_core.rpc_table import SERVICE, Rpc
 from teimgr.grpc_core.streams import PairCollector, Receive, StreamPump
 from teimgr.observability.catalogue import MUX_SECONDS
@@ -68,29 +67,20 @@ async def forward_collected(
     *,
     message_timeout_s: float | None,
     timeout_s: float | None,
-    charge: Charge,
     record: CallRecord,
 ) -> WorkerReply:
     """Collect a client stream into one request and forward it to the target of the first message, or to `named`.
 
-    `message_timeout_s` bounds the wait for each message, `timeout_s` the whole call. `charge` takes the bytes of the
-    messages, which wait here for the end of the stream.
+    `message_timeout_s` bounds the wait for each message, `timeout_s` the whole call.
 
     Raises:
         InvalidInput: no messages, no target in the first one, or none has a request.
         TooLarge: the stream exceeds the router's message limit.
-        Overloaded: the budget of `charge` is used up.
         DeadlineExceeded: a bound has passed.
         TeimgrError: as `Router.lease` and `Lease.call`.
     """
     pairs = PairCollector(router.limits.max_message_bytes)
     target = named
-
-    async def receive_charged() -> bytes | None:
-        message = await receive()
-        if message is not None and not charge.try_take(len(message)):
-            raise Overloaded("Too many bytes of streams wait for their end; try again later")
-        return message
 
     def request_of(message: bytes) -> Slice | None:
         nonlocal target
@@ -103,7 +93,7 @@ async def forward_collected(
 
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            await pairs.collect(receive_charged, message_timeout_s, request_of)
+            await pairs.collect(receive, message_timeout_s, request_of)
             assert target is not None
             with router.lease(target) as lease:
                 record.instance = lease.instance

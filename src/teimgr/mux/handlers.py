@@ -1,27 +1,28 @@
-"""gRPC handlers of the mux: authentication, counters, spans and statuses around forwarding; health, reflection."""
+"""gRPC of the mux: authentication, counters, spans and statuses around forwarding; health, reflection."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from uvicorn.server import ServerState
 
-from teimgr.auth.policy import PolicyInForce, Right, authenticate_call
-from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
+from teimgr.byte_budget import ByteBudget
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
-from teimgr.grpc_core.rpc_table import FILES, RPCS, Rpc, Shape
+from teimgr.grpc_core.rpc_stream import RpcStatusError, RpcStream
+from teimgr.grpc_core.rpc_table import BY_PATH, FILES, Rpc, Shape
 from teimgr.grpc_core.streams import STREAM_PAUSE_S
+from teimgr.http2.connection import Connection
+from teimgr.http2.stream import Stream, StreamLost
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
     CallCounters,
@@ -45,7 +46,7 @@ from teimgr.spec import RouteEntry, State
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
 from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
-from teimgr.wire.status import GrpcStatus
+from teimgr.wire.status import CANCELLED, INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus, status_name
 
 _log = logging.getLogger(__name__)
 
@@ -57,74 +58,85 @@ _MESSAGE_S = 120.0
 # Those of health and reflection, most of which need no key.
 _OPEN_STANDARD_CALLS = 64
 _STANDARD_MESSAGE_S = 20.0
-# Bytes of client streams that are collected into one request, and the part of them that one connection may hold.
-_COLLECTED_BYTES = 512 * 2**20
+# Bytes of messages that are being received, of client streams that are collected into one request, and of replies that
+# are not read; and the part of them that one connection may hold.
+_HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
-_CONTEXT_KEYS = frozenset({REQUEST_ID, TRACEPARENT, TRACESTATE})
-STATUS_CODES = {status.value[0]: status for status in grpc.StatusCode}
-
-# grpcio carries no types of its own.
-Context = Any
-Body = Callable[[Rpc, RouterView, Context, CallRecord], Coroutine[Any, Any, bytes | None]]
+_CONTEXT_KEYS = (REQUEST_ID, TRACEPARENT, TRACESTATE)
+_OK = GrpcStatus()
 
 
 class MessageReader:
-    """Reads messages of calls whose handlers stream requests, at most `limit` at a time, each within `limit_s`.
-
-    Their bytes are unknown: gRPC's core receives a message by itself and hands it over when it is whole. One timer
-    serves all reads, since a timer for each costs some percent of a call.
-    """
+    """Reads messages of calls, of which at most `limit` may wait at a time, each within `limit_s`."""
 
     def __init__(self, limit: int | None, limit_s: float) -> None:
         self._limit = limit
         self._limit_s = limit_s
-        self._since: dict[asyncio.Task[Any], float] = {}  # in order
-        self._expired: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._waiting = 0
 
-    async def next(self, context: Context) -> Any:
+    async def next(self, call: RpcStream) -> bytes | None:
         """The call's next message, None where the client has half-closed.
 
         Raises:
             Overloaded: too many calls wait for theirs.
-            DeadlineExceeded: it did not come in time.
+            TeimgrError: as `RpcStream.receive`.
         """
-        if self._limit is not None and len(self._since) >= self._limit:
+        if self._limit is not None and self._waiting >= self._limit:
             raise Overloaded("Too many calls have sent no message yet; try again later")
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        self._since[task] = loop.time()
-        if self._timer is None:
-            self._timer = loop.call_later(self._limit_s, self._cancel_old)
+        self._waiting += 1
         try:
-            message = await context.read()
-        except asyncio.CancelledError:
-            if task not in self._expired:
-                raise
-            self._expired.discard(task)
-            task.uncancel()
-            raise DeadlineExceeded(f"Request timeout: no whole message within {self._limit_s:g} s") from None
+            return await call.receive(self._limit_s)
         finally:
-            del self._since[task]
-        return None if message is grpc.aio.EOF else message
+            self._waiting -= 1
 
-    def _cancel_old(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        for task, since in self._since.items():
-            due = since + self._limit_s
-            if due > loop.time():
-                self._timer = loop.call_at(due, self._cancel_old)
-                return
-            self._expired.add(task)
-            task.cancel()
+
+class Peer:
+    """What is the same for all calls of a connection: the names of its client's certificate, and its budget."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = ByteBudget(budget.limit_bytes // _CONNECTION_SHARE, budget)
+        self._certificate: CertificateNames | None = None
+
+    def certificate(self, stream: Stream) -> CertificateNames:
+        if self._certificate is None:
+            self._certificate = certificate_from_tls(stream.connection.transport.get_extra_info("peercert") or {})
+        return self._certificate
+
+
+class InferenceCall(RpcStream):
+    """An RPC of the table.
+
+    Attributes:
+        rpc: Its entry in the table.
+        record: Its counters.
+        deadline: Monotonic time of the client's deadline, None for none.
+    """
+
+    def __init__(self, rpc: Rpc, stream: Stream, max_message_bytes: int, peer: Peer, record: CallRecord) -> None:
+        super().__init__(stream, max_message_bytes, peer.budget)
+        self.rpc = rpc
+        self.record = record
+        self.deadline: float | None = None
+
+    def remaining_s(self) -> float | None:
+        """The time to the client's deadline."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    def named_target(self, router: RouterView) -> Target | None:
+        """The target in the metadata; None where the messages have targets."""
+        return None if self.rpc.has_target else named_target(router, self.metadata.get(INSTANCE_KEY))
+
+    def output_dtype(self) -> bytes:
+        """Field to append to every message so that the element type in the metadata applies; mostly empty."""
+        word = self.metadata.get(OUTPUT_DTYPE_KEY) if self.rpc.method is Method.EMBED_ARROW else None
+        return b"" if word is None else output_dtype_field(word)
 
 
 class MuxHandlers:
-    """Handlers of every RPC of the table.
+    """Serves every RPC of the table, health and reflection.
 
     `request_timeout_s` limits single calls (0 = no limit); `window` bounds the messages of a stream in flight;
-    `policy` authenticates and authorises every call before its first message is read.
+    `policy` authenticates and authorises every call of the table before its first message is read.
     """
 
     def __init__(
@@ -135,6 +147,7 @@ class MuxHandlers:
         request_timeout_s: float,
         window: int,
         policy: PolicyInForce,
+        health: MuxHealth,
         telemetry: Telemetry | None = None,
     ) -> None:
         self._telemetry = telemetry or Telemetry()
@@ -145,162 +158,137 @@ class MuxHandlers:
         self._window = window
         self._messages = MessageReader(_OPEN_CALLS, _MESSAGE_S)
         self._stream_messages = MessageReader(None, STREAM_PAUSE_S)
-        self._collected = ByteBudget(_COLLECTED_BYTES)
-        self._collected_of: WeakValueDictionary[str, ByteBudget] = WeakValueDictionary()  # by connection
+        self._held = ByteBudget(_HELD_BYTES)
+        self._standard = StandardServices(policy, health)
+        self._bodies: dict[Shape, Callable[[InferenceCall, RouterView], Awaitable[WorkerReply | None]]] = {
+            Shape.UNARY: self._unary,
+            Shape.BIDI: self._bidi,
+            Shape.CLIENT_STREAM: self._client_stream,
+        }
 
-    def generic_handlers(self) -> tuple[Any, ...]:
-        """For `grpc.aio.Server.add_generic_rpc_handlers`; without serializers, so that handlers get raw bytes."""
-        of_service: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for rpc in RPCS:
-            of_service[rpc.service][rpc.name] = self._handler(rpc)
-        return tuple(grpc.method_handlers_generic_handler(*each) for each in of_service.items())
+    def protocol(self, state: ServerState, max_connections: int | None = None) -> Connection:
+        """The protocol of a connection."""
+        serve = partial(self._serve, Peer(self._held))
+        return Connection(serve, state, stays_open=True, max_connections=max_connections)
 
-    def _handler(self, rpc: Rpc) -> Any:
-        """A handler that streams requests, for single calls too.
+    def _serve(self, peer: Peer, stream: Stream) -> Coroutine[Any, Any, None]:
+        path = dict(stream.headers).get(b":path", b"").decode("latin-1")
+        rpc = BY_PATH.get(path)
+        if rpc is None:
+            call = RpcStream(stream, self._router.limits.max_message_bytes, peer.budget)
+            return self._standard.serve(call, peer.certificate(stream))
+        return self._answer(rpc, peer, stream)
 
-        gRPC receives the message of a unary handler by itself, before it calls it: without a time limit, and before the
-        caller is authenticated.
-        """
-        if rpc.shape is Shape.BIDI:
-            return grpc.stream_stream_rpc_method_handler(self._guarded(rpc, self._bidi))
-        body = self._unary if rpc.shape is Shape.UNARY else self._client_stream
-        return grpc.stream_unary_rpc_method_handler(self._guarded(rpc, body))
-
-    def _guarded(self, rpc: Rpc, body: Body) -> Callable[[Any, Context], Coroutine[Any, Any, bytes | None]]:
-        """`body` with authentication, counters and a span; its failures become statuses here."""
-        name = f"{rpc.service}/{rpc.name}"
+    async def _answer(self, rpc: Rpc, peer: Peer, stream: Stream) -> None:
+        """Answer one RPC; the only place that turns its failures into a status."""
+        record = self._counters.begin(rpc.name)
+        call = InferenceCall(rpc, stream, self._router.limits.max_message_bytes, peer, record)
+        given = {key: call.metadata[key] for key in _CONTEXT_KEYS if key in call.metadata}
         attributes = {"rpc.system": "grpc", "rpc.service": rpc.service, "rpc.method": rpc.name}
+        context = self._telemetry.begin(f"{rpc.service}/{rpc.name}", given, attributes)
+        CURRENT.set(context)  # for this call's task and those that it starts
+        reply: WorkerReply | None = None
+        status = GrpcStatus(CANCELLED)
+        try:
+            if call.http_refusal:
+                await call.refuse(call.http_refusal)
+                return
+            caller = authenticate_call(self._policy.now, peer.certificate(stream), call.metadata)
+            caller.require(_RIGHTS)
+            reply = await self._within_deadline(call, router_view(caller, self._router))
+            status = _OK
+        except TeimgrError as error:
+            status = GrpcStatus.of(error)
+        except StreamLost:
+            raise  # the client left
+        except Exception:
+            status = GrpcStatus(INTERNAL, "Internal error")
+            _log.exception("call failed", extra={"method": rpc.name, "instance": record.instance})
+        finally:
+            call.charge.release()
+            self._counters.end(record, status_name(status.number))
+            self._report(context, record, status)
+        # Of calls that succeed only those that sent an id get one.
+        named = {REQUEST_ID: context.request_id} if given or status is not _OK else None
+        if reply is not None:
+            await self._send(call, reply)
+        await call.finish(status, named)
 
-        async def handle(_: Any, context: Context) -> bytes | None:
-            record = self._counters.begin(rpc.name)
-            status, failure = grpc.StatusCode.CANCELLED, ""
-            given = {key: value for key, value in context.invocation_metadata() or () if key in _CONTEXT_KEYS}
-            request_context = self._telemetry.begin(name, given, attributes)
-            CURRENT.set(request_context)  # for this call's task and those that it starts
-            if given:  # trailers cost some percent of a call: other clients get them with failures only
-                context.set_trailing_metadata(((REQUEST_ID, request_context.request_id),))
-            try:
-                caller = authenticate_call(self._policy.now, context)
-                caller.require(_RIGHTS)
-                answer = await body(rpc, router_view(caller, self._router), context, record)
-                status = grpc.StatusCode.OK
-                return answer
-            except TeimgrError as error:
-                failed = GrpcStatus.of(error)
-                status, failure = STATUS_CODES[failed.number], error.message
-                await _abort(context, failed, (REQUEST_ID, request_context.request_id))
-            except Exception:
-                status = grpc.StatusCode.INTERNAL
-                _log.exception("call failed", extra={"method": rpc.name, "instance": record.instance})
-                await context.abort(status, "Internal error", ((REQUEST_ID, request_context.request_id),))
-            finally:
-                self._counters.end(record, status.name)
-                self._report(request_context, record, status, failure)
-            return None
+    async def _within_deadline(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
+        """The reply of a single call or of a collected stream; a bidi stream's are sent when this returns."""
+        body, timeout_s = self._bodies[call.rpc.shape], call.timeout_s()
+        if timeout_s is None:
+            return await body(call, router)
+        call.deadline = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await body(call, router)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded from None
 
-        return handle
+    async def _send(self, call: InferenceCall, reply: WorkerReply) -> None:
+        """Send the one reply, after initial metadata with its compute cost."""
+        call.charge.add(len(reply.payload))
+        try:
+            if call.rpc.reports_compute and reply.timings is not None:
+                await call.open(reply.timings.headers())
+            await call.send(reply.payload)
+        finally:
+            call.charge.release()
 
-    def _report(self, request_context: RequestContext, record: CallRecord, status: Any, failure: str) -> None:
+    def _report(self, context: RequestContext, record: CallRecord, status: GrpcStatus) -> None:
         if self._telemetry.is_on:
-            attributes = {"rpc.grpc.status_code": status.value[0], "tei.instance": record.instance}
-            error = None if status is grpc.StatusCode.OK else failure or status.name
-            request_context.end(attributes, error)
+            attributes: dict[str, str | int] = {"rpc.grpc.status_code": status.number, "tei.instance": record.instance}
+            error = None if status is _OK else status.message or status_name(status.number)
+            context.end(attributes, error)
         if _log.isEnabledFor(logging.DEBUG):
             took_ms = round((time.perf_counter() - record.began_s) * 1000, 3)
-            _log.debug(
-                "call answered",
-                extra={"method": record.method, "instance": record.instance, "status": status.name, "ms": took_ms},
-            )
+            extra = {"method": record.method, "instance": record.instance, "ms": took_ms}
+            _log.debug("call answered", extra=extra | {"status": status_name(status.number)})
 
-    async def _unary(self, rpc: Rpc, router: RouterView, context: Context, record: CallRecord) -> bytes:
-        message = await self._messages.next(context)
+    async def _unary(self, call: InferenceCall, router: RouterView) -> WorkerReply:
+        message = await self._messages.next(call)
         if message is None:
             raise InvalidInput("Missing message")
-        record.restart()
-        named = _named_target(rpc, router, context)
-        timeout_s: float | None = context.time_remaining()
-        if rpc.limited and self._request_timeout_s is not None:
+        call.record.restart()
+        call.charge.release()  # the link counts it from here on
+        named, timeout_s = call.named_target(router), call.remaining_s()
+        if call.rpc.limited and self._request_timeout_s is not None:
             timeout_s = self._request_timeout_s if timeout_s is None else min(timeout_s, self._request_timeout_s)
-        whole = message + _output_dtype(rpc, context)
-        return await _reply(rpc, await forward_message(rpc, router, whole, named, timeout_s, record), context)
+        return await forward_message(call.rpc, router, message + call.output_dtype(), named, timeout_s, call.record)
 
-    async def _bidi(self, rpc: Rpc, router: RouterView, context: Context, record: CallRecord) -> None:
-        named = _named_target(rpc, router, context)
-        forwarder = StreamForwarder(rpc, router, named, _output_dtype(rpc, context), record)
-        await forwarder.run(
-            lambda: self._stream_messages.next(context),
-            self._window,
-            on_first=lambda: context.send_initial_metadata(()),
-            send=context.write,
+    async def _bidi(self, call: InferenceCall, router: RouterView) -> None:
+        async def receive() -> bytes | None:
+            message = await self._stream_messages.next(call)
+            call.charge.release()  # the window bounds those in flight
+            return message
+
+        forwarder = StreamForwarder(call.rpc, router, call.named_target(router), call.output_dtype(), call.record)
+        await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
+
+    async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
+        call.budget_wait_s = 0.0  # others would wait for what this one holds
+        return await forward_collected(
+            call.rpc,
+            router,
+            call.receive,
+            call.named_target(router),
+            message_timeout_s=self._request_timeout_s or _MESSAGE_S,
+            timeout_s=call.remaining_s(),
+            record=call.record,
         )
-
-    async def _client_stream(self, rpc: Rpc, router: RouterView, context: Context, record: CallRecord) -> bytes:
-        charge = Charge(self._collected_by(context.peer()))
-        try:
-            reply = await forward_collected(
-                rpc,
-                router,
-                lambda: _next_message(context),
-                _named_target(rpc, router, context),
-                message_timeout_s=self._request_timeout_s or _MESSAGE_S,
-                timeout_s=context.time_remaining(),
-                charge=charge,
-                record=record,
-            )
-        finally:
-            charge.release()
-        return await _reply(rpc, reply, context)
-
-    def _collected_by(self, peer: str) -> ByteBudget:
-        """The budget of one connection's client streams."""
-        budget = self._collected_of.get(peer)
-        if budget is None:
-            budget = self._collected_of[peer] = ByteBudget(_COLLECTED_BYTES // _CONNECTION_SHARE, self._collected)
-        return budget
-
-
-async def _abort(context: Context, failed: GrpcStatus, *trailers: tuple[str, str]) -> None:
-    """End the call with a status, its metadata and `trailers`; raises what grpcio ends the handler by."""
-    await context.abort(STATUS_CODES[failed.number], failed.message, (*failed.metadata, *trailers))
-
-
-async def _next_message(context: Context) -> bytes | None:
-    message = await context.read()
-    return None if message is grpc.aio.EOF else message
-
-
-def _named_target(rpc: Rpc, router: RouterView, context: Context) -> Target | None:
-    """The target in the call's metadata; None where the messages have targets."""
-    if rpc.has_target:
-        return None
-    return named_target(router, dict(context.invocation_metadata() or ()).get(INSTANCE_KEY))
-
-
-def _output_dtype(rpc: Rpc, context: Context) -> bytes:
-    """Field to append to every message so that the element type in the metadata applies; mostly empty."""
-    if rpc.method is not Method.EMBED_ARROW:
-        return b""
-    word = dict(context.invocation_metadata() or ()).get(OUTPUT_DTYPE_KEY)
-    return b"" if word is None else output_dtype_field(str(word))
-
-
-async def _reply(rpc: Rpc, reply: WorkerReply, context: Context) -> bytes:
-    if rpc.reports_compute and reply.timings is not None:
-        await context.send_initial_metadata(tuple(reply.timings.headers().items()))
-    return reply.payload
 
 
 class MuxHealth(HealthService):
     """Health by instance name, updated from the directory: SERVING while the instance is running.
 
-    Check and Watch need no key, as /health does: monitors send none, and already have the name they ask for. List shows
-    all names, so it requires the right to read by `policy`. `services` and "" are SERVING until `stop`.
+    `services` and "" are SERVING until `stop`.
     """
 
-    def __init__(self, policy: PolicyInForce, *services: str) -> None:
+    def __init__(self, *services: str) -> None:
         super().__init__()
-        self._policy = policy
-        self._messages = MessageReader(_OPEN_STANDARD_CALLS, _STANDARD_MESSAGE_S)
         self._services = dict.fromkeys(("", *services), SERVING)
         self._statuses: dict[str, int] = dict(self._services)
 
@@ -321,73 +309,84 @@ class MuxHealth(HealthService):
     def status_of(self, service: str) -> int | None:
         return self._statuses.get(service)
 
-    def generic_handler(self) -> Any:
-        read = health_pb2.HealthCheckRequest.FromString
-        write = health_pb2.HealthCheckResponse.SerializeToString
-        check = grpc.stream_unary_rpc_method_handler(self._check, read, write)
-        watch = grpc.stream_stream_rpc_method_handler(self._watch, read, write)
-        read_list = health_pb2.HealthListRequest.FromString
-        write_list = health_pb2.HealthListResponse.SerializeToString
-        names = grpc.stream_unary_rpc_method_handler(self._list, read_list, write_list)
-        return grpc.method_handlers_generic_handler(
-            health_reflection.HEALTH_SERVICE, {"Check": check, "List": names, "Watch": watch}
-        )
+    def statuses(self, covers: Callable[[str], bool]) -> dict[str, int]:
+        """The status of every service, and of the instances for which `covers` is true."""
+        return {name: each for name, each in self._statuses.items() if name in self._services or covers(name)}
 
-    async def _check(self, _: Any, context: Context) -> Any:
-        request = await _standard_message(self._messages, context)
-        status = self.status_of(request.service)
-        if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"Unknown service '{request.service[:200]}'")
-        return health_pb2.HealthCheckResponse(status=status)
 
-    async def _list(self, _: Any, context: Context) -> Any:
+class StandardServices:
+    """grpc.health.v1 and grpc.reflection; every other path is unimplemented.
+
+    Check and Watch need no key, as /health does: monitors send none, and already have the name they ask for. List shows
+    all names, so it requires the right to read by `policy`.
+    """
+
+    def __init__(self, policy: PolicyInForce, health: MuxHealth) -> None:
+        self._policy = policy
+        self._health = health
+        self._reflection = Reflection((*FILES, health_reflection.HEALTH_FILE))
+        self._handlers: dict[str, Callable[[RpcStream, CertificateNames], Awaitable[None]]] = {
+            f"/{health_reflection.HEALTH_SERVICE}/Check": self._check,
+            f"/{health_reflection.HEALTH_SERVICE}/List": self._list,
+            f"/{health_reflection.HEALTH_SERVICE}/Watch": self._watch,
+        }
+        for name in health_reflection.REFLECTION_SERVICES:
+            self._handlers[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
+        self._messages = MessageReader(_OPEN_STANDARD_CALLS, _STANDARD_MESSAGE_S)
+
+    async def serve(self, call: RpcStream, certificate: CertificateNames) -> None:
+        """Answer one RPC."""
+        if call.http_refusal:
+            await call.refuse(call.http_refusal)
+            return
         try:
-            caller = authenticate_call(self._policy.now, context)
-            caller.require(frozenset({Right.READ}))
+            handler = self._handlers.get(call.path)
+            if handler is None:
+                raise RpcStatusError(UNIMPLEMENTED, "Method not found!")
+            await handler(call, certificate)
+            status = _OK
         except TeimgrError as error:
-            await _abort(context, GrpcStatus.of(error))
-        shown = {name: each for name, each in self._statuses.items() if name in self._services or caller.covers(name)}
-        return health_pb2.HealthListResponse(
-            statuses={name: health_pb2.HealthCheckResponse(status=each) for name, each in shown.items()}
-        )
+            status = GrpcStatus.of(error)
+        except RpcStatusError as error:
+            status = error.status
+        except StreamLost:
+            raise  # the client left
+        except Exception:
+            status = GrpcStatus(INTERNAL, "Internal error")
+            _log.exception("call failed", extra={"method": call.path})
+        finally:
+            call.charge.release()
+        await call.finish(status)
 
-    async def _watch(self, _: Any, context: Context) -> None:
-        request = await _standard_message(self._messages, context)
-        await self.watch(request.service, context.write)
+    async def _check(self, call: RpcStream, certificate: CertificateNames) -> None:
+        request = await self._message(call, HealthCheckRequest)
+        status: Any = self._health.status_of(request.service)
+        if status is None:
+            raise RpcStatusError(NOT_FOUND, f"Unknown service '{request.service[:200]}'")
+        await call.send(HealthCheckResponse(status=status).SerializeToString())
 
+    async def _list(self, call: RpcStream, certificate: CertificateNames) -> None:
+        caller = authenticate_call(self._policy.now, certificate, call.metadata)
+        caller.require(frozenset({Right.READ}))
+        await self._message(call, HealthListRequest)
+        statuses: dict[str, Any] = self._health.statuses(caller.covers)
+        shown = {name: HealthCheckResponse(status=each) for name, each in statuses.items()}
+        await call.send(HealthListResponse(statuses=shown).SerializeToString())
 
-async def _standard_message(messages: MessageReader, context: Context) -> Any:
-    """The message of a health check, which needs no key."""
-    try:
-        if (message := await messages.next(context)) is None:
+    async def _watch(self, call: RpcStream, certificate: CertificateNames) -> None:
+        async def send(response: Any) -> None:
+            await call.send(response.SerializeToString())
+
+        request = await self._message(call, HealthCheckRequest)
+        await self._health.watch(request.service, send)
+
+    async def _reflect(self, call: RpcStream, certificate: CertificateNames) -> None:
+        while (raw := await self._messages.next(call)) is not None:
+            request = call.parse(ServerReflectionRequest, raw)
+            await call.send(self._reflection.answer(request).SerializeToString())
+
+    async def _message(self, call: RpcStream, kind: Any) -> Any:
+        raw = await self._messages.next(call)
+        if raw is None:
             raise InvalidInput("Missing message")
-        return message
-    except TeimgrError as error:
-        await _abort(context, GrpcStatus.of(error))
-
-
-def reflection_handlers() -> tuple[Any, ...]:
-    """One generic handler per version, for `grpc.aio.Server.add_generic_rpc_handlers`."""
-    reflection = Reflection((*FILES, health_reflection.HEALTH_FILE))
-
-    messages = MessageReader(_OPEN_STANDARD_CALLS, _STANDARD_MESSAGE_S)
-
-    async def answers(_: Any, context: Context) -> AsyncIterator[Any]:
-        while True:
-            try:
-                request = await messages.next(context)
-            except TeimgrError as error:
-                await _abort(context, GrpcStatus.of(error))
-            if request is None:
-                return
-            yield reflection.answer(request)
-
-    handler = grpc.stream_stream_rpc_method_handler(
-        answers,
-        reflection_pb2.ServerReflectionRequest.FromString,
-        reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    return tuple(
-        grpc.method_handlers_generic_handler(service, {health_reflection.REFLECTION_METHOD: handler})
-        for service in health_reflection.REFLECTION_SERVICES
-    )
+        return call.parse(kind, raw)

@@ -44,6 +44,18 @@ UNAVAILABLE = 14
 UNAUTHENTICATED = 16
 CANCELLED = 1
 
+_NAMES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
+    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+)
+
+
+def status_name(number: int) -> str:
+    """The name of a gRPC status, such as `NOT_FOUND`."""
+    return _NAMES[number]
+
+
 STATUS: dict[Code, StatusMapping] = {
     Code.VALIDATION_ERROR: StatusMapping(400, INVALID_ARGUMENT, "Validation"),
     Code.EMPTY_INPUT: StatusMapping(400, INVALID_ARGUMENT, "Empty"),

@@ -48,7 +48,7 @@ from teimgr.spec import LINK_LISTENER, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.grpc_port.port import GrpcPort
+from teimgr.worker.grpc_port import GrpcPort
 from teimgr.worker.http_port import InstancePort, create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
 from teimgr.worker.worker_metrics import engine_page, process_page

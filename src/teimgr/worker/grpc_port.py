@@ -1,4 +1,8 @@
-"""gRPC server of an instance: dispatch of each RPC by its shape, statuses, API key, health and reflection."""
+"""gRPC on the instance port: dispatch of each RPC by its shape, statuses, API key, health and reflection.
+
+It is imported after the fork only, which keeps the fork server small; grpcio, which starts threads of its own, is not
+loaded in workers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
@@ -16,25 +20,23 @@ from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
 from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
+from teimgr.grpc_core.rpc_stream import MESSAGE_S, RpcStatusError, RpcStream, is_rpc
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
 from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.http2.connection import Connection
 from teimgr.http2.requests import HttpStreams
 from teimgr.http2.stream import Stream, StreamLost
 from teimgr.http_protocol import ServerConnections
-from teimgr.observability.request_context import CURRENT
+from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
 from teimgr.wire.frames import Flag
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.grpc_port.rpc_stream import MESSAGE_S, RpcStatusError, RpcStream
 from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
-# The beginning of the content types of gRPC.
-_GRPC = b"application/grpc"
 # A connection may hold this part of the port's budget for messages received and replies not read.
 _CONNECTION_SHARE = 4
 # Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
@@ -135,7 +137,7 @@ class GrpcPort:
     def _is_rpc(self, stream: Stream) -> bool:
         fields = dict(stream.headers)
         path = fields.get(b":path", b"").decode("latin-1")
-        return fields.get(b"content-type", b"").startswith(_GRPC) or path in _BY_PATH or path in self._standard
+        return is_rpc(fields.get(b"content-type", b"").decode("latin-1")) or path in _BY_PATH or path in self._standard
 
     def stop(self) -> None:
         """Report NOT_SERVING and end the watches of health."""
@@ -143,7 +145,8 @@ class GrpcPort:
 
     async def _serve(self, stream: RpcStream) -> None:
         """Answer one RPC; the only place that turns failures into statuses."""
-        CURRENT.set(stream.context)  # for this task, which serves nothing else
+        context = RequestContext.from_headers(stream.metadata)
+        CURRENT.set(context)  # for this task, which serves nothing else
         if stream.http_refusal:
             await stream.refuse(stream.http_refusal)
             return
@@ -164,7 +167,7 @@ class GrpcPort:
             status = GrpcStatus.of(masked(error))
         finally:
             stream.charge.release()
-        await stream.finish(status)
+        await stream.finish(status, {REQUEST_ID: context.request_id})
 
     async def _answer(self, stream: RpcStream, deadline: float | None) -> None:
         rpc = _BY_PATH.get(stream.path)
@@ -232,10 +235,4 @@ class GrpcPort:
 
 async def _read(stream: RpcStream, kind: Any) -> Any:
     raw = await stream.receive(MESSAGE_S)
-    stream.charge.release()
-    if raw is None:
-        return None
-    try:
-        return kind.FromString(raw)
-    except DecodeError as error:
-        raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+    return None if raw is None else stream.parse(kind, raw)

@@ -15,13 +15,14 @@ from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
 
 from teimgr.engine.engine import Engine
+from teimgr.grpc_core import rpc_stream
 from teimgr.http2 import sender
 from teimgr.http_server import bind, serving
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import WorkerSpec
+from teimgr.worker import grpc_port
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.grpc_port import port, rpc_stream
-from teimgr.worker.grpc_port.port import GrpcPort
+from teimgr.worker.grpc_port import GrpcPort
 
 MESSAGE = 256 * 1024
 HEAD = head("/tei.v1.Embed/Embed")
@@ -87,8 +88,8 @@ async def test_a_message_that_does_not_come_ends_the_call(
     path: str, sent: bytes, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc_stream, "MESSAGE_S", 0.2)
-    monkeypatch.setattr(port, "MESSAGE_S", 0.2)
-    monkeypatch.setattr(port, "STREAM_PAUSE_S", 0.2)
+    monkeypatch.setattr(grpc_port, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(grpc_port, "STREAM_PAUSE_S", 0.2)
     peer = await connect()
     stream = peer.open(head(path))
     peer.send(stream, sent)

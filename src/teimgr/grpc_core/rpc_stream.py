@@ -1,26 +1,37 @@
-"""One RPC on its HTTP/2 stream: metadata and messages in; metadata, messages and a status out."""
+"""One RPC on its HTTP/2 stream: metadata and messages in; metadata, messages and a status out.
+
+Protocol: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
 
-from grpclib.metadata import decode_timeout, encode_grpc_message
+from google.protobuf.message import DecodeError
 
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unsupported
-from teimgr.http2.stream import Headers, Stalled, Stream
-from teimgr.observability.request_context import REQUEST_ID, RequestContext
+from teimgr.http2.framing import Headers
+from teimgr.http2.stream import Stalled, Stream
 from teimgr.wire.status import GrpcStatus
 
 _HEAD: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
-_CONTENT_TYPES = ("application/grpc", "application/grpc+proto")
+_CONTENT_TYPE = re.compile(r"application/grpc(\+proto)?(;.*)?")
 _CUT_OFF = "Malformed message: the stream ends inside it"
 _PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
 # Limits on the time in which a message is received, from its first byte on, and on its wait for the budget.
 MESSAGE_S = 120.0
 _BUDGET_WAIT_S = 30.0
-_MAX_TIMEOUT_S = 10.0 * 365 * 24 * 3600
+# Longer messages are sent behind their prefix, without a copy.
+_COPIED_BYTES = 16 * 1024
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
+_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+# The characters of a status message that stay as they are; others are percent-encoded UTF-8.
+_PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 
 class RpcStatusError(Exception):
@@ -31,18 +42,27 @@ class RpcStatusError(Exception):
         self.status = GrpcStatus(number, message)
 
 
+def is_rpc(content_type: str) -> bool:
+    """Whether a Content-Type header names gRPC, in any encoding."""
+    return content_type.startswith("application/grpc")
+
+
 class RpcStream:
-    """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check."""
+    """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
+
+    `budget` bounds the bytes of messages that are received and not handed on.
+    """
 
     def __init__(self, stream: Stream, max_message_bytes: int, budget: ByteBudget) -> None:
+        # Of several headers of one name the last counts.
         self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in stream.headers}
         self.path = self.metadata.get(":path", "")
-        self.context = RequestContext.from_headers(self.metadata)
         self._stream = stream
         self._buffer = stream.received
         self._max_message_bytes = max_message_bytes
         self._opened = False
         self.budget = budget
+        self.budget_wait_s = _BUDGET_WAIT_S
         self.charge = Charge(budget)  # of messages received and not handed on
 
     @property
@@ -50,17 +70,17 @@ class RpcStream:
         """The HTTP status for a request that is not gRPC; 0 for gRPC."""
         if self.metadata.get(":method") != "POST":
             return 405
-        return 0 if self.metadata.get("content-type") in _CONTENT_TYPES else 415
+        return 0 if _CONTENT_TYPE.fullmatch(self.metadata.get("content-type", "")) else 415
 
     def timeout_s(self) -> float | None:
         """The client's timeout, None for no bound; raises InvalidInput: malformed header."""
         text = self.metadata.get("grpc-timeout")
         if text is None:
             return None
-        try:
-            return min(float(decode_timeout(text)), _MAX_TIMEOUT_S)
-        except (ValueError, OverflowError):
-            raise InvalidInput("Malformed grpc-timeout") from None
+        match = _TIMEOUT.fullmatch(text)
+        if match is None:
+            raise InvalidInput("Malformed grpc-timeout")
+        return int(match[1]) * _UNIT_S[match[2]]
 
     async def receive(self, starts_within_s: float | None = None) -> bytes | None:
         """The client's next message, None after the last. It is charged to `charge` before its body is read.
@@ -72,6 +92,8 @@ class RpcStream:
             DeadlineExceeded: it did not start in time, or did not come to its end in time.
             InvalidInput: the stream ended inside it.
         """
+        if (message := self._received()) is not None:
+            return message
         limit_s = starts_within_s
         try:
             async with asyncio.timeout(limit_s):
@@ -86,6 +108,17 @@ class RpcStream:
         except TimeoutError:
             raise DeadlineExceeded(f"Request timeout: no whole message within {limit_s:g} s") from None
 
+    def _received(self) -> bytes | None:
+        """The next message, where it is received as a whole and within all bounds: no timer is needed."""
+        prefix = self._buffer.peek(_PREFIX_BYTES)
+        if len(prefix) < _PREFIX_BYTES or prefix[0]:
+            return None
+        size = int.from_bytes(prefix[1:], "big")
+        whole = _PREFIX_BYTES + size
+        if size > self._max_message_bytes or len(self._buffer) < whole or not self.charge.try_take(size):
+            return None
+        return self._buffer.take(whole)[_PREFIX_BYTES:]
+
     async def _body(self, prefix: bytes) -> bytes:
         if prefix[0]:
             encoding = self.metadata.get("grpc-encoding", "unknown")
@@ -93,16 +126,28 @@ class RpcStream:
         size = int.from_bytes(prefix[1:], "big")
         if size > self._max_message_bytes:
             raise TooLarge(f"Request message larger than max ({size} vs. {self._max_message_bytes} bytes)")
-        await self.charge.take(size, _BUDGET_WAIT_S)
+        await self.charge.take(size, self.budget_wait_s)
         body = await self._buffer.read(size)
         if len(body) < size:
             raise InvalidInput(_CUT_OFF)
         return body
 
+    def parse(self, kind: Any, raw: bytes) -> Any:
+        """A received message, parsed as `kind`, a generated class, and no longer charged.
+
+        Raises:
+            InvalidInput: it is malformed.
+        """
+        self.charge.release()
+        try:
+            return kind.FromString(raw)
+        except DecodeError as error:
+            raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+
     async def open(self, metadata: Mapping[str, str] | None = None) -> None:
         """Send the initial metadata; `send` does it where this was not called."""
         self._opened = True
-        await self._stream.send_headers([*_HEAD, *_encoded(metadata or {})])
+        await self._stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
 
     async def send(self, message: bytes | memoryview) -> None:
         """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
@@ -110,18 +155,24 @@ class RpcStream:
             raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_message_bytes} bytes)")
         if not self._opened:
             await self.open()
-        framed = b"".join((b"\0", len(message).to_bytes(4, "big"), message))
+        prefix = b"\0" + len(message).to_bytes(4, "big")
         try:
-            await self._stream.send_data(framed)
+            if len(message) > _COPIED_BYTES:
+                await self._stream.send_data(prefix)
+                await self._stream.send_data(message)
+            else:
+                await self._stream.send_data(b"".join((prefix, message)))
         except Stalled as error:
             raise Cancelled(f"The reply was not read: {error}") from None
 
-    async def finish(self, status: GrpcStatus) -> None:
-        trailers = {"grpc-status": str(status.number)}
+    async def finish(self, status: GrpcStatus, metadata: Mapping[str, str] | None = None) -> None:
+        """End the RPC; `metadata` goes with that of the status into the trailers."""
+        trailers = [(b"grpc-status", b"%d" % status.number)]
         if status.message:
-            trailers["grpc-message"] = encode_grpc_message(status.message)
-        trailers |= dict(status.metadata) | {REQUEST_ID: self.context.request_id}
-        await self._stream.send_headers([*(() if self._opened else _HEAD), *_encoded(trailers)], end=True)
+            trailers.append((b"grpc-message", quote(status.message, safe=_PLAIN).encode("ascii")))
+        if status.metadata or metadata:
+            trailers += _encoded(dict(status.metadata) | dict(metadata or {}))
+        await self._stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
 
     async def refuse(self, http_status: int) -> None:
         await self._stream.send_headers([(b":status", b"%d" % http_status)], end=True)

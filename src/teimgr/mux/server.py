@@ -1,0 +1,125 @@
+"""Listeners of the mux: TCP and Unix sockets, TLS with certificates that are replaced, the end of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from uvicorn.server import ServerState
+
+from teimgr.auth.tls_files import Pems, TlsFiles
+from teimgr.http2.connection import Connection
+from teimgr.http_server import AsyncioServers, listen_on
+
+_BACKLOG = 2048
+# For TLS; a connection that is silent so long is closed.
+_HANDSHAKE_LIMIT_S = 20.0
+# After the last call clients close their connections; those that do not are closed by the server.
+_CLOSE_S = 1.0
+
+
+class GrpcServer:
+    """Serves connections of bound sockets from `start` to `stop`; `protocol` makes the protocol of each.
+
+    With a `context` every connection is TLS; until `start` it may be set.
+    """
+
+    def __init__(self, protocol: Callable[[ServerState], Connection], context: ssl.SSLContext | None = None) -> None:
+        self._state = ServerState()
+        self._protocol = lambda: protocol(self._state)
+        self.context = context
+        self._sockets: list[socket.socket] = []
+        self._servers: AsyncioServers = []
+        self._has_started = False
+
+    def add(self, sock: socket.socket) -> None:
+        """Listen on a bound socket; until `start` its clients wait in the backlog."""
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._sockets.append(sock)
+
+    async def start(self) -> None:
+        """Accept connections."""
+        self._has_started = True
+        self._servers = await self._listen(self._sockets)
+
+    async def secure(self, context: ssl.SSLContext) -> None:
+        """Use `context` for new connections; open ones keep theirs."""
+        self.context = context
+        if self._has_started:
+            former = self._servers
+            self._servers = await self._listen([sock for each in former for sock in each.sockets])
+            for each in former:
+                each.close()
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Accept no more, answer the calls in flight within `grace_s`, None for none of them, and close.
+
+        A client makes later calls on other connections; one that it had sent already is refused unprocessed, so that
+        it is made again.
+        """
+        self._close_listeners()
+        for connection in self._connections():
+            connection.leave()
+        if tasks := set(self._state.tasks):
+            await asyncio.wait(tasks, timeout=grace_s or 0)
+        for task in self._state.tasks:
+            task.cancel()
+        for connection in self._connections():
+            connection.shutdown()
+        if grace_s is not None:
+            await self._closed()
+        for connection in self._connections():
+            connection.transport.abort()
+
+    async def _closed(self) -> None:
+        """Return when all clients have closed, or had the time for it."""
+        closed = [connection.closed for connection in self._connections()]
+        if closed:
+            await asyncio.wait(closed, timeout=_CLOSE_S)
+
+    def _close_listeners(self) -> None:
+        for server in self._servers:
+            server.close()
+        for sock in self._sockets:
+            sock.close()
+        self._servers, self._sockets = [], []
+
+    def _connections(self) -> tuple[Connection, ...]:
+        return cast(tuple[Connection, ...], tuple(self._state.connections))
+
+    async def _listen(self, sockets: list[socket.socket]) -> AsyncioServers:
+        limit_s = None if self.context is None else _HANDSHAKE_LIMIT_S
+        return await listen_on(
+            sockets, self._protocol, ssl=self.context, ssl_handshake_timeout=limit_s, backlog=_BACKLOG
+        )
+
+
+def tls_context(files: TlsFiles) -> ssl.SSLContext:
+    """The context of a gRPC listener, which offers HTTP/2 by ALPN alone; raises InvalidConfig as `TlsFiles.context`."""
+    context = files.context()
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def tls_context_of(pems: Pems) -> ssl.SSLContext:
+    """As `tls_context`, of certificates that are in no file."""
+    with _in_memory(pems.cert) as cert, _in_memory(pems.key) as key, _in_memory(pems.ca or b"") as ca:
+        return tls_context(TlsFiles(cert, key, ca if pems.ca is not None else None))
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[Path]:
+    """A file in memory, for the functions of OpenSSL that take paths alone."""
+    descriptor = os.memfd_create("pem", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
