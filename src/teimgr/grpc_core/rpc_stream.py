@@ -114,10 +114,11 @@ class RpcStream:
         if len(prefix) < _PREFIX_BYTES or prefix[0]:
             return None
         size = int.from_bytes(prefix[1:], "big")
-        whole = _PREFIX_BYTES + size
-        if size > self._max_message_bytes or len(self._buffer) < whole or not self.charge.try_take(size):
+        is_whole = len(self._buffer) >= _PREFIX_BYTES + size
+        if size > self._max_message_bytes or not is_whole or not self.charge.try_take(size):
             return None
-        return self._buffer.take(whole)[_PREFIX_BYTES:]
+        self._buffer.take(_PREFIX_BYTES)
+        return self._buffer.take(size)
 
     async def _body(self, prefix: bytes) -> bytes:
         if prefix[0]:

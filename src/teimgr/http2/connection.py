@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from uvicorn.server import ServerState
 
-from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Headers
+from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Headers, Payload
 from teimgr.http2.sender import Sender
 from teimgr.http2.stream import Stream, StreamLost
 from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, StallGuard
@@ -182,7 +182,7 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(partial(self._ended, stream))
         return True
 
-    def on_data(self, number: int, data: bytes, size: int) -> None:
+    def on_data(self, number: int, data: Payload, size: int) -> None:
         stream = self._streams.get(number)
         if stream is None or stream.is_lost:  # answered before its end
             self._framing.acknowledge(number, size)

@@ -16,6 +16,7 @@ from hpack import Decoder, HPACKError, OversizedHeaderListError
 from hpack.table import HeaderTable
 
 Headers = Sequence[tuple[bytes, bytes]]
+Payload = bytes | memoryview
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEAD = struct.Struct(">BHBBI")  # length (24 bits), type, flags, stream
@@ -44,7 +45,9 @@ _MAX_WINDOW = 2**31 - 1
 _DEFAULT_FRAME = 16_384
 _MAX_FRAME_LIMIT = 2**24 - 1
 # Longest DATA frame that a client may send.
-_RECEIVED_FRAME = 65_536
+_RECEIVED_FRAME = 2**18
+# Payloads of DATA beyond this are not copied before the stream takes them.
+_COPIED_BYTES = 4096
 _MAX_HEADER_BYTES = 65_536
 # A window is opened again once this part of it is used up.
 _UPDATE_SHARE = 4
@@ -84,7 +87,7 @@ class Receiver(Protocol):
     def on_request(self, number: int, headers: Headers) -> bool:
         """A stream is opened; False refuses it unprocessed."""
 
-    def on_data(self, number: int, data: bytes, size: int) -> None:
+    def on_data(self, number: int, data: Payload, size: int) -> None:
         """`size` is the part of the windows that the frame took, padding included."""
 
     def on_end(self, number: int) -> None:
@@ -212,7 +215,7 @@ class Framing:
         self._block: bytearray | None = None  # of headers whose end has not come
         self._block_stream = self._block_flags = 0
         self._initial_window = _DEFAULT_WINDOW
-        self._out: list[bytes | memoryview] = []
+        self._out: list[Payload] = []
         self.highest_stream = 0
         """The highest number of a stream that the client opened."""
         self.send_window = _DEFAULT_WINDOW
@@ -254,11 +257,12 @@ class Framing:
             end = at + 9 + length
             if end > size:
                 break
-            self._process(kind, flags, number & _MAX_WINDOW, data[at + 9 : end])
+            payload = data[at + 9 : end] if length <= _COPIED_BYTES or kind != _DATA else memoryview(data)[at + 9 : end]
+            self._process(kind, flags, number & _MAX_WINDOW, payload)
             at = end
         self._rest = data[at:]
 
-    def _process(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def _process(self, kind: int, flags: int, number: int, payload: Payload) -> None:
         if self._block is not None and (kind != _CONTINUATION or number != self._block_stream):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a frame inside a header block")
         if not self._has_settings:
@@ -267,14 +271,16 @@ class Framing:
             self._has_settings = True
         if kind == _DATA:
             self._on_data(flags, number, payload)
-        elif kind == _HEADERS:
+            return
+        assert isinstance(payload, bytes)
+        if kind == _HEADERS:
             self._on_headers(flags, number, payload)
         elif (process := _PROCESS.get(kind)) is not None:
             process(self, flags, number, payload)
         else:
             self._receiver.on_control()  # of an extension
 
-    def _on_data(self, flags: int, number: int, payload: bytes) -> None:
+    def _on_data(self, flags: int, number: int, payload: Payload) -> None:
         flow, size = self._flows.get(number), len(payload)
         self._check_opened(number, "DATA")
         self._receive_window -= size
@@ -299,7 +305,7 @@ class Framing:
         if flags & _END_STREAM:
             self._end_there(number, flow)
 
-    def _on_headers(self, flags: int, number: int, payload: bytes) -> None:
+    def _on_headers(self, flags: int, number: int, payload: Payload) -> None:
         if not number % 2:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "HEADERS of a stream that clients cannot open")
         if flags & _PADDED:
@@ -309,7 +315,7 @@ class Framing:
                 raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without their priority")
             payload = payload[5:]
         if flags & _END_HEADERS:
-            self._on_block(flags, number, payload)
+            self._on_block(flags, number, bytes(payload))
         else:
             self._block, self._block_stream, self._block_flags = bytearray(payload), number, flags
 
@@ -440,7 +446,7 @@ class Framing:
 
     # Sending
 
-    def take(self) -> list[bytes | memoryview]:
+    def take(self) -> list[Payload]:
         """The bytes to send, in parts, each once."""
         out, self._out = self._out, []
         return out
@@ -523,7 +529,7 @@ class Framing:
         self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, number) + payload)
 
 
-def _unpadded(payload: bytes) -> bytes:
+def _unpadded(payload: Payload) -> Payload:
     """The payload of a padded frame (RFC 9113, section 6.1)."""
     if not payload or payload[0] >= len(payload):
         raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "padding longer than its frame")

@@ -10,7 +10,7 @@ from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_protocol import LEAST_READ_BYTES, STALL_S
 
 # Longest DATA frame that is sent: others have their turn after it.
-_FRAME_BYTES = 64 * 1024
+_FRAME_BYTES = 256 * 1024
 
 
 class Sender:

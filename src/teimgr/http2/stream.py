@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from teimgr.http2.framing import ErrorCode, Headers
+from teimgr.http2.framing import ErrorCode, Headers, Payload
 
 if TYPE_CHECKING:
     from teimgr.http2.connection import Connection
@@ -81,7 +81,7 @@ class ReceiveBuffer:
         self._failure = error
         self._changed.set()
 
-    def add(self, data: bytes, window_bytes: int) -> None:
+    def add(self, data: Payload, window_bytes: int) -> None:
         """Append a DATA frame, which took `window_bytes` of the client's window."""
         self._data += data
         self._unacknowledged += window_bytes
