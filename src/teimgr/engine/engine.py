@@ -68,7 +68,7 @@ class Engine:
         self._on_fault = on_fault
         self._fault: str | None = None  # why the engine is unhealthy; never reset
         self._reference: SelfTest | None = None
-        self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; finisher thread
+        self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; of who finishes
         self._doubted_at = -_BAD_RESULT_PAUSE_S
         self._stalls: dict[InFlightLimit, Stall] = {}
         self._device = parts.model.backbone.device
@@ -97,7 +97,7 @@ class Engine:
     ) -> Engine:
         """Load and start a model; blocks until its first self-test has passed.
 
-        `deliver` is called on the finisher thread, once per batch, with the jobs that became complete; `on_fault` on
+        `deliver` is called once per batch, by one thread at a time, with the jobs that became complete; `on_fault` on
         any thread, once, with the reason why the engine is unhealthy and must be replaced.
 
         Raises:

@@ -201,7 +201,7 @@ class ForwardKernel:
             tokens=batch.tokens,
             out=out.data_ptr(),
             threads=threads,
-            parallel=None if threads < 2 else self._library.parallel,
+            parallel=None if threads < 2 else self._library.run_threads,
         )
         if status := self._library.forward(ctypes.byref(call)):
             raise RuntimeError(f"native forward: {_ERRORS[status]}")

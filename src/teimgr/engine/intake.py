@@ -1,7 +1,8 @@
 """The tokenizer thread: rows of jobs become entries of the queue.
 
 All small jobs that wait are tokenized in one call, and big ones in chunks, so that a query never waits for a whole
-file of texts. Rows that cannot be tokenized go straight to the finisher as failures.
+file of texts. A query that comes while nothing else waits is tokenized on the thread that brings it: that takes less
+time than to wake up another thread. Rows that cannot be tokenized go straight to the finisher as failures.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from teimgr.engine.batch import TokenizedTexts
+from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
@@ -28,6 +30,10 @@ log = logging.getLogger(__name__)
 _CHUNK_TEXTS = 1024
 _CHUNK_CHARS = 50_000  # some 10 ms on one core, native 1: what a query may have to wait for
 _BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
+_AT_ONCE_CHARS = (
+    500  # of a job that is tokenized on the caller's thread, an event loop: less than a tenth of a millisecond
+)
+_LAST_QUERY_S = 0.1
 _PROMPTED_PAIR = "Input validation error: `prompt_name` cannot be set with dual inputs"
 _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
 
@@ -87,6 +93,7 @@ class Intake:
         self._finisher = finisher
         self._limit = limit_tokens
         self._changed = threading.Condition()
+        self._tokenizing = threading.Lock()  # held by the thread that tokenizes
         self._inbox: dict[Lane, deque[_Pending]] = {lane: deque() for lane in Lane}
         self._estimates = dict.fromkeys(Lane, 0)
         self._turn = 0
@@ -111,17 +118,44 @@ class Intake:
                 raise Overloaded
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
-            self._inbox[job.lane].append(_Pending(job, options, estimate))
-            self._changed.notify()
+            pending = _Pending(job, options, estimate)
+            is_query = job.lane is Lane.INTERACTIVE and job.chars <= _AT_ONCE_CHARS and len(job.inputs) == 1
+            if not (is_query and self._is_empty() and self._tokenizing.acquire(blocking=False)):
+                self._wait_in_line(pending)
+                return
+        try:
+            self._tokenize_query(pending)
+        finally:
+            self._tokenizing.release()
 
     def run(self) -> None:
         while (chunk := self._next_chunk()) is not None:
-            self._tokenize(chunk)
+            with self._tokenizing:
+                self._tokenize(chunk)
             with self._changed:  # the queue counts the tokens of these rows now
                 for pending, rows in chunk.parts:
                     tokenized = pending.estimate * len(rows) // (len(pending.job.inputs) - rows.start)
                     pending.estimate -= tokenized
                     self._estimates[pending.job.lane] -= tokenized
+
+    def _wait_in_line(self, pending: _Pending) -> None:
+        self._inbox[pending.job.lane].append(pending)
+        self._changed.notify()
+
+    def _tokenize_query(self, pending: _Pending) -> None:
+        """Tokenize a job of one text. What cannot be tokenized is left to the tokenizer thread, which may wait."""
+        job = pending.job
+        inputs = job.inputs[0:1]
+        result: Encoded | TeimgrError | None = None
+        with suppress(BaseException):  # a panic of the library, which ends the thread that meets it: not this one
+            result = self._tokenized(inputs, pending.options)[0]
+        is_refused = job.options.prompt_name is not None and isinstance(inputs[0], Pair)
+        with self._changed:
+            if is_refused or not isinstance(result, Encoded):
+                self._wait_in_line(pending)
+                return
+            self._estimates[job.lane] -= pending.estimate
+        self._queue.put([QueueEntry(job, np.zeros(1, np.intp), result, time.monotonic_ns())])
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
         """Tokens of a job, before it is tokenized."""
@@ -138,6 +172,8 @@ class Intake:
         with self._changed:
             self._closed = True
             self._changed.notify()
+        if self._tokenizing.acquire(timeout=_LAST_QUERY_S):  # a query that is being tokenized is in the queue then
+            self._tokenizing.release()
 
     def abandon(self) -> None:
         with self._changed:

@@ -81,7 +81,7 @@ class Job:
 
     Where `inputs` is a `TextColumn` and the tokenizer native, no text becomes a Python object on its way to the device.
     `deadline` is a `time.monotonic()` moment or None. `context` belongs to the caller, the engine does not use it. Only
-    the finisher thread writes results; they are complete when the job is delivered. Those of outputs that were not
+    the finisher writes results; they are complete when the job is delivered. Those of outputs that were not
     requested stay empty, and rows in `errors` are zero or None:
 
         vectors        float32 [N, dimensions]         DENSE

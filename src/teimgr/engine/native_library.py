@@ -1,7 +1,7 @@
 """The C library of `native/`, if the package was built with a compiler: where it is, and what this CPU can run of it.
 
-It is an extension without a Python module, loaded through ctypes, which releases the GIL for its calls. It runs on
-torch's own OpenMP threads.
+It is an extension without a Python module, loaded through ctypes, which releases the GIL for its calls. Attention
+within a model's own forward runs on torch's OpenMP threads, the native forward on threads of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NativeLibrary:
     `multiplies_bytes` whether int8 is among them.
 
     `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None where there is none: then
-    everything runs on the calling thread.
+    it runs on the calling thread. `run_threads` is the address of the function that does the same on own threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -41,6 +41,8 @@ class NativeLibrary:
         self.level = int(library.attention_level())
         self.multiplies_bytes = bool(library.multiplies_bytes())
         self.parallel = _openmp_parallel()
+        own = getattr(library, "run_threads", None)  # on Linux alone
+        self.run_threads = self.parallel if own is None else ctypes.cast(own, ctypes.c_void_p).value
 
 
 @functools.cache

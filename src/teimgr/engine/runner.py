@@ -1,4 +1,4 @@
-"""An engine thread: pack the next batch, start it on the device, pass it to the finisher."""
+"""An engine thread: pack the next batch, start it on the device, pass it to the finisher or finish it."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ class Runner:
         lanes: tuple[Lane, ...] = tuple(Lane),
     ) -> None:
         self._lanes = lanes
+        self._has_own_lane = lanes == (Lane.INTERACTIVE,)
         self._model = model
         self._queue = queue
         self._finisher = finisher
@@ -197,8 +198,14 @@ class Runner:
             self._in_flight.leave(tokens, time.monotonic_ns())
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
-        self._finisher.put(started)
+        if not (self._has_own_lane and self._is_idle() and self._finisher.finish_here(started)):
+            self._finisher.put(started)
         return None
+
+    def _is_idle(self) -> bool:
+        """Whether no query waits for this thread."""
+        lane = Lane.INTERACTIVE
+        return not self._queue.texts(lane) and not self._queue.waiting_before(lane)
 
     def _common_options(self, entries: Sequence[QueueEntry]) -> VectorOptions | None:
         """What a GPU can do to the vectors of a batch: the options of its jobs, where all have the same."""
@@ -211,7 +218,7 @@ class Runner:
         own, most = self._threads
         if self._core_load is not None:
             own = self._core_load.threads(own, most)
-        is_beside_bulk = self._lanes == (Lane.INTERACTIVE,) and self._finisher.running_tokens > self._in_flight.tokens
+        is_beside_bulk = self._has_own_lane and self._finisher.running_tokens > self._in_flight.tokens
         # Threads that share a step wait for each other, so for those of the bulk batch that has the cores.
         return 1 if is_beside_bulk and tokens < _TOKENS_OF_A_THREAD * own else own
 

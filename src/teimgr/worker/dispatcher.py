@@ -57,7 +57,7 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
 
 
 class Submission:
-    """The engine jobs of one call, one per part. `complete` runs on the finisher thread, the rest on the loop's.
+    """The engine jobs of one call, one per part. `complete` runs where the engine finishes, all else on the loop.
 
     Several parts are supported only for the SCORES output.
     """
@@ -112,7 +112,7 @@ class Dispatcher:
     1. Admission (`serve`, `infer`, `admit`): within a number of calls and payload bytes; calls that may wait queue up.
     2. Result memory (`submit`): calls whose results grow with every token wait until the result budget has room.
     3. The engine (`_start`): one job per part.
-    4. Encoding (`deliver`): on the engine's finisher thread; very large replies on a codec thread (`_encode_deferred`).
+    4. Encoding (`deliver`): where the engine finishes; very large replies on a codec thread (`_encode_deferred`).
     5. The reply (`_finish`, `answer`): everything the call holds is released first.
 
     An error at any stage is sent as the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
@@ -249,7 +249,7 @@ class Dispatcher:
     def submit(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
         """Start the engine jobs of an admitted call once the result budget has room; no-op if it was cancelled since.
 
-        `encode` runs on the finisher thread, with all inputs in the rows of the call.
+        `encode` runs where the engine finishes, with all inputs in the rows of the call.
         """
         if call not in self._call_limiter:
             return

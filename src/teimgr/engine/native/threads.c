@@ -1,0 +1,157 @@
+// Threads that help a calling thread, in place of OpenMP's: each caller has its own, asleep between two calls.
+//
+// Linux tends to wake a thread on the CPU of the one that wakes it, where it would wait until that is done: a query after
+// a pause had one thread of two. So helpers are kept off the CPU that their caller runs on. And a caller waits for
+// helpers that have begun, not for those that have not woken up yet.
+
+#define _GNU_SOURCE
+
+#include "library.h"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+    MOST_HELPERS = 255,
+    SPINS = 2000,  // of a caller, before it sleeps until its helpers are done
+};
+
+struct team {
+    pid_t process;
+    unsigned helpers;
+    int excluded;               // the CPU that helpers do not run on; -1: none yet
+    pthread_t threads[MOST_HELPERS];
+    void (*body)(void *);
+    void *data;
+    _Alignas(64) atomic_uint call;  // number of the last call; helpers sleep while it stays
+    _Alignas(64) atomic_uint places;  // helpers that may still begin
+    atomic_uint done, stops, sleeps;  // helpers that have ended; the team ends; the caller sleeps
+};
+
+static pthread_key_t key;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static _Thread_local struct team *mine;
+
+static void futex_wait(atomic_uint *word, unsigned value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void futex_wake(atomic_uint *word, unsigned count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
+
+// Runs the body of the present call, unless as many helpers as it wants have begun or it has ended.
+static void help(struct team *team) {
+    unsigned places = atomic_load_explicit(&team->places, memory_order_acquire);
+    do {
+        if (places == 0) return;
+    } while (!atomic_compare_exchange_weak_explicit(&team->places, &places, places - 1, memory_order_acquire, memory_order_acquire));
+    team->body(team->data);
+    atomic_fetch_add(&team->done, 1);
+    if (atomic_load(&team->sleeps)) futex_wake(&team->done, 1);
+}
+
+static void *run_helper(void *data) {
+    struct team *team = data;
+    unsigned seen = 0;
+    for (;;) {
+        const unsigned call = atomic_load_explicit(&team->call, memory_order_acquire);
+        if (call == seen) {
+            futex_wait(&team->call, seen);
+            continue;
+        }
+        if (atomic_load(&team->stops)) return NULL;
+        seen = call;
+        help(team);
+    }
+}
+
+// Ends the helpers of a caller that ends.
+static void end_team(void *data) {
+    struct team *team = data;
+    atomic_store(&team->stops, 1);
+    atomic_fetch_add(&team->call, 1);
+    futex_wake(&team->call, MOST_HELPERS);
+    for (unsigned i = 0; i < team->helpers; i++) pthread_join(team->threads[i], NULL);
+    free(team);
+}
+
+static void make_key(void) { pthread_key_create(&key, end_team); }
+
+// The caller's team with that many helpers, or fewer where threads cannot be had; NULL where there is no memory.
+static struct team *team_of(unsigned helpers) {
+    if (mine == NULL || mine->process != getpid()) {  // a forked process has no helpers
+        pthread_once(&once, make_key);
+        struct team *team = aligned_alloc(ALIGNMENT, (size_t)round_up(sizeof *team, ALIGNMENT));
+        if (team == NULL) return NULL;
+        memset(team, 0, sizeof *team);
+        team->process = getpid();
+        team->excluded = -1;
+        if (pthread_setspecific(key, team) != 0) {
+            free(team);
+            return NULL;
+        }
+        mine = team;
+    }
+    if (mine->helpers < helpers) {
+        sigset_t all, former;  // signals are for the threads of the program
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &former);
+        while (mine->helpers < helpers) {
+            pthread_t *thread = mine->threads + mine->helpers;
+            if (pthread_create(thread, NULL, run_helper, mine) != 0) break;
+            pthread_setname_np(*thread, "teimgr-helper");
+            mine->helpers++;
+            mine->excluded = -1;
+        }
+        pthread_sigmask(SIG_SETMASK, &former, NULL);
+    }
+    return mine;
+}
+
+// Keeps helpers off the caller's CPU, where there is another one.
+static void move_helpers(struct team *team) {
+    const int here = sched_getcpu();
+    cpu_set_t allowed;
+    if (here == team->excluded || here < 0 || here >= CPU_SETSIZE) return;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
+    CPU_CLR(here, &allowed);
+    for (unsigned i = 0; i < team->helpers; i++) pthread_setaffinity_np(team->threads[i], sizeof allowed, &allowed);
+    team->excluded = here;
+}
+
+void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
+    (void)flags;
+    const unsigned wanted = (unsigned)lesser(threads, MOST_HELPERS + 1) - 1;
+    struct team *team = threads < 2 ? NULL : team_of(wanted);
+    if (team == NULL || team->helpers == 0) {
+        body(data);
+        return;
+    }
+    move_helpers(team);
+    team->body = body;
+    team->data = data;
+    atomic_store(&team->done, 0);
+    atomic_store_explicit(&team->places, wanted, memory_order_release);
+    atomic_fetch_add(&team->call, 1);
+    futex_wake(&team->call, wanted);
+    body(data);
+    const unsigned begun = wanted - atomic_exchange(&team->places, 0);
+    unsigned done;
+    for (unsigned i = 0; (done = atomic_load(&team->done)) < begun; i++) {
+        if (i < SPINS) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+            continue;
+        }
+        atomic_store(&team->sleeps, 1);
+        if (atomic_load(&team->done) == done) futex_wait(&team->done, done);
+        atomic_store(&team->sleeps, 0);
+    }
+}
+#endif

@@ -1,0 +1,139 @@
+"""Threads of the native library: as many as wanted, off the caller's CPU, gone with their caller, none after a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.support.polling import eventually
+
+from teimgr.engine.native_library import native_library
+
+LIMIT_S = 20
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+RUN = ctypes.CFUNCTYPE(None, BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or native_library() is None, reason="the package was built without a compiler, or no Linux"
+)
+
+
+def run(body: Callable[[], object], threads: int) -> None:
+    """Run `body` on so many threads."""
+    library = native_library()
+    assert library is not None
+    assert library.run_threads is not None
+    RUN(library.run_threads)(BODY(lambda _: body() and None), None, threads, 0)
+
+
+def helpers() -> int:
+    """The helpers that live in this process."""
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            found += (task / "comm").read_text() == "teimgr-helper\n"
+    return found
+
+
+def on_a_thread(target: Callable[[], object]) -> None:
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_body_runs_on_every_thread_at_once(threads: int) -> None:
+    meeting = threading.Barrier(threads, timeout=LIMIT_S)
+    seen: list[int] = []
+
+    def body() -> None:
+        meeting.wait()  # broken by a thread that is missing
+        seen.append(threading.get_native_id())
+
+    for _ in range(3):
+        run(body, threads)
+
+    assert len(seen) == 3 * threads
+    assert len(set(seen)) == threads
+    assert threading.get_native_id() in seen
+
+
+def test_a_caller_waits_for_helpers_that_have_begun_and_for_no_others() -> None:
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+    caller = threading.get_native_id()
+
+    def body() -> None:
+        if threading.get_native_id() == caller:
+            assert begun.wait(LIMIT_S)
+            goes_on.set()
+        else:
+            begun.set()
+            assert goes_on.wait(LIMIT_S)
+            ended.set()
+
+    run(body, 2)
+    assert ended.is_set()
+
+    for _ in range(1000):  # most end before a helper is awake
+        run(lambda: None, 2)
+
+
+def test_helpers_stay_off_the_cpu_of_their_caller() -> None:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("one CPU")
+    meeting = threading.Barrier(2, timeout=LIMIT_S)
+    masks: dict[int, set[int]] = {}
+
+    def body() -> None:
+        meeting.wait()
+        masks[threading.get_native_id()] = os.sched_getaffinity(0)
+
+    run(body, 2)
+
+    own = masks.pop(threading.get_native_id())
+    (helper,) = masks.values()
+    assert own == allowed
+    assert len(helper) == len(allowed) - 1
+    assert helper < allowed
+
+
+async def test_helpers_end_with_the_thread_that_they_help() -> None:
+    before = helpers()
+    alive: list[int] = []
+
+    def caller() -> None:
+        run(lambda: None, 4)
+        alive.append(helpers())
+
+    on_a_thread(caller)
+
+    assert alive == [before + 3]
+    await eventually(lambda: helpers() == before)
+
+
+def test_a_forked_process_has_helpers_of_its_own() -> None:
+    script = """
+import os, threading
+from tests.engine.test_native_library import run
+def meet():
+    meeting = threading.Barrier(2, timeout=20)
+    run(meeting.wait, 2)
+    assert not meeting.broken
+meet()
+child = os.fork()
+meet()
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+else:
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
