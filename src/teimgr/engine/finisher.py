@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Job, Lane, Output, SparseRow
+from teimgr.engine.native_library import native_library
 from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
 
@@ -106,7 +107,12 @@ class HostRows:
 
     def finite(self) -> NDArray[np.bool_]:
         """Which of the N texts have neither NaN nor infinity, bool [N]."""
-        finite = np.isfinite(self.values)
+        library, values = native_library(), self.values
+        if self.offsets is None and library is not None and values.ndim == 2 and values.flags.c_contiguous:
+            found = np.empty(len(values), np.bool_)
+            library.finite_rows(values.ctypes.data, len(values), values.shape[1], found.ctypes.data)
+            return found
+        finite = np.isfinite(values)
         if self.offsets is None:
             return np.asarray(finite.all(axis=1))
         good = finite if finite.ndim == 1 else finite.all(axis=1)

@@ -20,6 +20,14 @@ NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees 
 # "0": the library is not used. "attention": only its attention is, within the model's own forward.
 _SWITCH = "TEIMGR_NATIVE"
 
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+# Arguments of the functions of vectors.c, which return nothing.
+_VECTORS = {
+    "pool_mean": [_POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER],
+    "scale_rows": [_POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER],
+    "finite_rows": [_POINTER, _NUMBER, _NUMBER, _POINTER],
+}
+
 
 class NativeLibrary:
     """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has, and
@@ -38,6 +46,10 @@ class NativeLibrary:
         self.wordpiece_fill.restype = None
         self.wordpiece_encode = library.wordpiece_encode
         self.wordpiece_encode.restype = ctypes.c_int64
+        for name, arguments in _VECTORS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self.pool_mean, self.scale_rows, self.finite_rows = (getattr(library, name) for name in _VECTORS)
         self.level = int(library.attention_level())
         self.multiplies_bytes = bool(library.multiplies_bytes())
         self.parallel = _openmp_parallel()

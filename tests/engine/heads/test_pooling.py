@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.finisher import HostRows
+from teimgr.engine.heads import pooling
 from teimgr.engine.heads.pooling import POOLINGS, Segments, finish, finish_on_device, pool
+from teimgr.engine.native_library import native_library
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)
@@ -85,3 +88,41 @@ def test_the_cut_comes_before_the_norm_and_a_zero_row_stays_zero() -> None:
     np.testing.assert_allclose(finish(rows, 2, True), [[0.6, 0.8], [0, 0]])
     np.testing.assert_allclose(finish(rows, None, True)[0], rows[0] / 13)
     np.testing.assert_allclose(finish(rows, 1, False), [[3], [0]])
+
+
+@pytest.mark.skipif(native_library() is None, reason="the package was built without a compiler")
+class TestNative:
+    """The native functions beside the operators that take their place where there are none."""
+
+    def test_means_are_those_of_the_operators_bit_for_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        batch = packed((1, 3, 17, 512))
+        hidden = torch.randn(batch.tokens, 385, generator=torch.Generator().manual_seed(2)) * 50
+        native = pool(hidden, batch, ["mean"])
+        monkeypatch.setattr(pooling, "native_library", lambda: None)
+
+        assert torch.equal(native, pool(hidden, batch, ["mean"]))
+
+    @pytest.mark.parametrize("dimensions", [None, 1, 64])
+    def test_rows_are_scaled_to_length_1(self, dimensions: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        vectors = np.random.default_rng(3).normal(size=(9, 385)).astype(np.float32) * 1e18
+        vectors[4] = 0
+        native = finish(vectors, dimensions, True)
+        monkeypatch.setattr(pooling, "native_library", lambda: None)
+
+        np.testing.assert_allclose(native, finish(vectors, dimensions, True), rtol=1.2e-7)
+        assert not native[4].any()
+
+    def test_a_row_does_not_depend_on_those_beside_it(self) -> None:
+        vectors = np.random.default_rng(4).normal(size=(9, 385)).astype(np.float32)
+        hidden = torch.from_numpy(vectors)
+
+        np.testing.assert_array_equal(finish(vectors, None, True)[5], finish(vectors[5:6], None, True)[0])
+        alone = pool(hidden[3:], packed((6,)), ["mean"])
+        assert torch.equal(pool(hidden, packed((3, 6)), ["mean"])[1], alone[0])
+
+    @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+    def test_rows_with_what_is_no_number_are_found(self, number: float) -> None:
+        values = np.zeros((5, 33), np.float32)
+        values[1, 32] = values[3, 0] = number
+
+        assert HostRows(values).finite().tolist() == [True, False, True, False, True]
