@@ -11,10 +11,12 @@ import pytest
 
 from teimgr.engine import queue as queues
 from teimgr.engine.batch import TokenizedTexts
+from teimgr.engine.finisher import Finisher
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.queue import BatchLimits, EntryQueue
 from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.errors import Unavailable
 
 LIMIT_S = 20.0
 
@@ -63,3 +65,34 @@ def test_texts_are_tokenized_as_the_device_takes_them_and_other_lanes_go_on(
         taken += batch.texts
     thread.join(LIMIT_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("texts", "lane", "is_idle", "expected"),
+    [
+        (["query"], Lane.INTERACTIVE, True, True),
+        (["query"], Lane.INTERACTIVE, False, False),
+        (["query"], Lane.BULK, True, False),
+        (["one", "two"], Lane.INTERACTIVE, True, False),
+        (["x" * 501], Lane.INTERACTIVE, True, False),
+        (["bad"], Lane.INTERACTIVE, True, False),
+    ],
+)
+def test_a_lone_query_is_tokenized_where_it_arrives_and_all_else_waits(
+    texts: list[Any], lane: Lane, is_idle: bool, expected: bool
+) -> None:
+    class Tokenizer(FakeTokenizer):
+        def encode_all(self, inputs: Sequence[Any], options: TokenizeOptions) -> TokenizedTexts:
+            if inputs == ["bad"]:
+                raise RuntimeError("the library panicked")
+            return super().encode_all(inputs, options)
+
+    queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=100))
+    finisher = Finisher(lambda jobs: None, lambda reason: None)
+    intake = Intake(cast(Any, Tokenizer()), queue, finisher, 10**9, lambda: is_idle)
+
+    intake.put(Job(texts, InferOptions(), lane), TokenizeOptions())  # there is no tokenizer thread
+
+    assert queue.texts(lane) == expected
+    assert bool(intake.waiting(lane)) is not expected
+    assert bool(intake.drain(Unavailable("closed"))) is not expected

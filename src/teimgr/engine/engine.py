@@ -82,7 +82,8 @@ class Engine:
             Runner(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load, lanes)
             for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
         ]
-        self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens)
+        limit, is_idle = options.max_queued_tokens, self._runners[0].is_idle
+        self._intake = Intake(parts.tokenizer, self._queue, self._finisher, limit, is_idle)
         self._tokenizing = self._thread("tokenizer", self._intake.run)
         names = ("engine", "engine-bulk")
         self._running = [self._thread(name, runner.run) for name, runner in zip(names, self._runners, strict=False)]

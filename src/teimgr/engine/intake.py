@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -30,9 +30,7 @@ log = logging.getLogger(__name__)
 _CHUNK_TEXTS = 1024
 _CHUNK_CHARS = 50_000  # some 10 ms on one core, native 1: what a query may have to wait for
 _BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
-_AT_ONCE_CHARS = (
-    500  # of a job that is tokenized on the caller's thread, an event loop: less than a tenth of a millisecond
-)
+_AT_ONCE_CHARS = 500  # most of a query that is tokenized on the caller's thread, an event loop
 _LAST_QUERY_S = 0.1
 _PROMPTED_PAIR = "Input validation error: `prompt_name` cannot be set with dual inputs"
 _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
@@ -84,14 +82,22 @@ class Intake:
     """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned.
 
     `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
-    jobs count until their turn comes.
+    jobs count until their turn comes. A query that comes while `is_idle` is true is tokenized at once.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, queue: EntryQueue, finisher: Finisher, limit_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        queue: EntryQueue,
+        finisher: Finisher,
+        limit_tokens: int,
+        is_idle: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._queue = queue
         self._finisher = finisher
         self._limit = limit_tokens
+        self._is_idle = is_idle
         self._changed = threading.Condition()
         self._tokenizing = threading.Lock()  # held by the thread that tokenizes
         self._inbox: dict[Lane, deque[_Pending]] = {lane: deque() for lane in Lane}
@@ -116,11 +122,12 @@ class Intake:
             held = self._estimates[job.lane] + self._queue.tokens(job.lane)
             if bounded and held and held + estimate > self._limit:
                 raise Overloaded
+            is_query = job.lane is Lane.INTERACTIVE and job.chars <= _AT_ONCE_CHARS and len(job.inputs) == 1
+            is_lone = is_query and self._is_empty() and self._is_idle()
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
             pending = _Pending(job, options, estimate)
-            is_query = job.lane is Lane.INTERACTIVE and job.chars <= _AT_ONCE_CHARS and len(job.inputs) == 1
-            if not (is_query and self._is_empty() and self._tokenizing.acquire(blocking=False)):
+            if not (is_lone and self._tokenizing.acquire(blocking=False)):
                 self._wait_in_line(pending)
                 return
         try:

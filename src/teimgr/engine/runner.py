@@ -198,14 +198,16 @@ class Runner:
             self._in_flight.leave(tokens, time.monotonic_ns())
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
-        if not (self._has_own_lane and self._is_idle() and self._finisher.finish_here(started)):
+        if self._has_queries() or not (self._has_own_lane and self._finisher.finish_here(started)):
             self._finisher.put(started)
         return None
 
-    def _is_idle(self) -> bool:
-        """Whether no query waits for this thread."""
-        lane = Lane.INTERACTIVE
-        return not self._queue.texts(lane) and not self._queue.waiting_before(lane)
+    def is_idle(self) -> bool:
+        """Whether this thread computes nothing and no query waits for it."""
+        return not self._in_flight.tokens and not self._has_queries()
+
+    def _has_queries(self) -> bool:
+        return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.waiting_before(Lane.INTERACTIVE))
 
     def _common_options(self, entries: Sequence[QueueEntry]) -> VectorOptions | None:
         """What a GPU can do to the vectors of a batch: the options of its jobs, where all have the same."""

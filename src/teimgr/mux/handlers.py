@@ -211,7 +211,10 @@ class MuxHandlers:
         # Of calls that succeed only those that sent an id get one.
         named = {REQUEST_ID: context.request_id} if given or status is not _OK else None
         if reply is not None:
-            await self._send(call, reply)
+            try:
+                await self._send(call, reply)
+            except TeimgrError as error:  # the client does not read it
+                status = GrpcStatus.of(error)
         await call.finish(status, named)
 
     async def _within_deadline(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:

@@ -19,6 +19,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterable
@@ -222,10 +223,16 @@ class Mux:
         """Use certificates from the daemon, which has validated them."""
         pems = Pems(**{name: text and text.encode() for name, text in texts.items()})  # type: ignore[arg-type]
         self._server.context = context = tls_context_of(pems)
-        securing = asyncio.create_task(self._server.secure(context))
+        securing = asyncio.create_task(self._secure(context))
         self._tasks.add(securing)
         securing.add_done_callback(self._tasks.discard)
         self._may_listen.set()
+
+    async def _secure(self, context: ssl.SSLContext) -> None:
+        try:
+            await self._server.secure(context)
+        except OSError as error:  # such as a lack of descriptors
+            _log.error("new certificates cannot be used, the former ones serve on: %s", error)
 
     async def _take_files(self, files: TlsFiles) -> None:
         """Raises InvalidConfig: they cannot be used."""

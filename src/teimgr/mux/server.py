@@ -36,7 +36,7 @@ class GrpcServer:
         self.context = context
         self._sockets: list[socket.socket] = []
         self._servers: AsyncioServers = []
-        self._has_started = False
+        self._securing = asyncio.Lock()
 
     def add(self, sock: socket.socket) -> None:
         """Listen on a bound socket; until `start` its clients wait in the backlog."""
@@ -46,17 +46,17 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Accept connections."""
-        self._has_started = True
         self._servers = await self._listen(self._sockets)
 
     async def secure(self, context: ssl.SSLContext) -> None:
         """Use `context` for new connections; open ones keep theirs."""
-        self.context = context
-        if self._has_started:
-            former = self._servers
-            self._servers = await self._listen([sock for each in former for sock in each.sockets])
-            for each in former:
-                each.close()
+        async with self._securing:
+            self.context = context
+            if self._servers:
+                former = self._servers
+                self._servers = await self._listen([sock for each in former for sock in each.sockets])
+                for each in former:
+                    each.close()
 
     async def stop(self, grace_s: float | None) -> None:
         """Accept no more, answer the calls in flight within `grace_s`, None for none of them, and close.
@@ -65,11 +65,9 @@ class GrpcServer:
         it is made again.
         """
         self._close_listeners()
-        for connection in self._connections():
-            connection.leave()
-        if tasks := set(self._state.tasks):
-            await asyncio.wait(tasks, timeout=grace_s or 0)
-        for task in self._state.tasks:
+        if grace_s is not None:
+            await self._drain(grace_s)
+        for task in tuple(self._state.tasks):
             task.cancel()
         for connection in self._connections():
             connection.shutdown()
@@ -78,10 +76,19 @@ class GrpcServer:
         for connection in self._connections():
             connection.transport.abort()
 
+    async def _drain(self, grace_s: float) -> None:
+        """Wait until all calls are answered and the clients have closed, or had the time for it."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        for connection in self._connections():
+            connection.leave()
+        # More than once: a connection whose handshake ends now has its calls answered.
+        while (tasks := set(self._state.tasks)) and (left_s := deadline - loop.time()) > 0:
+            await asyncio.wait(tasks, timeout=left_s)
+        await self._closed()
+
     async def _closed(self) -> None:
-        """Return when all clients have closed, or had the time for it."""
-        closed = [connection.closed for connection in self._connections()]
-        if closed:
+        if closed := [connection.closed for connection in self._connections()]:
             await asyncio.wait(closed, timeout=_CLOSE_S)
 
     def _close_listeners(self) -> None:
