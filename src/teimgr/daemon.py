@@ -28,7 +28,7 @@ from teimgr.http_server import bind
 from teimgr.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.observability import logs
 from teimgr.observability.log_source import FleetLogs, LocalLogs
-from teimgr.observability.memory import raise_file_limit
+from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
 from teimgr.page.page import Page
@@ -191,6 +191,7 @@ class Daemon:
                             addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
                         sockets = {name: getattr(self.settings, name) for name in ("api_socket", "grpc_socket")}
                         addresses |= {name: str(path) for name, path in sockets.items() if path is not None}
+                        collect_garbage_rarely()
                         log.info("daemon ready", extra={"version": __version__, **addresses})
                         async with self.notifier.serving(f"{len(self.manager.list())} instances"):
                             await self.stopping.wait()

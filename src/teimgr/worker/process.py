@@ -9,7 +9,6 @@ those of a worker that was there before it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -43,7 +42,7 @@ from teimgr.http_server import Listener, bind, serving
 from teimgr.neighbours import FleetNeighbours
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
-from teimgr.observability.memory import resident_bytes
+from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
 from teimgr.spec import LINK_LISTENER, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
 from teimgr.worker.connection_queue import ConnectionQueue
@@ -418,16 +417,6 @@ async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bo
         for task in tasks:
             task.cancel()
     return bool(done)
-
-
-def collect_garbage_rarely() -> None:
-    """Exclude what is allocated so far from garbage collection, and look for cycles less often: calls make few.
-
-    With CPython's default the collector takes some percent of the time of short calls.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
 
 
 async def _detect_hangs(engine: Engine) -> None:
