@@ -4,6 +4,7 @@
     {"run": {"callers": n, "seconds": s}}         n callers, each with one call under way, for s seconds
                                                   → {"calls", "all_calls" with those of the warm-up,
                                                      "p50_ms", "p99_ms", "max_ms", "seconds", "cpu_seconds"}
+    with "whole": true                            no warm-up; what was called in that time is awaited and counts
 
 The first line it writes, when it runs, is {}; a failure is {"error": text}.
 It speaks just enough HTTP/1.1, and HTTP/2 for gRPC, over blocking sockets and one epoll: some 10 µs per call, so that
@@ -78,8 +79,10 @@ class HttpConnection:
         self._began = 0.0
 
     def start(self) -> None:
-        """Send one call."""
-        body = next(self._bodies)
+        """Send one call, where there is one left."""
+        body = next(self._bodies, None)
+        if body is None:
+            return
         self._began = time.perf_counter()
         self.sock.sendall(self._head % len(body) + body)
 
@@ -192,8 +195,10 @@ class GrpcConnection:
             out.append(self._call())
 
     def _call(self) -> bytes:
+        body = next(self._bodies, None)
+        if body is None:
+            return b""
         stream, self._next_id = self._next_id, self._next_id + 2
-        body = next(self._bodies)
         self._began[stream] = time.perf_counter()
         message = b"\0" + len(body).to_bytes(4) + body
         parts = [_frame(_HEADERS, _END_HEADERS, stream, self._block)]
@@ -218,26 +223,46 @@ def _connected(task: LoadTask) -> socket.socket:
     return sock
 
 
+class _Bodies(Iterator[bytes]):
+    """The bodies again and again, until they are ended; `taken` counts them."""
+
+    def __init__(self, requests: list[bytes]) -> None:
+        self._cycle = cycle(requests)
+        self.taken = 0
+        self.ended = False
+
+    def __next__(self) -> bytes:
+        if self.ended:
+            raise StopIteration
+        self.taken += 1
+        return next(self._cycle)
+
+
 # Callers of gRPC share connections, as channels of a client library do.
 _CALLERS_PER_CONNECTION = 32
 
 
-def run_load(task: LoadTask, requests: list[bytes], callers: int, seconds: float) -> dict[str, float]:
+def run_load(
+    task: LoadTask, requests: list[bytes], callers: int, seconds: float, whole: bool = False
+) -> dict[str, float]:
     """Have `callers` call for `seconds`, after a warm-up; latencies in ms.
 
+    A `whole` run has no warm-up, and ends with the reply to the last call that began in the time: of calls that take
+    seconds a window would cut off a part that depends on the server, which would also still work on them afterwards.
+
     Raises:
-        LoadFailed: a reply is no success, or nothing came for half a minute.
+        LoadFailed: a reply is no success, or nothing came for half a minute, or in the time measured.
     """
     kind: Any = {"http": HttpConnection, "grpc": GrpcConnection}[task.kind]
     most = 1 if task.kind == "http" else _CALLERS_PER_CONNECTION
-    bodies = cycle(requests)
+    bodies = _Bodies(requests)
     shares = [min(most, callers - first) for first in range(0, callers, most)]
     connections: list[Connection] = [kind(task, bodies, share) for share in shares]
     poll = select.epoll()
     by_number = {connection.sock.fileno(): connection for connection in connections}
     latencies: list[float] = []
     used = time.process_time()
-    begin = time.perf_counter() + _WARM_S
+    begin = time.perf_counter() + (0.0 if whole else _WARM_S)
     end = begin + seconds
     calls = 0
 
@@ -251,16 +276,19 @@ def run_load(task: LoadTask, requests: list[bytes], callers: int, seconds: float
         for number, connection in by_number.items():
             poll.register(number, select.EPOLLIN)
             connection.start()
-        while time.perf_counter() < end:
+        while not bodies.ended or (whole and calls < bodies.taken):
             events = poll.poll(_SILENCE_S)
             if not events:
                 raise LoadFailed(f"nothing came for {_SILENCE_S:g} s")
             for number, _ in events:
                 by_number[number].received(on_reply)
+            bodies.ended = time.perf_counter() >= end
     finally:
         poll.close()
         for connection in connections:
             connection.sock.close()
+    if not latencies:
+        raise LoadFailed(f"no reply in {seconds:g} s")
     p50, p99 = np.percentile(latencies, (50, 99)).tolist()
     return {
         "calls": len(latencies),
