@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
         "method": f"{options.rounds} rounds, one pass of each way in turn; medians, ratios within a round",
         "lowest cosine": "of native vectors to the model's own in float32",
     }
-    publish("forward", facts, HEADER, rows, {"rows": [dict(zip(HEADER, row, strict=True)) for row in rows]})
+    lines = [(*row[:-1], row[-1] and f"{row[-1]:.5f}") for row in rows]
+    publish("forward", facts, HEADER, lines, {"rows": [dict(zip(HEADER, row, strict=True)) for row in rows]})
     return 0
 
 

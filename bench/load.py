@@ -57,8 +57,11 @@ class Connection(Protocol):
     def start(self) -> None:
         """Send the first call of every caller."""
 
-    def received(self, on_reply: Callable[[float, float], None]) -> None:
-        """Read what has come; `on_reply` gets begin and end of each complete call; the caller's next one is sent."""
+    def received(self, on_reply: Callable[[float, float], None]) -> bool:
+        """Read what has come; `on_reply` gets begin and end of each complete call; the caller's next one is sent.
+
+        False where the server closed the connection while no call was under way, as it may after some idle seconds.
+        """
 
 
 class HttpConnection:
@@ -76,7 +79,7 @@ class HttpConnection:
         self._bodies = bodies
         self._parts: list[bytes] = []
         self._missing = 0
-        self._began = 0.0
+        self._began: float | None = None
 
     def start(self) -> None:
         """Send one call, where there is one left."""
@@ -86,16 +89,20 @@ class HttpConnection:
         self._began = time.perf_counter()
         self.sock.sendall(self._head % len(body) + body)
 
-    def received(self, on_reply: Callable[[float, float], None]) -> None:
+    def received(self, on_reply: Callable[[float, float], None]) -> bool:
         """Read a part of the reply, or its end."""
         data = self.sock.recv(_RECEIVE_BYTES)
+        if self._began is None:
+            if data:
+                raise LoadFailed(f"a reply to no call: {data[:300]!r}")
+            return False
         if not self._missing:
             data = b"".join((*self._parts, data))
             self._parts.clear()
             head = data.find(b"\r\n\r\n")
             if head < 0 and data:
                 self._parts.append(data)
-                return
+                return True
             length = self._LENGTH.search(data, 0, head + 2)
             if not data.startswith(b"HTTP/1.1 200 ") or length is None:
                 raise LoadFailed(f"an unexpected reply: {data[:300]!r}")
@@ -105,8 +112,10 @@ class HttpConnection:
         if not data:
             raise LoadFailed("the server closed a connection")
         if self._missing == 0:
-            on_reply(self._began, time.perf_counter())
+            began, self._began = self._began, None
+            on_reply(began, time.perf_counter())
             self.start()
+        return True
 
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -146,9 +155,11 @@ class GrpcConnection:
         """Send one call of each caller."""
         self.sock.sendall(b"".join(self._call() for _ in range(self._callers)))
 
-    def received(self, on_reply: Callable[[float, float], None]) -> None:
+    def received(self, on_reply: Callable[[float, float], None]) -> bool:
         """Read frames; all calls that follow leave in one write."""
         data = self.sock.recv(_RECEIVE_BYTES)
+        if not data and not self._began:
+            return False
         if not data:
             raise LoadFailed("the server closed a connection")
         self._buffer += data
@@ -167,6 +178,7 @@ class GrpcConnection:
             self._unreported = 0
         if out:
             self.sock.sendall(b"".join(out))
+        return True
 
     def _frame_received(
         self,
@@ -186,7 +198,7 @@ class GrpcConnection:
             out.append(_frame(_SETTINGS, _ACK, 0, b""))
         elif kind == _PING and not flags & _ACK:
             out.append(_frame(_PING, _ACK, 0, bytes(buffer[at : at + size])))
-        elif kind in (_RST_STREAM, _GOAWAY):
+        elif kind in (_RST_STREAM, _GOAWAY) and self._began:
             raise LoadFailed(f"frame {kind} with {bytes(buffer[at : at + size])!r}")
         if kind in (_DATA, _HEADERS) and flags & _END_STREAM:
             if self._bytes.pop(stream, 0) <= 5:  # a failure has headers alone
@@ -280,9 +292,10 @@ def run_load(
             events = poll.poll(_SILENCE_S)
             if not events:
                 raise LoadFailed(f"nothing came for {_SILENCE_S:g} s")
-            for number, _ in events:
-                by_number[number].received(on_reply)
             bodies.ended = time.perf_counter() >= end
+            for number, _ in events:
+                if not by_number[number].received(on_reply):
+                    poll.unregister(number)  # idle: every call has begun, and others are awaited
     finally:
         poll.close()
         for connection in connections:
