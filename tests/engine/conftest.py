@@ -30,6 +30,7 @@ class Served:
         defaults: dict[str, Any] = {"model_id": path.name, "dtype": "float32", "threads": 2}
         self._arrived = threading.Condition()
         self._delivered: set[Job] = set()
+        self.delivered_by: dict[Job, int] = {}  # the threads
         self.engine = Engine.load(EngineOptions(path=path, **(defaults | options)), self._take)
 
     def send(
@@ -37,6 +38,11 @@ class Served:
     ) -> Job:
         job = Job(texts, InferOptions(**options), lane, deadline)
         self.engine.submit(job)
+        return job
+
+    def send_lone(self, text: str, deadline: float | None = None) -> Job:
+        job = Job([text], InferOptions(), Lane.INTERACTIVE, deadline)
+        self.engine.submit(job, is_lone=True)
         return job
 
     def wait(self, job: Job) -> Job:
@@ -54,6 +60,7 @@ class Served:
     def _take(self, jobs: list[Job]) -> None:
         with self._arrived:
             self._delivered.update(jobs)
+            self.delivered_by |= dict.fromkeys(jobs, threading.get_ident())
             self._arrived.notify_all()
 
 

@@ -163,6 +163,38 @@ def test_a_job_of_refused_rows_only_is_answered(bert: Served) -> None:
     assert set(bert.embed([None, ""]).errors) == {0, 1}
 
 
+@pytest.mark.parametrize("kind", ["bert", "table"])
+def test_a_lone_query_of_a_fast_model_is_computed_on_the_calling_thread(
+    kind: str, model_dir: Callable[..., Path], serve: Callable[..., Served], minilm: Path, tmp_path: Path
+) -> None:
+    path = model_dir("bert") if kind == "bert" else weights.random_static(tmp_path / "table", minilm, width=32)
+    served = serve(path)
+    expected = served.embed(["the sky is grey"]).vectors[0]
+    for _ in range(1000):  # until the engine knows that this model is fast
+        job = served.wait(served.send_lone("the sky is grey"))
+        if served.delivered_by[job] == threading.get_ident():
+            break
+    else:
+        pytest.fail("every query was computed by another thread")
+
+    np.testing.assert_allclose(job.vectors[0], expected, atol=2e-6)
+    assert served.engine.stats().running_tokens == 0
+    late = served.wait(served.send_lone("fog", deadline=time.monotonic() - 1))
+    assert isinstance(late.errors[0], DeadlineExceeded)
+    others = served.wait(served.send(["fog", "rain"])), served.wait(served.send(["fog"]))
+    assert all(served.delivered_by[each] != threading.get_ident() for each in (late, *others))
+
+
+def test_a_lone_query_of_a_slow_model_is_left_to_the_engines_thread(
+    bert: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teimgr.engine.runner._QUERY_ON_CALLER_S", 0.0)
+
+    jobs = [bert.wait(bert.send_lone("the sky is grey")) for _ in range(20)]
+
+    assert all(bert.delivered_by[job] != threading.get_ident() for job in jobs)
+
+
 def test_many_jobs_from_many_threads_are_each_answered_right(bert: Served) -> None:
     words = [f"fog {'lamp ' * (i % 40)} {i}" for i in range(60)]
     expected = bert.embed(words).vectors

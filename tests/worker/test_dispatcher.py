@@ -86,6 +86,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.lone: list[bool] = []
         self.broken = False
         self.expected: float | None = None
 
@@ -98,10 +99,11 @@ class FakeEngine:
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
         return self.expected
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, is_lone: bool = False) -> None:
         if self.broken:
             raise RuntimeError("no device")
         self.jobs.append(job)
+        self.lone.append(is_lone)
 
 
 class Asked(WorkerCall):
@@ -145,6 +147,7 @@ async def test_a_call_is_submitted_encoded_and_answered_once() -> None:
 
     call = ask(dispatcher)
     assert dispatcher.calls == 1
+    await asyncio.sleep(0)  # calls start at the end of the loop's turn
     dispatcher.deliver(engine.jobs)
     await dispatcher.drained(1.0)
     dispatcher.cancel(call)
@@ -161,8 +164,10 @@ async def test_calls_beyond_the_limit_are_overloaded_or_wait() -> None:
 
     refused, waiting = ask(dispatcher), ask(dispatcher, text="later", may_wait=True)
     assert refused.code is Code.OVERLOADED
+    await asyncio.sleep(0)
     assert len(engine.jobs) == 5
     dispatcher.cancel(first)
+    await asyncio.sleep(0)
 
     assert engine.jobs[0].cancelled
     assert [job.inputs for job in engine.jobs[5:]] == [["later"]]
@@ -228,8 +233,10 @@ async def test_calls_wait_for_the_result_budget_but_for_those_that_need_none_of_
 
     large = [ask(dispatcher, Output.TOKENS, long) for _ in range(9)]
     dense = ask(dispatcher)
+    await asyncio.sleep(0)
     assert [job.inputs for job in engine.jobs] == [[long]] * 8 + [["fog"]]
     dispatcher.cancel(large[0])
+    await asyncio.sleep(0)
 
     assert len(engine.jobs) == 10
     assert not dense.replies
@@ -242,12 +249,45 @@ async def test_an_engine_that_refuses_a_job_fails_its_call_alone() -> None:
 
     engine.broken = True
     failed = ask(dispatcher)
+    await asyncio.sleep(0)
     engine.broken = False
     served = ask(dispatcher)
+    await asyncio.sleep(0)
 
     assert failed.code is Code.INTERNAL_ERROR
     assert dispatcher.calls == len(engine.jobs) == 1
     assert not served.replies
+    dispatcher.close()
+
+
+async def test_calls_that_come_together_start_together_and_one_alone_as_a_lone_one() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine)
+
+    together = [ask(dispatcher, text=text) for text in ("fog", "rain", "mist")]
+    dispatcher.cancel(together[1])
+    assert not engine.jobs
+    await asyncio.sleep(0)
+    ask(dispatcher, text="snow")
+    await asyncio.sleep(0)
+
+    assert [job.inputs for job in engine.jobs] == [["fog"], ["mist"], ["snow"]]
+    assert engine.lone == [False, False, True]
+    dispatcher.close()
+
+
+async def test_a_job_delivered_by_the_loops_own_thread_is_answered_at_once() -> None:
+    class Inline(FakeEngine):
+        def submit(self, job: Job, is_lone: bool = False) -> None:
+            dispatcher.deliver([job])
+
+    dispatcher = dispatching(Inline())
+
+    call = ask(dispatcher)
+    await asyncio.sleep(0)
+
+    assert call.replies == [CallReply(b"fog")]
+    assert dispatcher.calls == 0
     dispatcher.close()
 
 
@@ -269,6 +309,7 @@ async def test_a_worker_that_stops_accepting_refuses_new_calls_and_answers_the_o
     engine = FakeEngine()
     dispatcher = dispatching(engine)
     call = ask(dispatcher)
+    await asyncio.sleep(0)
 
     dispatcher.stop_accepting()
     late = ask(dispatcher)

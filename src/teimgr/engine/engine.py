@@ -82,8 +82,7 @@ class Engine:
             Runner(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load, lanes)
             for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
         ]
-        limit, is_idle = options.max_queued_tokens, self._runners[0].is_idle
-        self._intake = Intake(parts.tokenizer, self._queue, self._finisher, limit, is_idle)
+        self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens, self._runners[0])
         self._tokenizing = self._thread("tokenizer", self._intake.run)
         names = ("engine", "engine-bulk")
         self._running = [self._thread(name, runner.run) for name, runner in zip(names, self._runners, strict=False)]
@@ -118,8 +117,11 @@ class Engine:
             raise ModelLoadFailed(engine._fault or error.message) from error
         return engine
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, is_lone: bool = False) -> None:
         """Accept a job; never waits.
+
+        Where the caller has nothing else to submit (`is_lone`) and the engine is idle, a query is tokenized on the
+        calling thread, and computed and delivered there too if the model takes a few milliseconds for one.
 
         Raises:
             WrongModelKind, InvalidInput: see `check`.
@@ -130,7 +132,7 @@ class Engine:
             raise Unavailable(self._fault)
         self.check(job.options)
         job.allocate_results(self.info.dimension, len(self.info.labels))
-        self._intake.put(job, self.prompts.tokenize_options(job.options))
+        self._intake.put(job, self.prompts.tokenize_options(job.options), is_lone=is_lone)
 
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
         """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the throughput of late.

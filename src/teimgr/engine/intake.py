@@ -1,8 +1,9 @@
 """The tokenizer thread: rows of jobs become entries of the queue.
 
 All small jobs that wait are tokenized in one call, and big ones in chunks, so that a query never waits for a whole
-file of texts. A query that comes while nothing else waits is tokenized on the thread that brings it: that takes less
-time than to wake up another thread. Rows that cannot be tokenized go straight to the finisher as failures.
+file of texts. A query that comes alone while nothing else waits is tokenized on the thread that brings it, and where
+the model is fast computed there too: that takes less time than to wake up other threads. Rows that cannot be tokenized
+go straight to the finisher as failures.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -78,11 +80,22 @@ class _Chunk:
         self.parts.append((pending, range(begin, end)))
 
 
+class QueryRunner(Protocol):
+    """What computes queries, on a thread of its own or, where it can, on the one that brings a query."""
+
+    def is_idle(self) -> bool:
+        """Whether it computes nothing and no query waits for it."""
+
+    def serve_query(self, entry: QueueEntry) -> bool:
+        """Compute and deliver a query on the calling thread; False, and nothing done, where that is not allowed."""
+
+
 class Intake:
     """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned.
 
     `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
-    jobs count until their turn comes. A query that comes while `is_idle` is true is tokenized at once.
+    jobs count until their turn comes. `queries` is the thread that computes queries; while it is idle, a lone one is
+    tokenized at once. Without it all wait for the tokenizer thread.
     """
 
     def __init__(
@@ -91,13 +104,13 @@ class Intake:
         queue: EntryQueue,
         finisher: Finisher,
         limit_tokens: int,
-        is_idle: Callable[[], bool] = lambda: False,
+        queries: QueryRunner | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._queue = queue
         self._finisher = finisher
         self._limit = limit_tokens
-        self._is_idle = is_idle
+        self._queries = queries
         self._changed = threading.Condition()
         self._tokenizing = threading.Lock()  # held by the thread that tokenizes
         self._inbox: dict[Lane, deque[_Pending]] = {lane: deque() for lane in Lane}
@@ -108,8 +121,10 @@ class Intake:
         queue.on_taken = self._room_was_made
         queue.waiting_before = self.waiting
 
-    def put(self, job: Job, options: TokenizeOptions, bounded: bool = True) -> None:
+    def put(self, job: Job, options: TokenizeOptions, bounded: bool = True, is_lone: bool = False) -> None:
         """Accept `job` without waiting. An empty lane accepts a job of any size.
+
+        `is_lone`: the caller has no other job to put.
 
         Raises:
             Overloaded: too much waits in the job's lane.
@@ -122,12 +137,11 @@ class Intake:
             held = self._estimates[job.lane] + self._queue.tokens(job.lane)
             if bounded and held and held + estimate > self._limit:
                 raise Overloaded
-            is_query = job.lane is Lane.INTERACTIVE and job.chars <= _AT_ONCE_CHARS and len(job.inputs) == 1
-            is_lone = is_query and self._is_empty() and self._is_idle()
+            is_at_once = is_lone and self._may_be_at_once(job)
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
             pending = _Pending(job, options, estimate)
-            if not (is_lone and self._tokenizing.acquire(blocking=False)):
+            if not (is_at_once and self._tokenizing.acquire(blocking=False)):
                 self._wait_in_line(pending)
                 return
         try:
@@ -145,12 +159,19 @@ class Intake:
                     pending.estimate -= tokenized
                     self._estimates[pending.job.lane] -= tokenized
 
+    def _may_be_at_once(self, job: Job) -> bool:
+        is_query = job.lane is Lane.INTERACTIVE and job.chars <= _AT_ONCE_CHARS and len(job.inputs) == 1
+        return is_query and self._is_empty() and self._queries is not None and self._queries.is_idle()
+
     def _wait_in_line(self, pending: _Pending) -> None:
         self._inbox[pending.job.lane].append(pending)
         self._changed.notify()
 
     def _tokenize_query(self, pending: _Pending) -> None:
-        """Tokenize a job of one text. What cannot be tokenized is left to the tokenizer thread, which may wait."""
+        """Tokenize a job of one text, and compute it here or put it into the queue.
+
+        What cannot be tokenized is left to the tokenizer thread, which may wait.
+        """
         job = pending.job
         inputs = job.inputs[0:1]
         result: Encoded | TeimgrError | None = None
@@ -162,7 +183,9 @@ class Intake:
                 self._wait_in_line(pending)
                 return
             self._estimates[job.lane] -= pending.estimate
-        self._queue.put([QueueEntry(job, np.zeros(1, np.intp), result, time.monotonic_ns())])
+        entry = QueueEntry(job, np.zeros(1, np.intp), result, time.monotonic_ns())
+        if self._queries is None or not self._queries.serve_query(entry):
+            self._queue.put([entry])
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
         """Tokens of a job, before it is tokenized."""

@@ -308,6 +308,10 @@ class EntryQueue:
                 else:
                     self._changed.notify()
 
+    def query_was_served(self) -> None:
+        """A query of no batch of the queue was computed: bulk batches are small for a while, as after one in it."""
+        self._interactive_seen = self._clock()
+
     def next_batch(self, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> BatchDraft | None:
         """The next batch of `lanes`; an empty one after `timeout_s` without entries; None once closed and empty."""
         changed = self._has_queries if lanes == (Lane.INTERACTIVE,) else self._changed

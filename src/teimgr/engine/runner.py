@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import sys
 import threading
@@ -54,6 +55,10 @@ MAX_RESULT_BYTES = 128 << 20
 # Linux divides a core by weights, each 1.25 times that of the next niceness: six steps are four to one.
 _BULK_NICENESS = 6
 _TOKENS_OF_A_THREAD = 256
+# A query is computed on the caller's thread, an event loop, where the last ones took no longer than this: BERT of six
+# small layers and look-up tables do, BERT-base does not.
+_QUERY_ON_CALLER_S = 0.004
+_LATEST = 0.125  # weight of the latest query in the mean of what they take
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class _StartError:
 
 class Runner:
     """Serves `lanes` of the queue with one model; `run` is the thread's body, until the queue is closed and empty, or
-    the finisher has ended.
+    the finisher has ended. `serve_query` computes on the thread that calls it, one batch at a time with `run`.
 
     One of all lanes has a device to itself. Of two, one for each lane, that of bulk has the lower priority: the
     scheduler gives it what queries leave, and a fifth of the processor beside as many queries as can be computed.
@@ -89,17 +94,20 @@ class Runner:
     ) -> None:
         self._lanes = lanes
         self._has_own_lane = lanes == (Lane.INTERACTIVE,)
+        is_table = isinstance(model.backbone, StaticTable)
+        self._is_light = self._has_own_lane or (is_table and not gpu.is_gpu(model.backbone.device))
         self._model = model
         self._queue = queue
         self._finisher = finisher
         self._threads = threads
-        self._threads_in_use = 0
         self._serial_tokens = serial_tokens
         self._core_load = core_load
         self._memory_returned = True
         self._returned_at = time.monotonic()
         self._in_flight = finisher.new_limit()
-        self._pack = pack_as_given if isinstance(model.backbone, StaticTable) else pack
+        self._pack = pack_as_given if is_table else pack
+        self._computing = threading.Lock()  # held by the thread that computes: the own one, or a caller
+        self._query_s = math.inf  # mean of the latest queries, from start to delivery; inf before the first
 
     def use_threads(self, threads: CpuThreads) -> None:
         """Use these CPU threads from the next batch on."""
@@ -116,7 +124,8 @@ class Runner:
             if draft.expired:
                 self._fail(draft.expired, DeadlineExceeded())
             if draft.entries:
-                self._execute(draft.entries)
+                with self._computing:
+                    self._execute(draft.entries)
                 self._memory_returned = False
             is_due = not draft.entries or time.monotonic() > self._returned_at + _RETURN_MEMORY_S
             if is_due and not self._memory_returned:
@@ -180,10 +189,10 @@ class Runner:
         inputs, inputs_of = self._distinct_inputs(entries)
         tokens = sum([each.ids.size for each in inputs])
         threads = 1 if tokens <= self._serial_tokens else self._threads_now(tokens)
-        if threads != self._threads_in_use:
+        if threads != torch.get_num_threads():
             torch.set_num_threads(threads)  # here: OpenMP keeps the number per thread
-            self._threads_in_use = threads
-        self._in_flight.enter(tokens, time.monotonic_ns())
+        began_ns = time.monotonic_ns()
+        self._in_flight.enter(tokens, began_ns)
         try:
             batch = self._pack(inputs)
             with self._noted(threads):
@@ -198,9 +207,31 @@ class Runner:
             self._in_flight.leave(tokens, time.monotonic_ns())
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
-        if self._has_queries() or not (self._has_own_lane and self._finisher.finish_here(started)):
+        is_query = len(entries) == 1 and entries[0].texts == 1
+        finishes = self._has_own_lane or (is_query and self._is_light)
+        if self._has_queries() or not (finishes and self._finisher.finish_here(started)):
             self._finisher.put(started)
+        elif is_query:
+            taken_s = (time.monotonic_ns() - began_ns) / 1e9
+            former_s = taken_s if math.isinf(self._query_s) else self._query_s
+            self._query_s = former_s + _LATEST * (taken_s - former_s)
         return None
+
+    def serve_query(self, entry: QueueEntry) -> bool:
+        """Compute and deliver a query on the calling thread.
+
+        False, and nothing done, where it would take longer than a few milliseconds or the model is no light one: a GPU
+        and OpenMP's threads belong to the own thread.
+        """
+        is_allowed = self._is_light and self._query_s <= _QUERY_ON_CALLER_S and not entry.expired(time.monotonic())
+        if not is_allowed or self._in_flight.batches or not self._computing.acquire(blocking=False):
+            return False
+        try:
+            self._execute([entry])
+        finally:
+            self._computing.release()
+        self._queue.query_was_served()
+        return True
 
     def is_idle(self) -> bool:
         """Whether this thread computes nothing and no query waits for it."""

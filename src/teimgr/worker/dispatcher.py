@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +112,8 @@ class Dispatcher:
 
     1. Admission (`serve`, `infer`, `admit`): within a number of calls and payload bytes; calls that may wait queue up.
     2. Result memory (`submit`): calls whose results grow with every token wait until the result budget has room.
-    3. The engine (`_start`): one job per part.
+    3. The engine (`_start`): one job per part. Calls that came in the same turn of the loop start together at its end,
+       so that they become one batch; a query that came alone may be computed right there.
     4. Encoding (`deliver`): where the engine finishes; very large replies on a codec thread (`_encode_deferred`).
     5. The reply (`_finish`, `answer`): everything the call holds is released first.
 
@@ -123,6 +125,7 @@ class Dispatcher:
         self.metrics = TeiMetrics()
         self.max_bytes = spec.max_message_bytes * _MAX_PAYLOADS
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._engine: Engine | None = None
         self._closed = False
         self._call_limiter = FairLimiter(
@@ -138,6 +141,7 @@ class Dispatcher:
         self._decoded_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
         self._reserving: dict[WorkerCall, asyncio.Future[None]] = {}
         self._submissions: dict[WorkerCall, Submission] = {}
+        self._starting: list[Submission] = []  # that came in this turn of the loop
         self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
         self._tasks: set[asyncio.Task[None]] = set()
         self._codec = ThreadPoolExecutor(2, "codec")
@@ -263,13 +267,25 @@ class Dispatcher:
             self._start(submission)
 
     def _start(self, submission: Submission) -> None:
-        for job in submission.jobs:
-            self.engine.submit(job)
+        self._starting.append(submission)
+        if len(self._starting) == 1:
+            self._loop.call_soon(self._start_all)
+
+    def _start_all(self) -> None:
+        starting, self._starting = self._starting, []
+        for submission in starting:
+            if submission.call not in self._call_limiter:  # cancelled since
+                continue
+            try:
+                for job in submission.jobs:
+                    self.engine.submit(job, is_lone=len(starting) == 1)
+            except Exception as error:
+                self._fail(submission.call, error)
 
     # Stage 4: encoding.
 
     def deliver(self, jobs: list[Job]) -> None:
-        """Finisher thread: encode the replies of one batch, then wake the loop once."""
+        """Encode the replies of one batch, on the thread that finishes it, then send them on the loop."""
         outcomes: list[Outcome] = []
         for job in jobs:
             submission = job.context
@@ -284,7 +300,10 @@ class Dispatcher:
             except Exception as error:
                 reply = masked(error, submission.call.context)
             outcomes.append((submission.call, whole, reply))
-        self._loop.call_soon_threadsafe(self._finish_all, outcomes)
+        if threading.get_ident() == self._loop_thread:
+            self._finish_all(outcomes)
+        else:
+            self._loop.call_soon_threadsafe(self._finish_all, outcomes)
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await self._loop.run_in_executor(self._codec, work, *arguments)
