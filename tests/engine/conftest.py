@@ -40,10 +40,13 @@ class Served:
         self.engine.submit(job)
         return job
 
-    def send_lone(self, text: str, deadline: float | None = None) -> Job:
-        job = Job([text], InferOptions(), Lane.INTERACTIVE, deadline)
-        self.engine.submit(job, is_lone=True)
-        return job
+    def send_together(self, texts: Sequence[Input], deadline: float | None = None) -> list[Job]:
+        """A job for each text, put together as an event loop does."""
+        jobs = [Job([text], InferOptions(), Lane.INTERACTIVE, deadline) for text in texts]
+        for job in jobs:
+            self.engine.submit(job, starts=False)
+        self.engine.start()
+        return jobs
 
     def wait(self, job: Job) -> Job:
         with self._arrived:

@@ -164,35 +164,52 @@ def test_a_job_of_refused_rows_only_is_answered(bert: Served) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "table"])
-def test_a_lone_query_of_a_fast_model_is_computed_on_the_calling_thread(
+def test_few_queries_of_a_fast_model_are_computed_on_the_calling_thread(
     kind: str, model_dir: Callable[..., Path], serve: Callable[..., Served], minilm: Path, tmp_path: Path
 ) -> None:
     path = model_dir("bert") if kind == "bert" else weights.random_static(tmp_path / "table", minilm, width=32)
     served = serve(path)
-    expected = served.embed(["the sky is grey"]).vectors[0]
-    for _ in range(1000):  # until the engine knows that this model is fast
-        job = served.wait(served.send_lone("the sky is grey"))
-        if served.delivered_by[job] == threading.get_ident():
+    texts = ["the sky is grey", "fog", "rain on the hill"]
+    expected = served.embed(texts).vectors
+    here = threading.get_ident()
+
+    def sent(texts: Sequence[str], deadline: float | None = None) -> list[Job]:
+        return [served.wait(job) for job in served.send_together(texts, deadline)]
+
+    for _ in range(1000):  # until the engine has measured that the model is fast
+        jobs = sent(texts)
+        if all(served.delivered_by[job] == here for job in jobs):
             break
     else:
-        pytest.fail("every query was computed by another thread")
+        pytest.fail("other threads computed the queries")
+    for job, vector in zip(jobs, expected, strict=True):
+        np.testing.assert_allclose(job.vectors[0], vector, atol=2e-6)
+    stats = served.engine.stats()
+    assert stats.running_tokens == stats.queued_tokens == 0
 
-    np.testing.assert_allclose(job.vectors[0], expected, atol=2e-6)
-    assert served.engine.stats().running_tokens == 0
-    late = served.wait(served.send_lone("fog", deadline=time.monotonic() - 1))
+    (late,) = sent(["fog"], time.monotonic() - 1)
     assert isinstance(late.errors[0], DeadlineExceeded)
-    others = served.wait(served.send(["fog", "rain"])), served.wait(served.send(["fog"]))
-    assert all(served.delivered_by[each] != threading.get_ident() for each in (late, *others))
+    many, together = sent(["fog"] * 33), served.wait(served.send(["fog", "rain"]))
+    assert all(served.delivered_by[job] != here for job in (late, *many, together))
 
 
-def test_a_lone_query_of_a_slow_model_is_left_to_the_engines_thread(
-    bert: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("teimgr.engine.runner._QUERY_ON_CALLER_S", 0.0)
+def test_queries_of_a_slow_model_are_left_to_the_engines_thread(bert: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teimgr.engine.runner._ON_CALLER_S", 0.0)
 
-    jobs = [bert.wait(bert.send_lone("the sky is grey")) for _ in range(20)]
+    jobs = [bert.wait(job) for _ in range(20) for job in bert.send_together(["the sky is grey"])]
 
     assert all(bert.delivered_by[job] != threading.get_ident() for job in jobs)
+
+
+def test_batches_on_the_calling_thread_are_within_the_bounds_of_one(
+    model_dir: Callable[..., Path], serve: Callable[..., Served]
+) -> None:
+    served = serve(model_dir("bert"), max_batch_requests=1)
+    for _ in range(50):
+        for job in served.send_together(["fog", "rain"]):
+            served.wait(job)
+
+    assert served.engine.stats().by_texts[1:] == [0] * 31
 
 
 def test_many_jobs_from_many_threads_are_each_answered_right(bert: Served) -> None:

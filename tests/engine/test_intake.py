@@ -37,29 +37,37 @@ class Queries:
 
     def __init__(self, idle: bool, serves: bool = False) -> None:
         self._idle, self._serves = idle, serves
-        self.served: list[QueueEntry] = []
+        self.served: list[Job] = []
 
     def is_idle(self) -> bool:
         return self._idle
 
-    def serve_query(self, entry: QueueEntry) -> bool:
+    def serve_queries(self, entries: list[QueueEntry]) -> bool:
         if self._serves:
-            self.served.append(entry)
+            self.served.extend(entry.job for entry in entries)
         return self._serves
 
 
-def test_a_lone_query_that_was_served_is_not_in_the_queue() -> None:
+def test_queries_that_were_served_are_not_in_the_queue_and_a_bad_one_waits() -> None:
+    class Tokenizer(FakeTokenizer):
+        def encode_all(self, inputs: Sequence[Any], options: TokenizeOptions) -> TokenizedTexts:
+            if "bad" in inputs:
+                raise RuntimeError("no text")
+            return super().encode_all(inputs, options)
+
     queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=100))
     finisher = Finisher(lambda jobs: None, lambda reason: None)
     queries = Queries(idle=True, serves=True)
-    intake = Intake(cast(Any, FakeTokenizer()), queue, finisher, 10**9, queries)
-    job = Job(["query"], InferOptions(), Lane.INTERACTIVE)
+    intake = Intake(cast(Any, Tokenizer()), queue, finisher, 10**9, queries)
+    jobs = [Job([text], InferOptions(), Lane.INTERACTIVE) for text in ("one", "bad", "two")]
 
-    intake.put(job, TokenizeOptions(), is_lone=True)
+    for job in jobs:
+        intake.put(job, TokenizeOptions(), starts=False)
+    intake.start()
 
-    assert [entry.job for entry in queries.served] == [job]
+    assert queries.served == [jobs[0], jobs[2]]
     assert not len(queue)
-    assert not intake.waiting(Lane.INTERACTIVE)
+    assert [job for job, _, _ in intake.drain(Unavailable("closed"))] == [jobs[1]]
 
 
 @pytest.mark.parametrize("bound", [("_AHEAD_TEXTS", 1000), ("_AHEAD_TOKENS", 1000)])
@@ -98,32 +106,39 @@ def test_texts_are_tokenized_as_the_device_takes_them_and_other_lanes_go_on(
 
 
 @pytest.mark.parametrize(
-    ("texts", "lane", "is_lone", "is_idle", "expected"),
+    ("jobs", "lane", "is_idle", "expected"),
     [
-        (["query"], Lane.INTERACTIVE, True, True, True),
-        (["query"], Lane.INTERACTIVE, False, True, False),
-        (["query"], Lane.INTERACTIVE, True, False, False),
-        (["query"], Lane.BULK, True, True, False),
-        (["one", "two"], Lane.INTERACTIVE, True, True, False),
-        (["x" * 501], Lane.INTERACTIVE, True, True, False),
-        (["bad"], Lane.INTERACTIVE, True, True, False),
+        ([["query"]], Lane.INTERACTIVE, True, 1),
+        ([["query"]] * 32, Lane.INTERACTIVE, True, 32),
+        ([["query"]] * 33, Lane.INTERACTIVE, True, 0),
+        ([["query"]], Lane.INTERACTIVE, False, 0),
+        ([["query"]], Lane.BULK, True, 0),
+        ([["query"], ["one", "two"]], Lane.INTERACTIVE, True, 0),
+        ([["x" * 1001], ["x" * 1000]], Lane.INTERACTIVE, True, 0),
+        ([["bad"]], Lane.INTERACTIVE, True, 0),
+        ([["query"], ["panic"]], Lane.INTERACTIVE, True, 0),
     ],
 )
-def test_a_lone_query_is_tokenized_where_it_arrives_and_all_else_waits(
-    texts: list[Any], lane: Lane, is_lone: bool, is_idle: bool, expected: bool
+def test_few_queries_are_tokenized_where_they_arrive_and_all_else_waits(
+    jobs: list[list[str]], lane: Lane, is_idle: bool, expected: int
 ) -> None:
     class Tokenizer(FakeTokenizer):
         def encode_all(self, inputs: Sequence[Any], options: TokenizeOptions) -> TokenizedTexts:
             if inputs == ["bad"]:
-                raise RuntimeError("the library panicked")
+                raise RuntimeError("no text")
+            if "panic" in inputs:
+                raise BaseException("the library panicked")
             return super().encode_all(inputs, options)
 
     queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=100))
     finisher = Finisher(lambda jobs: None, lambda reason: None)
     intake = Intake(cast(Any, Tokenizer()), queue, finisher, 10**9, Queries(is_idle))
 
-    intake.put(Job(texts, InferOptions(), lane), TokenizeOptions(), is_lone=is_lone)  # there is no tokenizer thread
+    for texts in jobs:  # there is no tokenizer thread
+        intake.put(Job(texts, InferOptions(), lane), TokenizeOptions(), starts=False)
+    intake.start()
 
+    texts = sum(map(len, jobs))
     assert queue.texts(lane) == expected
-    assert bool(intake.waiting(lane)) is not expected
-    assert bool(intake.drain(Unavailable("closed"))) is not expected
+    assert bool(intake.waiting(lane)) is (expected < texts)
+    assert len(intake.drain(Unavailable("closed"))) == texts - expected

@@ -119,7 +119,8 @@ def test_anchors_and_merged_keys(tmp_path: Path) -> None:
 
 DEEP = "services:\n  a:\n    labels: " + "[" * 40 + "]" * 40
 BOMB = "a0: &a0 {x: y}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
-MERGES = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
+# A merge of merges: PyYAML has all pairs of it up to 6.0.3, and each key once from 6.0.4 on.
+MERGES = "a0: &a0 {x: y}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ MERGES = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for 
         (DEEP, "deeper than"),
         ("services: " + "[" * 100_000, "nested too deep"),
         (BOMB + "services:\n  a: {labels: *a8}\n", "more than 50000 values"),
-        ("a0: &a0 {x: y}\n" + MERGES + "services: {}\n", "merged keys"),
+        (f"a: &a {{{', '.join(f'k{n}: ' for n in range(10_001))}}}\nb: {{<<: *a}}\nservices: {{}}\n", "merged keys"),
         ("services:\n  a: &a\n    labels: *a\n", "deeper than"),
     ],
     ids=str.split(
@@ -156,3 +157,15 @@ def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, text: str, why:
 
     with pytest.raises(InvalidConfig, match=why):
         read_compose(file, {})
+
+
+def test_merges_of_merges_are_refused_or_each_key_is_merged_once(tmp_path: Path) -> None:
+    file = tmp_path / "compose.yml"
+    file.write_text(MERGES + "services: {a: {image: x, <<: *a11}}\n")
+
+    try:
+        found = read_compose(file, {})
+    except InvalidConfig as error:
+        assert "merged keys" in error.message
+    else:
+        assert len(found.services) == 1

@@ -86,7 +86,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        self.lone: list[bool] = []
+        self.started: list[int] = []  # the jobs there were at each start
         self.broken = False
         self.expected: float | None = None
 
@@ -99,11 +99,14 @@ class FakeEngine:
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
         return self.expected
 
-    def submit(self, job: Job, is_lone: bool = False) -> None:
+    def submit(self, job: Job, starts: bool = True) -> None:
+        assert not starts
         if self.broken:
             raise RuntimeError("no device")
         self.jobs.append(job)
-        self.lone.append(is_lone)
+
+    def start(self) -> None:
+        self.started.append(len(self.jobs))
 
 
 class Asked(WorkerCall):
@@ -260,7 +263,7 @@ async def test_an_engine_that_refuses_a_job_fails_its_call_alone() -> None:
     dispatcher.close()
 
 
-async def test_calls_that_come_together_start_together_and_one_alone_as_a_lone_one() -> None:
+async def test_calls_that_come_together_start_together() -> None:
     engine = FakeEngine()
     dispatcher = dispatching(engine)
 
@@ -272,14 +275,14 @@ async def test_calls_that_come_together_start_together_and_one_alone_as_a_lone_o
     await asyncio.sleep(0)
 
     assert [job.inputs for job in engine.jobs] == [["fog"], ["mist"], ["snow"]]
-    assert engine.lone == [False, False, True]
+    assert engine.started == [2, 3]
     dispatcher.close()
 
 
 async def test_a_job_delivered_by_the_loops_own_thread_is_answered_at_once() -> None:
     class Inline(FakeEngine):
-        def submit(self, job: Job, is_lone: bool = False) -> None:
-            dispatcher.deliver([job])
+        def start(self) -> None:
+            dispatcher.deliver(self.jobs)
 
     dispatcher = dispatching(Inline())
 

@@ -117,11 +117,10 @@ class Engine:
             raise ModelLoadFailed(engine._fault or error.message) from error
         return engine
 
-    def submit(self, job: Job, is_lone: bool = False) -> None:
+    def submit(self, job: Job, starts: bool = True) -> None:
         """Accept a job; never waits.
 
-        Where the caller has nothing else to submit (`is_lone`) and the engine is idle, a query is tokenized on the
-        calling thread, and computed and delivered there too if the model takes a few milliseconds for one.
+        `starts`: False where the caller submits more now and calls `start` after the last one.
 
         Raises:
             WrongModelKind, InvalidInput: see `check`.
@@ -132,7 +131,15 @@ class Engine:
             raise Unavailable(self._fault)
         self.check(job.options)
         job.allocate_results(self.info.dimension, len(self.info.labels))
-        self._intake.put(job, self.prompts.tokenize_options(job.options), is_lone=is_lone)
+        self._intake.put(job, self.prompts.tokenize_options(job.options), starts=starts)
+
+    def start(self) -> None:
+        """Begin with the jobs that were submitted without `starts`.
+
+        A few queries while the engine is idle are computed and delivered by the calling thread, where the model is
+        expected to take no more than a few milliseconds for them.
+        """
+        self._intake.start()
 
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
         """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the throughput of late.

@@ -1,7 +1,7 @@
 """The tokenizer thread: rows of jobs become entries of the queue.
 
 All small jobs that wait are tokenized in one call, and big ones in chunks, so that a query never waits for a whole
-file of texts. A query that comes alone while nothing else waits is tokenized on the thread that brings it, and where
+file of texts. A few queries that come while nothing else waits are tokenized on the thread that brings them, and where
 the model is fast computed there too: that takes less time than to wake up other threads. Rows that cannot be tokenized
 go straight to the finisher as failures.
 """
@@ -12,14 +12,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from teimgr.engine.batch import Encoded, TokenizedTexts
+from teimgr.engine.batch import TokenizedTexts
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
@@ -32,7 +31,9 @@ log = logging.getLogger(__name__)
 _CHUNK_TEXTS = 1024
 _CHUNK_CHARS = 50_000  # some 10 ms on one core, native 1: what a query may have to wait for
 _BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
-_AT_ONCE_CHARS = 500  # most of a query that is tokenized on the caller's thread, an event loop
+# The most that is tokenized on the caller's thread, an event loop: less than half a millisecond.
+_AT_ONCE_TEXTS = 32
+_AT_ONCE_CHARS = 2000
 _LAST_QUERY_S = 0.1
 _PROMPTED_PAIR = "Input validation error: `prompt_name` cannot be set with dual inputs"
 _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
@@ -81,21 +82,21 @@ class _Chunk:
 
 
 class QueryRunner(Protocol):
-    """What computes queries, on a thread of its own or, where it can, on the one that brings a query."""
+    """What computes queries, on a thread of its own or, where it can, on the one that brings them."""
 
     def is_idle(self) -> bool:
-        """Whether it computes nothing and no query waits for it."""
+        """Whether nothing is computed and no query is in the queue."""
 
-    def serve_query(self, entry: QueueEntry) -> bool:
-        """Compute and deliver a query on the calling thread; False, and nothing done, where that is not allowed."""
+    def serve_queries(self, entries: list[QueueEntry]) -> bool:
+        """Compute and deliver queries on the calling thread; False, and nothing done, where that is not allowed."""
 
 
 class Intake:
     """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned.
 
     `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
-    jobs count until their turn comes. `queries` is the thread that computes queries; while it is idle, a lone one is
-    tokenized at once. Without it all wait for the tokenizer thread.
+    jobs count until their turn comes. `queries` computes the queries that `start` tokenizes; without it all wait for
+    the tokenizer thread.
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class Intake:
         queue.on_taken = self._room_was_made
         queue.waiting_before = self.waiting
 
-    def put(self, job: Job, options: TokenizeOptions, bounded: bool = True, is_lone: bool = False) -> None:
+    def put(self, job: Job, options: TokenizeOptions, bounded: bool = True, starts: bool = True) -> None:
         """Accept `job` without waiting. An empty lane accepts a job of any size.
 
-        `is_lone`: the caller has no other job to put.
+        `starts`: False where the caller puts more jobs now and calls `start` after the last one.
 
         Raises:
             Overloaded: too much waits in the job's lane.
@@ -137,55 +138,78 @@ class Intake:
             held = self._estimates[job.lane] + self._queue.tokens(job.lane)
             if bounded and held and held + estimate > self._limit:
                 raise Overloaded
-            is_at_once = is_lone and self._may_be_at_once(job)
             self._estimates[job.lane] += estimate
             job.submitted_ns = time.monotonic_ns()
-            pending = _Pending(job, options, estimate)
-            if not (is_at_once and self._tokenizing.acquire(blocking=False)):
-                self._wait_in_line(pending)
+            self._inbox[job.lane].append(_Pending(job, options, estimate))
+            if starts:
+                self._changed.notify()
+
+    def start(self) -> None:
+        """Begin with the jobs that were put without `starts`.
+
+        A few queries while the engine is idle are tokenized on the calling thread, and computed and delivered there
+        where the model is fast.
+        """
+        with self._changed:
+            if not (self._are_few_queries() and self._tokenizing.acquire(blocking=False)):
+                self._changed.notify()
                 return
+            chunk = self._fill(self._inbox[Lane.INTERACTIVE])
         try:
-            self._tokenize_query(pending)
+            entries = self._tokenize_queries(chunk)
+            if entries and (self._queries is None or not self._queries.serve_queries(entries)):
+                self._queue.put(entries)
         finally:
             self._tokenizing.release()
 
     def run(self) -> None:
         while (chunk := self._next_chunk()) is not None:
             with self._tokenizing:
-                self._tokenize(chunk)
-            with self._changed:  # the queue counts the tokens of these rows now
-                for pending, rows in chunk.parts:
-                    tokenized = pending.estimate * len(rows) // (len(pending.job.inputs) - rows.start)
-                    pending.estimate -= tokenized
-                    self._estimates[pending.job.lane] -= tokenized
+                entries, failures = self._tokenize(chunk)
+                if entries:
+                    self._queue.put(entries)
+                if failures or chunk.empty:
+                    self._finisher.put(Failures(failures, chunk.empty))
+            self._count_tokenized(chunk.parts)
 
-    def _may_be_at_once(self, job: Job) -> bool:
-        is_query = job.lane is Lane.INTERACTIVE and job.chars <= _AT_ONCE_CHARS and len(job.inputs) == 1
-        return is_query and self._is_empty() and self._queries is not None and self._queries.is_idle()
+    def _tokenize_queries(self, chunk: _Chunk) -> list[QueueEntry]:
+        """Tokenize queries. Those that cannot be are left to the tokenizer thread, since the finisher may have to be
+        waited for."""
+        try:
+            entries, failures = self._tokenize(chunk)
+        except BaseException:  # a panic of the library, which ends the thread that meets it: not this one
+            self._put_back(chunk.parts)
+            return []
+        failed = {job for job, _, _ in failures}
+        self._put_back([part for part in chunk.parts if part[0].job in failed])
+        self._count_tokenized([part for part in chunk.parts if part[0].job not in failed])
+        return entries
 
-    def _wait_in_line(self, pending: _Pending) -> None:
-        self._inbox[pending.job.lane].append(pending)
-        self._changed.notify()
-
-    def _tokenize_query(self, pending: _Pending) -> None:
-        """Tokenize a job of one text, and compute it here or put it into the queue.
-
-        What cannot be tokenized is left to the tokenizer thread, which may wait.
-        """
-        job = pending.job
-        inputs = job.inputs[0:1]
-        result: Encoded | TeimgrError | None = None
-        with suppress(BaseException):  # a panic of the library, which ends the thread that meets it: not this one
-            result = self._tokenized(inputs, pending.options)[0]
-        is_refused = job.options.prompt_name is not None and isinstance(inputs[0], Pair)
+    def _put_back(self, parts: Sequence[tuple[_Pending, range]]) -> None:
+        if not parts:
+            return
         with self._changed:
-            if is_refused or not isinstance(result, Encoded):
-                self._wait_in_line(pending)
-                return
-            self._estimates[job.lane] -= pending.estimate
-        entry = QueueEntry(job, np.zeros(1, np.intp), result, time.monotonic_ns())
-        if self._queries is None or not self._queries.serve_query(entry):
-            self._queue.put([entry])
+            for pending, rows in reversed(parts):
+                pending.next_row = rows.start
+                self._inbox[pending.job.lane].appendleft(pending)
+            self._changed.notify()
+
+    def _count_tokenized(self, parts: Iterable[tuple[_Pending, range]]) -> None:
+        """Rows are counted by their tokens, in the queue, no longer by estimate."""
+        with self._changed:
+            for pending, rows in parts:
+                tokenized = pending.estimate * len(rows) // (len(pending.job.inputs) - rows.start)
+                pending.estimate -= tokenized
+                self._estimates[pending.job.lane] -= tokenized
+
+    def _are_few_queries(self) -> bool:
+        """Whether all that waits are queries, and few enough for an event loop to tokenize."""
+        waiting = self._inbox[Lane.INTERACTIVE]
+        if self._inbox[Lane.BULK] or not 0 < len(waiting) <= _AT_ONCE_TEXTS:
+            return False
+        chars = sum([each.job.chars + len(each.options.prompt) for each in waiting])
+        is_little = chars <= _AT_ONCE_CHARS and all(len(each.job.inputs) == 1 for each in waiting)
+        return is_little and self._queries is not None and self._queries.is_idle()
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
         """Tokens of a job, before it is tokenized."""
@@ -260,7 +284,8 @@ class Intake:
                 inbox.append(pending)
         return chunk
 
-    def _tokenize(self, chunk: _Chunk) -> None:
+    def _tokenize(self, chunk: _Chunk) -> tuple[list[QueueEntry], list[tuple[Job, int, TeimgrError]]]:
+        """The entries of a chunk, and the rows that cannot be tokenized."""
         entries: list[QueueEntry] = []
         failures: list[tuple[Job, int, TeimgrError]] = []
         groups: dict[TokenizeOptions, list[tuple[Job, range]]] = {}
@@ -282,10 +307,7 @@ class Intake:
         now = time.monotonic_ns()
         for entry in entries:
             entry.enqueued_ns = now
-        if entries:
-            self._queue.put(entries)
-        if failures or chunk.empty:
-            self._finisher.put(Failures(failures, chunk.empty))
+        return entries, failures
 
     def _tokenized(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         """As `TextTokenizer.encode_all`; where that raises, only the inputs at fault fail."""

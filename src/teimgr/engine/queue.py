@@ -308,8 +308,12 @@ class EntryQueue:
                 else:
                     self._changed.notify()
 
-    def query_was_served(self) -> None:
-        """A query of no batch of the queue was computed: bulk batches are small for a while, as after one in it."""
+    def fits_batch(self, texts: int, tokens: int) -> bool:
+        """Whether so much is within the bounds of one batch."""
+        return tokens <= self.token_cap.tokens and (self._limits.texts is None or texts <= self._limits.texts)
+
+    def queries_were_served(self) -> None:
+        """Queries that never were in the queue: bulk batches are small for a while, as after some in it."""
         self._interactive_seen = self._clock()
 
     def next_batch(self, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> BatchDraft | None:

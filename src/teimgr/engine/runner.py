@@ -38,7 +38,7 @@ from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.job import Lane, Output
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import NO_MEMORY
-from teimgr.engine.queue import EntryQueue, QueueEntry, halves
+from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, EntryQueue, QueueEntry, halves
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
 
@@ -55,10 +55,11 @@ MAX_RESULT_BYTES = 128 << 20
 # Linux divides a core by weights, each 1.25 times that of the next niceness: six steps are four to one.
 _BULK_NICENESS = 6
 _TOKENS_OF_A_THREAD = 256
-# A query is computed on the caller's thread, an event loop, where the last ones took no longer than this: BERT of six
-# small layers and look-up tables do, BERT-base does not.
-_QUERY_ON_CALLER_S = 0.004
-_LATEST = 0.125  # weight of the latest query in the mean of what they take
+# A small batch is computed on the caller's thread, an event loop, where it is expected to take no longer than this: a
+# short query of BERT with six small layers does, and a dozen of a look-up table's; one of BERT-base does not.
+_ON_CALLER_S = 0.004
+_SMALL_TOKENS = 512  # batches up to this size give the time per token
+_LATEST = 0.125  # weight of the latest of them in its mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class _StartError:
 
 class Runner:
     """Serves `lanes` of the queue with one model; `run` is the thread's body, until the queue is closed and empty, or
-    the finisher has ended. `serve_query` computes on the thread that calls it, one batch at a time with `run`.
+    the finisher has ended. `serve_queries` computes on the thread that calls it, one batch at a time with `run`.
 
     One of all lanes has a device to itself. Of two, one for each lane, that of bulk has the lower priority: the
     scheduler gives it what queries leave, and a fifth of the processor beside as many queries as can be computed.
@@ -107,7 +108,7 @@ class Runner:
         self._in_flight = finisher.new_limit()
         self._pack = pack_as_given if is_table else pack
         self._computing = threading.Lock()  # held by the thread that computes: the own one, or a caller
-        self._query_s = math.inf  # mean of the latest queries, from start to delivery; inf before the first
+        self._token_s = math.inf  # mean of small batches from start to delivery, with `BATCH_OVERHEAD_TOKENS` in each
 
     def use_threads(self, threads: CpuThreads) -> None:
         """Use these CPU threads from the next batch on."""
@@ -207,35 +208,38 @@ class Runner:
             self._in_flight.leave(tokens, time.monotonic_ns())
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
-        is_query = len(entries) == 1 and entries[0].texts == 1
-        finishes = self._has_own_lane or (is_query and self._is_light)
+        is_small = tokens <= _SMALL_TOKENS
+        finishes = self._has_own_lane or (is_small and self._is_light)
         if self._has_queries() or not (finishes and self._finisher.finish_here(started)):
             self._finisher.put(started)
-        elif is_query:
-            taken_s = (time.monotonic_ns() - began_ns) / 1e9
-            former_s = taken_s if math.isinf(self._query_s) else self._query_s
-            self._query_s = former_s + _LATEST * (taken_s - former_s)
+        elif is_small:
+            took_s = (time.monotonic_ns() - began_ns) / 1e9 / (tokens + BATCH_OVERHEAD_TOKENS)
+            self._token_s = took_s if math.isinf(self._token_s) else self._token_s + _LATEST * (took_s - self._token_s)
         return None
 
-    def serve_query(self, entry: QueueEntry) -> bool:
-        """Compute and deliver a query on the calling thread.
+    def serve_queries(self, entries: list[QueueEntry]) -> bool:
+        """Compute and deliver a small batch on the calling thread.
 
         False, and nothing done, where it would take longer than a few milliseconds or the model is no light one: a GPU
         and OpenMP's threads belong to the own thread.
         """
-        is_allowed = self._is_light and self._query_s <= _QUERY_ON_CALLER_S and not entry.expired(time.monotonic())
-        if not is_allowed or self._in_flight.batches or not self._computing.acquire(blocking=False):
+        texts, tokens = sum([entry.texts for entry in entries]), sum([entry.tokens for entry in entries])
+        is_quick = self._token_s * (tokens + BATCH_OVERHEAD_TOKENS) <= _ON_CALLER_S
+        if not (self._is_light and is_quick) or self._in_flight.batches or not self._queue.fits_batch(texts, tokens):
+            return False
+        now = time.monotonic()
+        if any(entry.expired(now) for entry in entries) or not self._computing.acquire(blocking=False):
             return False
         try:
-            self._execute([entry])
+            self._execute(entries)
         finally:
             self._computing.release()
-        self._queue.query_was_served()
+        self._queue.queries_were_served()
         return True
 
     def is_idle(self) -> bool:
-        """Whether this thread computes nothing and no query waits for it."""
-        return not self._in_flight.tokens and not self._has_queries()
+        """Whether nothing is computed and no query is in the queue."""
+        return not self._in_flight.tokens and not self._queue.texts(Lane.INTERACTIVE)
 
     def _has_queries(self) -> bool:
         return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.waiting_before(Lane.INTERACTIVE))

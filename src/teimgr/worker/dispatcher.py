@@ -113,7 +113,7 @@ class Dispatcher:
     1. Admission (`serve`, `infer`, `admit`): within a number of calls and payload bytes; calls that may wait queue up.
     2. Result memory (`submit`): calls whose results grow with every token wait until the result budget has room.
     3. The engine (`_start`): one job per part. Calls that came in the same turn of the loop start together at its end,
-       so that they become one batch; a query that came alone may be computed right there.
+       so that they become one batch; that of a few queries may be computed right there.
     4. Encoding (`deliver`): where the engine finishes; very large replies on a codec thread (`_encode_deferred`).
     5. The reply (`_finish`, `answer`): everything the call holds is released first.
 
@@ -278,9 +278,10 @@ class Dispatcher:
                 continue
             try:
                 for job in submission.jobs:
-                    self.engine.submit(job, is_lone=len(starting) == 1)
+                    self.engine.submit(job, starts=False)
             except Exception as error:
                 self._fail(submission.call, error)
+        self.engine.start()
 
     # Stage 4: encoding.
 
