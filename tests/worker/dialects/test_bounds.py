@@ -16,7 +16,7 @@ from tests.support.polling import eventually
 
 BATCHES = 'te_request_count{method="batch"}'
 DROPPED = 'te_request_failure{err="dropped"}'
-LONG = [f"{number} " + "rain " * 90 for number in range(2000)]  # distinct: equal ones are computed once
+LONG = [f"{number} " + "rain " * 300 for number in range(2000)]  # distinct: equal ones are computed once
 
 
 @pytest.fixture(scope="module")
