@@ -212,6 +212,7 @@ class Framing:
         self._flows: dict[int, _Flow] = {}
         self._rest = b""
         self._has_preface = self._has_settings = False
+        self._has_sent = False  # HEADERS or DATA since the last PING
         self._block: bytearray | None = None  # of headers whose end has not come
         self._block_stream = self._block_flags = 0
         self._initial_window = _DEFAULT_WINDOW
@@ -314,6 +315,8 @@ class Framing:
             if len(payload) < 5:
                 raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without their priority")
             payload = payload[5:]
+        if len(payload) > _MAX_HEADER_BYTES:
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
         if flags & _END_HEADERS:
             self._on_block(flags, number, bytes(payload))
         else:
@@ -348,10 +351,10 @@ class Framing:
                 self._end_there(number, flow)
 
     def _on_trailers(self, flags: int, number: int, flow: _Flow) -> None:
-        self._receiver.on_control()
         if flow.ended_there:
             self._break_stream(number, ErrorCode.STREAM_CLOSED)
         elif flags & _END_STREAM:
+            self._receiver.on_control()
             self._end_there(number, flow)
         else:
             self._break_stream(number, ErrorCode.PROTOCOL_ERROR)
@@ -402,7 +405,11 @@ class Framing:
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PING has eight bytes")
         if not flags & _ACK:
             self._put(_PING, _ACK, 0, payload)
-        self._receiver.on_control()
+        # grpc-go measures the bandwidth by a PING after each DATA frame that it reads: one after each answer is free.
+        if self._has_sent:
+            self._has_sent = False
+        else:
+            self._receiver.on_control()
 
     def _on_goaway(self, flags: int, number: int, payload: bytes) -> None:
         if number or len(payload) < _GOAWAY.size:
@@ -435,13 +442,15 @@ class Framing:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"{what} of stream {number}, which is not open")
 
     def _break_stream(self, number: int, code: ErrorCode) -> None:
+        """Reset a stream because of an error of its client; counted, else it would be a way to cancel without limit."""
+        self._receiver.on_control()
         self.reset(number, code)
         self._receiver.on_reset(number)
 
     def _end_there(self, number: int, flow: _Flow) -> None:
         flow.ended_there = True
         if flow.ended_here:
-            del self._flows[number]
+            self._flows.pop(number, None)  # the receiver may have reset it at its last data
         self._receiver.on_end(number)
 
     # Sending
@@ -454,6 +463,7 @@ class Framing:
     def headers(self, number: int, headers: Headers, end: bool) -> None:
         """Raises KeyError: the stream is not open for sending."""
         flow = self._flow(number)
+        self._has_sent = True
         block, flags = encode_headers(headers), _END_STREAM if end else 0
         if len(block) <= self.max_frame:
             self._put(_HEADERS, flags | _END_HEADERS, number, block)
@@ -474,6 +484,7 @@ class Framing:
         """
         flow = self._flow(number)
         size = len(data)
+        self._has_sent = True
         flow.send_window -= size
         self.send_window -= size
         self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, _DATA, _END_STREAM if end else 0, number))
