@@ -78,6 +78,7 @@ class StallGuard:
         self._timer: asyncio.TimerHandle | None = None
 
     def paused(self) -> None:
+        self.resumed()
         self._left = self._transport.get_write_buffer_size()
         self._timer = asyncio.get_running_loop().call_later(STALL_S, self._check)
 

@@ -147,8 +147,8 @@ class RpcStream:
 
     async def open(self, metadata: Mapping[str, str] | None = None) -> None:
         """Send the initial metadata; `send` does it where this was not called."""
-        self._opened = True
         await self._stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
+        self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
 
     async def send(self, message: bytes | memoryview) -> None:
         """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""

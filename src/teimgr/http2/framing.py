@@ -41,6 +41,7 @@ _END_HEADERS, _PADDED, _HAS_PRIORITY = 0x4, 0x8, 0x20
 _TABLE_SIZE, _MAX_STREAMS, _INITIAL_WINDOW, _MAX_FRAME, _MAX_HEADER_LIST, _ENABLE_PUSH = 1, 3, 4, 5, 6, 2
 
 _DEFAULT_WINDOW = 65_535
+_DEFAULT_TABLE = 4096
 _MAX_WINDOW = 2**31 - 1
 _DEFAULT_FRAME = 16_384
 _MAX_FRAME_LIMIT = 2**24 - 1
@@ -212,6 +213,7 @@ class Framing:
         self._flows: dict[int, _Flow] = {}
         self._rest = b""
         self._has_preface = self._has_settings = False
+        self._reduces_table = False  # the client's HPACK table became smaller; the next block has to say so
         self._has_sent = False  # HEADERS or DATA since the last PING
         self._block: bytearray | None = None  # of headers whose end has not come
         self._block_stream = self._block_flags = 0
@@ -386,6 +388,7 @@ class Framing:
         if not _DEFAULT_FRAME <= settings.get(_MAX_FRAME, _DEFAULT_FRAME) <= _MAX_FRAME_LIMIT:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE is out of range")
         self.max_frame = settings.get(_MAX_FRAME, self.max_frame)
+        self._reduces_table |= settings.get(_TABLE_SIZE, _DEFAULT_TABLE) < _DEFAULT_TABLE
         window = settings.get(_INITIAL_WINDOW, self._initial_window)
         change, self._initial_window = window - self._initial_window, window
         for flow in self._flows.values() if change else ():
@@ -465,6 +468,9 @@ class Framing:
         flow = self._flow(number)
         self._has_sent = True
         block, flags = encode_headers(headers), _END_STREAM if end else 0
+        if self._reduces_table:
+            self._reduces_table = False
+            block = b"\x20" + block  # a table of size 0, which is all that is used (RFC 7541, section 4.2)
         if len(block) <= self.max_frame:
             self._put(_HEADERS, flags | _END_HEADERS, number, block)
         else:
