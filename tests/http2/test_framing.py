@@ -344,3 +344,45 @@ def test_a_client_of_h2_is_understood_and_understands(framing: Framing, got: Rec
         assert h2.events.TrailersReceived in kinds
         assert b"".join(event.data for event in events if isinstance(event, h2.events.DataReceived)) == b"reply"
     assert got.data == {1: b"body", 3: b"body", 5: b"body"}
+
+
+def test_a_ping_after_each_answer_is_free_and_others_are_counted(opened: Framing, got: Recorder) -> None:
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    before = got.controls
+    ping = frame(PING, 0, 0, bytes(8))
+
+    for _ in range(5):
+        opened.data(1, memoryview(b"x"), end=False)
+        opened.receive(ping)
+    assert got.controls == before
+    opened.receive(ping * 3)
+
+    assert got.controls == before + 3
+
+
+def test_a_stream_that_its_client_breaks_is_counted(opened: Framing, got: Recorder) -> None:
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    before = got.controls
+
+    opened.receive(frame(WINDOW_UPDATE, 0, 1, long(0)))
+
+    assert got.resets == [1]
+    assert got.controls == before + 1
+
+
+def test_a_smaller_header_table_is_acknowledged_once(opened: Framing) -> None:
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    opened.receive(frame(SETTINGS, 0, 0, setting(1, 0)))
+    opened.take()
+
+    opened.headers(1, [(b":status", b"200")], end=False)
+    opened.headers(1, [(b"grpc-status", b"0")], end=True)
+
+    first, second = (bytes(part)[9:] for part in opened.take())
+    assert first == b"\x20\x88"
+    assert second[:1] != b"\x20"
+
+
+def test_a_header_block_in_one_frame_is_bounded(opened: Framing) -> None:
+    with pytest.raises(ConnectionBroken, match="too long"):
+        opened.receive(frame(HEADERS, END_HEADERS, 1, b"\x20" * 65_537))
