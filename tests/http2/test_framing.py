@@ -386,3 +386,14 @@ def test_a_smaller_header_table_is_acknowledged_once(opened: Framing) -> None:
 def test_a_header_block_in_one_frame_is_bounded(opened: Framing) -> None:
     with pytest.raises(ConnectionBroken, match="too long"):
         opened.receive(frame(HEADERS, END_HEADERS, 1, b"\x20" * 65_537))
+
+
+def test_a_later_goaway_names_no_higher_stream(opened: Framing) -> None:
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    opened.goaway(ErrorCode.NO_ERROR)
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 3, GET))
+    opened.take()
+
+    opened.goaway(ErrorCode.PROTOCOL_ERROR)
+
+    assert b"".join(opened.take())[9:] == struct.pack(">II", 1, ErrorCode.PROTOCOL_ERROR)

@@ -219,6 +219,7 @@ class Framing:
         self._block_stream = self._block_flags = 0
         self._initial_window = _DEFAULT_WINDOW
         self._out: list[Payload] = []
+        self._last_stream: int | None = None  # that the first GOAWAY named
         self.highest_stream = 0
         """The highest number of a stream that the client opened."""
         self.send_window = _DEFAULT_WINDOW
@@ -510,7 +511,9 @@ class Framing:
 
     def goaway(self, code: ErrorCode) -> None:
         """The client is to open no more streams; those above the highest so far are not processed."""
-        self._put(_GOAWAY_TYPE, 0, 0, _GOAWAY.pack(self.highest_stream, code))
+        if self._last_stream is None:  # a later one may not name a higher stream (RFC 9113, section 6.8)
+            self._last_stream = self.highest_stream
+        self._put(_GOAWAY_TYPE, 0, 0, _GOAWAY.pack(self._last_stream, code))
 
     def acknowledge(self, number: int, size: int) -> None:
         """Let the client send `size` bytes more on a stream, which may be closed, and on the connection."""
